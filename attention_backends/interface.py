@@ -1,0 +1,118 @@
+"""What an attention backend is: paged attention for one step over a KV cache that the runner owns.
+
+A backend holds no model and no cache; one instance serves one runner. Tensors live on the runner's device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What one layer's attention is. `window` w: query at position p sees keys in (p - w, p]; None sees all of [0, p].
+
+    `soft_cap` c: scores become c * tanh(score / c) after scaling (Gemma 2). Scores are `scale * q.k`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    head_dims: frozenset[int] | None = None
+    """None: any"""
+    block_sizes: frozenset[int] | None = None
+    """None: any"""
+    window: bool = False
+    soft_cap: bool = False
+    capture_safe: bool = False
+    """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step as the runner sees it. Device tensors may be longer than needed (padding); `num_*` tell what is real.
+
+    The KV of this step's tokens is written before anything is read, so sequences of one batch may share blocks that the
+    batch itself fills.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    """int32 [num_seqs + 1]: sequence i's queries are tokens query_start_loc[i] .. query_start_loc[i + 1]"""
+    seq_lens: torch.Tensor
+    """int32 [num_seqs]: KV length including this step's tokens; the last query of i is at position seq_lens[i] - 1"""
+    block_tables: torch.Tensor
+    """int32 [num_seqs, max_blocks]"""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: block * block_size + offset where each token's KV goes; -1: nowhere (padding)"""
+    block_size: int
+    num_decodes: int = 0
+    """the first num_decodes sequences have one query each"""
+    query_lens_host: Sequence[int] = field(default=())
+    seq_lens_host: Sequence[int] = field(default=())
+
+
+class AttentionBackend(ABC):
+    """Backends register under the entry-point group `pageloom.attention_backends` and are built with no arguments."""
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> Capabilities:
+        """What this backend can do here; cheap, builds and loads nothing."""
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why it cannot run on this machine (missing compiler, library, GPU), or None."""
+        return None
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it must be
+        contiguous, `shape[0] == num_blocks`."""
+
+    @abstractmethod
+    def build_metadata(self, batch: AttentionBatch) -> object:
+        """Once per step, before the first layer: whatever all layers share (splits, plans). Never synchronises."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        """Write this step's k, v into the cache, then attend; result into `out`.
+
+        q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous, the
+        token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not touched.
+        """
+
+    @abstractmethod
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Only the write half of `forward`."""
+
+    @abstractmethod
+    def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block source → destination in every layer, one call (copy-on-write). Destinations are distinct from sources."""

@@ -1,0 +1,104 @@
+"""Configuration as a value: what a door collects (`EngineArgs`) and what the rooms receive (`EngineConfig`).
+
+`EngineArgs` is parsed once at a door; `engine.resolve.resolve` turns it, once, into an `EngineConfig`, which is passed down
+by constructor and crosses the process border as JSON. No room reads the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+CompileMode = Literal["none", "pieces"]
+GraphMode = Literal["none", "piecewise", "full_decode", "both"]
+Policy = Literal["fcfs", "priority"]
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user may set. None means "choose for me"; `resolve` chooses."""
+
+    model: str
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    dtype: DType = "auto"
+    device: Device = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_waiting: int = 4096
+    block_size: int | None = None
+    kv_cache_memory: int | None = None
+    """bytes"""
+    memory_fraction: float = 0.9
+    enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "fcfs"
+    async_scheduling: bool = True
+    compile: CompileMode = "pieces"
+    graphs: GraphMode | None = None
+    attention_backend: str | None = None
+    threads: int | None = None
+    seed: int = 0
+    max_logprobs: int = 20
+    cache_dir: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights of the model's shape, for benchmarks"""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    """a Hugging Face directory or one GGUF file"""
+    tokenizer: str
+    served_name: str
+    dtype: Literal["bfloat16", "float16", "float32"]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    load_format: Literal["auto", "dummy"]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    block_size: int
+    """tokens per block"""
+    kv_cache_memory: int | None
+    """bytes; None: what `memory_fraction` of the device leaves after weights and activations"""
+    memory_fraction: float
+    enable_prefix_caching: bool
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    max_num_seqs: int
+    """rows of the device tables: sequences that run at once"""
+    max_num_batched_tokens: int
+    """token budget of one step"""
+    max_model_len: int
+    max_waiting: int
+    policy: Policy = "fcfs"
+    async_scheduling: bool = True
+
+
+class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):
+    mode: CompileMode
+    graphs: GraphMode
+    cache_dir: str
+    """absolute; holds compiled pieces and kernels"""
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Literal["cpu", "cuda"]
+    index: int = 0
+    threads: int = 1
+    """compute threads of the runner (CPU)"""
+    attention_backend: str | None = None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    compile: CompileConfig
+    device: DeviceConfig
+    max_logprobs: int

@@ -1,0 +1,99 @@
+"""Messages between the front end and the core: the only place where the two meet. msgspec only; no pickle on any socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.request import FinishReason
+from engine.step import RowParams, TokenLogprobs
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One sequence to generate. The front end turns `n` samples of a request into `n` of these with derived seeds."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: RowParams
+    max_tokens: int
+    """already cut to the context length"""
+    priority: int = 0
+    """lower runs earlier; used by the `priority` policy"""
+    cache_salt: str | None = None
+    """prefix blocks are shared only among requests with an equal salt"""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    """Stop at once: what runs is dropped (the front end aborts or drains first)."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_prefix_cache"):
+    """Forget every cached block that no sequence uses."""
+
+
+ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache
+
+
+class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new for one request since its last delta. Exactly one delta per request has a finish_reason."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    """complete when the first token arrives: one per prompt token after the first; may come in several deltas"""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """the token id that ended it; it is the last of `token_ids`"""
+    cached_tokens: int = 0
+    """prompt tokens taken from the prefix cache; set on the first delta"""
+    error: str | None = None
+    """with finish_reason "error": why"""
+    error_kind: str | None = None
+    """"queue_full" | "invalid" | "fault": which exception the front end raises"""
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges are as of the step; counters count since the core started."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """blocks held by sequences (cached but unreferenced blocks count as free)"""
+    steps: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    compiles_after_ready: int = 0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    deltas: list[SequenceDelta]
+    stats: CoreStats
+
+
+class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    attention_backend: str
+    ledger: str
+    """the memory ledger as printed"""
+    distinct_pieces: int
+    pieces_compiled: int
+    startup_seconds: float
+
+
+class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The core's last message before it exits with an error; the last line of `traceback` is the root cause."""
+
+    traceback: str
+
+
+FromCore = StepOutputs | CoreReady | CoreFailed

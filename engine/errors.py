@@ -1,0 +1,46 @@
+"""The few exception types of the engine. Every message says what, where, the limit, and the setting to change."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that Pageloom raises on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A setting that cannot hold on this machine or with this model."""
+
+
+class InvalidRequestError(EngineError, ValueError):
+    """A request that can never be served as written.
+
+    ``field`` names the parameter at fault (OpenAI's ``param``), or is None when no single one is.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class QueueFullError(EngineError):
+    """The bounded waiting queue is full; the request may be sent again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnsupportedModelError(EngineError):
+    """A model that no family covers; the message lists those that are."""
+
+
+class WeightsError(EngineError):
+    """A weight file that is damaged, incomplete, or does not match the model's configuration."""
+
+
+class CoreDiedError(EngineError):
+    """The engine core stopped; the message's last line is the root cause."""
+
+
+class RequestFailedError(EngineError):
+    """One request failed inside the core (for example NaN logits); others go on."""

@@ -1,0 +1,42 @@
+"""Where runners live is behind this: in process (thread), other processes, other hosts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+
+
+class Executor(Protocol):
+    """Runs steps strictly in the order of submission. Only the core's thread calls these methods.
+
+    An exception inside a step is raised by the `collect` that would have returned its result.
+    """
+
+    def load(self) -> LoadReport:
+        """Load weights, choose the attention backend, measure a step's memory."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache: `num_blocks` blocks over all layers."""
+        ...
+
+    def warm_up(self) -> WarmUpReport:
+        """Compile and capture; after this nothing compiles."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step and return at once."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step that was not collected."""
+        ...
+
+    def compiles_after_ready(self) -> int:
+        """Compilations since `warm_up` returned; stays 0."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...

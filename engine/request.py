@@ -1,0 +1,146 @@
+"""What a user asks for and what comes back: names and shapes follow vLLM's, so that switching is one import.
+
+Torch-free. Validation of ranges happens in `SamplingParams.__post_init__`; what depends on the model (vocabulary, context
+length) is checked by `engine.frontend.admission`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to continue one prompt. Defaults are vLLM's.
+
+    ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is the
+    number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id to a bias
+    in [-100, 100]. Raises `InvalidRequestError` naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _in_range("n", self.n, 1, 128)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
+        _in_range("top_k", self.top_k, -1, 2**31 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if not (0.0 < self.repetition_penalty <= 100.0):
+            raise InvalidRequestError(
+                f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", "repetition_penalty"
+            )
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _in_range(name, value, 0, 2**31 - 1)
+        for token, bias in (self.logit_bias or {}).items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError(f"logit_bias[{token}] must be in [-100, 100], got {bias}", "logit_bias")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must name at least one token", "allowed_token_ids")
+        if any(not s for s in self.stop_strings):
+            raise InvalidRequestError("stop must not contain an empty string", "stop")
+        if any(not w.strip() for w in self.bad_words or ()):
+            raise InvalidRequestError("bad_words must not contain an empty word", "bad_words")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if math.isnan(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one candidate; ``rank`` 1 is the most likely token of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAt = dict[int, Logprob]
+"""token id → Logprob: the chosen token first, then the alternatives, most likely first"""
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Seconds on `time.monotonic`'s clock of the front end; None where the event has not happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAt] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """The state of one request: cumulative by default, only what is new where the caller asked for deltas."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[LogprobsAt | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,134 @@
+"""A step's data: what the scheduler tells the runner (`StepPlan`) and what comes back (`StepResult`).
+
+Torch-free. A *row* is a sequence's place in the device tables from the moment it starts running until it finishes or is
+preempted. Nothing that the device already holds is sent again: a plan carries differences.
+
+Invariants
+- A row that is in `released` holds nothing any more; it may be in `added` of the same plan again (release is applied first).
+- `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N samples for
+  a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host never sends it.
+- Order of application on the device: released, added, block_appends, block_copies, swaps, then the forward pass.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling as the device needs it: every default resolved, every word a token id."""
+
+    seed: int
+    """64-bit; with the position it keys every random draw"""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] = []
+    """token sequences whose last token is forbidden where the ones before it have just been generated"""
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    """all ids that end the sequence, EOS included unless ignored; forbidden until `min_tokens` are generated"""
+    logprobs: int | None = None
+    """None: off; k: the sampled token and the k most likely"""
+    prompt_logprobs: int | None = None
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    row: int
+    token_ids: list[int]
+    """all tokens known now; positions 0 .. len-1"""
+    prompt_len: int
+    """the first `prompt_len` of them are the prompt; the rest was generated before a preemption"""
+    params: RowParams
+
+
+class BlockAppend(msgspec.Struct, frozen=True, kw_only=True):
+    """Write `block_ids` into the row's block table of layer group `group`, from entry `start` on."""
+
+    row: int
+    group: int
+    start: int
+    block_ids: list[int]
+
+
+class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True):
+    row: int
+    computed: int
+    """tokens whose KV exists before this step = position of the first query token"""
+    query_len: int
+    """tokens to compute in this step, >= 1"""
+    samples: bool
+    """true when this step reaches the last known token, so that a token is sampled at position computed + query_len"""
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    step_id: int
+    rows: list[ScheduledRow]
+    """decode rows (query_len 1 and sampling) first, then prefill chunks"""
+    released: list[int] = []
+    added: list[NewRow] = []
+    block_appends: list[BlockAppend] = []
+    block_copies: list[tuple[int, int]] = []
+    """(source, destination): copy-on-write"""
+    swap_out: list[tuple[int, int]] = []
+    """(device block, host block)"""
+    swap_in: list[tuple[int, int]] = []
+    """(host block, device block)"""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.query_len for r in self.rows)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One position: the token in question first, then the top alternatives, most likely first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """1-based rank of token_ids[0] in the vocabulary"""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Lists align with the plan's rows that sample, in the plan's order."""
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = {}
+    """row → the sampled position, for rows that asked"""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that asked.
+    The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
+    faults: list[int] = []
+    """rows whose logits held NaN (or nothing allowed): their token is not to be used"""
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor found out when it loaded the model; bytes."""
+
+    weight_bytes: int
+    activation_bytes: int
+    """peak of a step at the full token budget"""
+    workspace_bytes: int
+    """tables, sampler state, attention workspace"""
+    block_bytes: int
+    """one KV block over all layers"""
+    device_bytes_total: int
+    device_bytes_free: int
+    """before anything was loaded"""
+    attention_backend: str
+
+
+class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
+    distinct_pieces: int = 0
+    compiled: int = 0
+    """pieces compiled now; the rest came from the cache"""
+    reused: int = 0
+    seconds: float = 0.0
+    graph_bytes: int = 0
