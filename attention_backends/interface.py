@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -72,6 +74,8 @@ class AttentionBackend(ABC):
     """Backends register under the entry-point group `pageloom.attention_backends` and are built with no arguments."""
 
     name: str
+    speed_rank: ClassVar[int] = 50
+    """Where several could serve, the lowest is chosen: native kernels 10, the oracle 100."""
 
     @classmethod
     @abstractmethod
@@ -79,9 +83,13 @@ class AttentionBackend(ABC):
         """What this backend can do here; cheap, builds and loads nothing."""
 
     @classmethod
-    def unavailable(cls) -> str | None:
-        """Why it cannot run on this machine (missing compiler, library, GPU), or None."""
+    def unavailable(cls, cache_dir: Path | None = None) -> str | None:
+        """Why it cannot run on this machine (missing compiler, library, GPU), or None. `cache_dir` as in `prepare`."""
         return None
+
+    def prepare(self, cache_dir: Path | None = None) -> None:  # noqa: B027 - most backends have nothing to prepare
+        """Called once before anything else, outside any step: build or load kernels, keeping artifacts under `cache_dir`
+        (None: the backend's own default). Raises RuntimeError with the reason where that fails."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from engine.request import FinishReason
@@ -94,6 +96,23 @@ class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The core's last message before it exits with an error; the last line of `traceback` is the root cause."""
 
     traceback: str
+    kind: str | None = None
+    """name of the class in `engine.errors`, where the error is one of ours"""
+    message: str = ""
 
 
-FromCore = StepOutputs | CoreReady | CoreFailed
+Phase = Literal["start", "idle", "plan", "submit", "collect", "complete"]
+"""What the loop is doing; "collect" is waiting for the device."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """Sent by the core's I/O thread while the core has work, so that the front end can tell a hung loop from a slow one."""
+
+    turns: int
+    """turns of the loop since it started"""
+    phase: Phase
+    received: int
+    """messages received from the front end: "idle" is believed only when none is under way"""
+
+
+FromCore = StepOutputs | CoreReady | CoreFailed | Heartbeat

@@ -1,0 +1,142 @@
+"""Paged attention on CPUs: a thin shell around the in-tree C++ kernels (`csrc/README.md` tells how they work)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+
+from attention_backends.build import build, default_cache_dir, find_cached, find_compiler
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
+
+Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16"]
+ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16")
+
+MAX_HEAD_DIM = 256
+MAX_BLOCK_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMetadata:
+    """One step, as the kernels read it. Nothing is copied or computed: the kernels cut the work themselves, per layer."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_seqs: int
+    num_tokens: int
+
+
+def _unprepared(*_: object) -> NoReturn:
+    raise RuntimeError("CpuBackend: prepare() builds and loads the kernels; call it once before the first step")
+
+
+class CpuBackend(AttentionBackend):
+    """float32, bfloat16 and float16 caches; sums in float32 (bfloat16 products in hardware where the CPU has them).
+
+    `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that is
+    not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one.
+    """
+
+    name = "cpu"
+    speed_rank = 10
+
+    def __init__(self, isa: Isa = "auto") -> None:
+        if isa not in ISAS:
+            raise ValueError(f"CpuBackend: isa={isa!r} is not one of {', '.join(ISAS)}")
+        self._isa = ISAS.index(isa)
+        self._paged_attention: Callable[..., None] = _unprepared
+        self._write_kv: Callable[..., None] = _unprepared
+        self._copy_blocks: Callable[..., None] = _unprepared
+        self._supported: tuple[Isa, ...] = ()
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            head_dims=frozenset(range(8, MAX_HEAD_DIM + 1, 8)),
+            block_sizes=frozenset(range(8, MAX_BLOCK_SIZE + 1, 8)),
+            window=True,
+            soft_cap=True,
+        )
+
+    @classmethod
+    def unavailable(cls, cache_dir: Path | None = None) -> str | None:
+        cache_dir = cache_dir or default_cache_dir()
+        if find_compiler() is None and find_cached(cache_dir) is None:
+            return f"no C++ compiler (g++, c++, clang++) on PATH, and no built kernels under {cache_dir}"
+        return None
+
+    def prepare(self, cache_dir: Path | None = None) -> None:
+        """Builds (once per machine) and loads the kernels. Raises BuildError, or RuntimeError if this CPU lacks `isa`."""
+        library = build(cache_dir or default_cache_dir())
+        if not hasattr(getattr(torch.ops, library.namespace), "paged_attention"):
+            torch.ops.load_library(str(library.path))
+        ops = getattr(torch.ops, library.namespace)
+        mask = ops.supported_isas()
+        self._supported = tuple(isa for i, isa in enumerate(ISAS) if mask >> i & 1)
+        if self._isa and ISAS[self._isa] not in self._supported:
+            raise RuntimeError(f"CpuBackend: this CPU (or compiler) has {', '.join(self._supported)}, not {ISAS[self._isa]}")
+        self._paged_attention = ops.paged_attention.default
+        self._write_kv = ops.write_kv.default
+        self._copy_blocks = ops.copy_blocks.default
+
+    @property
+    def supported_isas(self) -> tuple[Isa, ...]:
+        """Those that were compiled and that this CPU runs, narrowest first; empty before `prepare`."""
+        return self._supported
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """[num_blocks, 2, num_kv_heads, block_size, head_dim rounded up to 16]; the order inside a block is the kernels'."""
+        return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16)
+
+    def build_metadata(self, batch: AttentionBatch) -> CpuMetadata:
+        return CpuMetadata(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_tables,
+            batch.slot_mapping,
+            batch.num_seqs,
+            batch.num_tokens,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        assert isinstance(metadata, CpuMetadata)
+        self._paged_attention(
+            q,
+            k,
+            v,
+            out,
+            kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            metadata.slot_mapping,
+            metadata.num_seqs,
+            metadata.num_tokens,
+            layer.scale,
+            layer.window or 0,
+            layer.soft_cap or 0.0,
+            self._isa,
+        )
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        self._write_kv(k, v, kv_cache, slot_mapping)
+
+    def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            self._copy_blocks(list(kv_caches), torch.tensor(pairs, dtype=torch.int64))

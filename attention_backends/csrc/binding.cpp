@@ -1,0 +1,202 @@
+// The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through the
+// stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process.
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "schedule.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace pageloom {
+namespace {
+
+enum Isa : int64_t { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Bf16 = 4 };
+
+const KernelTable* table_of(int64_t isa) {
+  switch (isa) {
+    case kPortable: return kernels_portable();
+#if defined(__x86_64__)
+#if defined(PAGELOOM_HAVE_AVX2)
+    case kAvx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kernels_avx2() : nullptr;
+#endif
+#if defined(PAGELOOM_HAVE_AVX512)
+    case kAvx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                 ? kernels_avx512()
+                 : nullptr;
+#endif
+#if defined(PAGELOOM_HAVE_AVX512BF16)
+    case kAvx512Bf16:
+      return __builtin_cpu_supports("avx512bf16") && table_of(kAvx512) != nullptr ? kernels_avx512bf16() : nullptr;
+#endif
+#endif
+    default: return nullptr;
+  }
+}
+
+// The widest kernels at or below `isa` (kAuto: any) whose vectors divide a block.
+const KernelTable& pick(int64_t isa, int64_t block_size) {
+  for (int64_t i = isa == kAuto ? kAvx512Bf16 : isa; i >= kPortable; --i) {
+    const KernelTable* table = table_of(i);
+    STD_TORCH_CHECK(table != nullptr || isa == kAuto || i != isa, "attention: ISA ", isa, " is not available on this CPU");
+    if (table != nullptr && block_size % table->vector_tokens == 0) return *table;
+  }
+  STD_TORCH_CHECK(false, "attention: block size ", block_size, " is not a multiple of 4");
+}
+
+void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
+  struct Call {
+    void (*body)(void*);
+    void* context;
+  } call{body, context};
+  const auto trampoline = [](int64_t, int64_t, void* opaque) {
+    auto* c = static_cast<Call*>(opaque);
+    c->body(c->context);  // bodies share one queue, so a range that covers several threads still does everything
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
+}
+
+Threads torch_threads() {
+  uint32_t count = 1;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  return {static_cast<int64_t>(count), run_on_torch_threads};
+}
+
+Dtype dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Dtype::kFloat32;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    case ScalarType::Half: return Dtype::kFloat16;
+    default: STD_TORCH_CHECK(false, "attention: the KV cache must be float32, bfloat16 or float16");
+  }
+}
+
+TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
+                  " must be [tokens >= ", num_tokens, ", heads, ", cache.head_dim, "]");
+  STD_TORCH_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
+  STD_TORCH_CHECK(dtype_of(t) == cache.dtype, "attention: ", name, " and the KV cache differ in dtype");
+  return {t.data_ptr(), t.stride(0), t.stride(1)};
+}
+
+// kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim]; the shape states sizes, kernels.h the order inside a block.
+CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
+  STD_TORCH_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
+                  "attention: kv_cache must be contiguous and of kv_cache_shape()");
+  CacheLayout cache{};
+  cache.num_blocks = kv_cache.size(0);
+  cache.num_kv_heads = kv_cache.size(2);
+  cache.block_size = kv_cache.size(3);
+  cache.padded_dim = kv_cache.size(4);
+  cache.head_dim = head_dim;
+  cache.dtype = dtype_of(kv_cache);
+  cache.base = static_cast<uint32_t*>(kv_cache.data_ptr());
+  STD_TORCH_CHECK(head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
+                  "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to 256)");
+  STD_TORCH_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
+  return cache;
+}
+
+const int32_t* int32_data(const Tensor& t, int64_t count, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.numel() >= count && t.is_contiguous(), "attention: ", name,
+                  " must be a contiguous int32 tensor of at least ", count, " elements");
+  return static_cast<const int32_t*>(t.data_ptr());
+}
+
+void write(const CacheLayout& cache, const Tensor& k, const Tensor& v, const Tensor& slots, int64_t num_tokens) {
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.numel() >= num_tokens && slots.is_contiguous(),
+                  "attention: slot_mapping must be a contiguous int64 tensor of at least ", num_tokens, " elements");
+  STD_TORCH_CHECK(k.size(1) == cache.num_kv_heads && v.size(1) == cache.num_kv_heads,
+                  "attention: k and v must have the cache's ", cache.num_kv_heads, " heads");
+  const char* error = run_write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
+                                static_cast<const int64_t*>(slots.data_ptr()), num_tokens, torch_threads());
+  STD_TORCH_CHECK(error == nullptr, error);
+}
+
+void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
+                     Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
+                     int64_t window, double soft_cap, int64_t isa) {
+  const CacheLayout cache = layout_of(kv_cache, q.size(2));
+  write(cache, k, v, slot_mapping, num_tokens);
+  AttentionProblem p{};
+  p.cache = cache;
+  p.q = view_of(q, cache, num_tokens, "q");
+  p.out = view_of(out, cache, num_tokens, "out");
+  p.query_start_loc = int32_data(query_start_loc, num_seqs + 1, "query_start_loc");
+  p.seq_lens = int32_data(seq_lens, num_seqs, "seq_lens");
+  STD_TORCH_CHECK(block_tables.scalar_type() == ScalarType::Int && block_tables.dim() == 2 &&
+                      block_tables.size(0) >= num_seqs && (block_tables.stride(1) == 1 || block_tables.size(1) <= 1),
+                  "attention: block_tables must be int32 [num_seqs, blocks] with contiguous rows");
+  p.block_tables = static_cast<const int32_t*>(block_tables.data_ptr());
+  p.block_table_stride = block_tables.stride(0);
+  p.max_blocks = block_tables.size(1);
+  p.num_seqs = num_seqs;
+  p.group = q.size(1) / cache.num_kv_heads;
+  STD_TORCH_CHECK(p.group * cache.num_kv_heads == q.size(1) && out.size(1) == q.size(1),
+                  "attention: query heads must be a multiple of KV heads, and out must have as many as q");
+  STD_TORCH_CHECK(num_seqs == 0 || p.query_start_loc[num_seqs] <= num_tokens,
+                  "attention: query_start_loc goes beyond num_tokens");
+  p.window = window;
+  p.scale = static_cast<float>(scale);
+  p.soft_cap = static_cast<float>(soft_cap);
+  const char* error = run_attention(p, pick(isa, cache.block_size), torch_threads());
+  STD_TORCH_CHECK(error == nullptr, error);
+}
+
+void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
+  write(layout_of(kv_cache, k.size(2)), k, v, slot_mapping, slot_mapping.numel());
+}
+
+void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
+  STD_TORCH_CHECK(pairs.scalar_type() == ScalarType::Long && pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous(),
+                  "attention: block pairs must be int64 [pairs, 2]");
+  const auto* ids = static_cast<const int64_t*>(pairs.data_ptr());
+  std::vector<char*> bases;
+  std::vector<int64_t> bytes;
+  for (const Tensor& cache : kv_caches) {
+    STD_TORCH_CHECK(cache.is_contiguous() && cache.size(0) > 0, "attention: copy_blocks needs contiguous, non-empty caches");
+    for (int64_t i = 0; i < pairs.numel(); ++i)
+      STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < cache.size(0), "attention: copy_blocks names block ", ids[i], " of ",
+                      cache.size(0));
+    bases.push_back(static_cast<char*>(cache.data_ptr()));
+    bytes.push_back(cache.numel() / cache.size(0) * cache.element_size());
+  }
+  run_copy_blocks(bases.data(), bytes.data(), static_cast<int64_t>(bases.size()), ids, pairs.size(0), torch_threads());
+}
+
+int64_t supported_isas() {
+  int64_t mask = 0;
+  for (int64_t isa = kPortable; isa <= kAvx512Bf16; ++isa) mask |= table_of(isa) != nullptr ? int64_t{1} << isa : 0;
+  return mask;
+}
+
+}  // namespace
+}  // namespace pageloom
+
+// The namespace holds the build's key, so that two builds fit in one process.
+STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
+      "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, int window, "
+      "float soft_cap, int isa) -> ()");
+  m.def("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
+  m.def("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
+  m.def("supported_isas() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
+  m.impl("paged_attention", TORCH_BOX(&pageloom::paged_attention));
+  m.impl("write_kv", TORCH_BOX(&pageloom::write_kv));
+  m.impl("copy_blocks", TORCH_BOX(&pageloom::copy_blocks));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
+  m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
+}

@@ -1,0 +1,145 @@
+// C[rows, lanes] (+)= A[rows, k] * B[k, lanes]: the one product behind both halves of attention. B is read in place from cache
+// pages; a register block of kRows x kCols vectors stays in registers over the whole k loop.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 6, kMaxCols = 4;  // 24 accumulators + 4 loads of 32 registers
+#else
+constexpr int kMaxRows = 4, kMaxCols = 2;  // 8 accumulators + 4 widened loads of 16 registers
+#endif
+
+// A run of pages' lanes: `count` rows of lanes, `stride` lanes apart; `a_index` is where in A's row it starts (in lane rows).
+struct Segment {
+  const uint32_t* base;
+  int64_t count;
+  int64_t a_index;
+};
+
+template <class T, int R, int C>
+PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int64_t lda, const uint32_t* const (&b)[C],
+                                         int64_t ldb, int64_t count) {
+  for (int64_t d = 0; d < count; ++d) {
+    vu lanes[C];
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) lanes[j] = load_as<vu>(b[j] + d * ldb);
+    if constexpr (T::kWords == 1) {
+#pragma GCC unroll 8
+      for (int i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < C; ++j) acc[i][j] = T::mac(acc[i][j], a[i * lda + d], lanes[j]);
+      }
+    } else {
+      vf low[C], high[C];
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) low[j] = T::low(lanes[j]), high[j] = T::high(lanes[j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < R; ++i) {
+        const vf x = splat(bits_to_float(a[i * lda + 2 * d])), y = splat(bits_to_float(a[i * lda + 2 * d + 1]));
+#pragma GCC unroll 8
+        for (int j = 0; j < C; ++j) {
+          acc[i][j] = acc[i][j] + x * low[j];
+          acc[i][j] = acc[i][j] + y * high[j];
+        }
+      }
+    }
+  }
+}
+
+// Scores of R rows against C vectors of tokens: b[j] points at lane row 0 of token vector j.
+template <class T, int R, int C>
+void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens, int64_t ldb, int64_t count, float* c,
+                  int64_t ldc) {
+  vf acc[R][C] = {};
+  const uint32_t* b[C];
+  for (int j = 0; j < C; ++j) b[j] = tokens[j];
+  multiply_accumulate<T, R, C>(acc, a, lda, b, ldb, count);
+#pragma GCC unroll 8
+  for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, acc[i][j]);
+}
+
+// C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile.
+template <class T, int R, int C>
+void values_block(const uint32_t* a, int64_t lda, const Segment* segments, int64_t num_segments, int64_t dim, int64_t ldb,
+                  const float* decay, float* c, int64_t ldc) {
+  vf acc[R][C];
+#pragma GCC unroll 8
+  for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) acc[i][j] = loadf(c + i * ldc + j * VW) * splat(decay[i]);
+  for (int64_t s = 0; s < num_segments; ++s) {
+    const uint32_t* b[C];
+    for (int j = 0; j < C; ++j) b[j] = segments[s].base + dim + j * VW;
+    multiply_accumulate<T, R, C>(acc, a + segments[s].a_index * T::kWords, lda, b, ldb, segments[s].count);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, acc[i][j]);
+}
+
+// Calls f with the compile-time row count R == n, 1 <= n <= kMaxRows.
+template <int R>
+struct Rows {
+  static constexpr int value = R;
+};
+template <class F>
+PAGELOOM_INLINE void with_rows(int64_t n, F f) {
+  switch (n) {
+    case 1: return f(Rows<1>{});
+    case 2: return f(Rows<2>{});
+    case 3: return f(Rows<3>{});
+#if defined(__AVX512F__)
+    case 4: return f(Rows<4>{});
+    case 5: return f(Rows<5>{});
+    default: return f(Rows<6>{});
+#else
+    default: return f(Rows<4>{});
+#endif
+  }
+}
+
+template <class T>
+void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* const* tokens, int64_t num_vectors,
+                int64_t ldb, int64_t count, float* c, int64_t ldc) {
+  for (int64_t g = 0; g < num_vectors;) {
+    const bool wide = g + kMaxCols <= num_vectors;
+    for (int64_t r = 0; r < rows; r += kMaxRows) {
+      const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
+      with_rows(n, [&](auto tag) {
+        constexpr int R = decltype(tag)::value;
+        if (wide)
+          scores_block<T, R, kMaxCols>(a + r * lda, lda, tokens + g, ldb, count, c + r * ldc + g * VW, ldc);
+        else
+          scores_block<T, R, 1>(a + r * lda, lda, tokens + g, ldb, count, c + r * ldc + g * VW, ldc);
+      });
+    }
+    g += wide ? kMaxCols : 1;
+  }
+}
+
+template <class T>
+void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment* segments, int64_t num_segments,
+                int64_t dims, const float* decay, float* c) {
+  for (int64_t d = 0; d < dims;) {
+    const bool wide = d + kMaxCols * VW <= dims;
+    for (int64_t r = 0; r < rows; r += kMaxRows) {
+      const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
+      with_rows(n, [&](auto tag) {
+        constexpr int R = decltype(tag)::value;
+        if (wide)
+          values_block<T, R, kMaxCols>(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
+        else
+          values_block<T, R, 1>(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
+      });
+    }
+    d += wide ? kMaxCols * VW : VW;
+  }
+}
+
+}  // namespace

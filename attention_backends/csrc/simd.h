@@ -1,0 +1,200 @@
+// Vectors of 32-bit lanes, as wide as the ISA this TU is compiled for, and the three element types on top of them.
+// GCC/Clang vector extensions carry most of it, so "portable" is the same code at 16 bytes (SSE2, NEON).
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define PAGELOOM_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define PAGELOOM_VECTOR_BYTES 32
+#else
+#define PAGELOOM_VECTOR_BYTES 16
+#endif
+#if defined(__AVX512BF16__)
+#define PAGELOOM_NATIVE_BF16 1
+#else
+#define PAGELOOM_NATIVE_BF16 0
+#endif
+#define PAGELOOM_INLINE static inline __attribute__((always_inline))
+
+// Everything has internal linkage: see kernels.h.
+namespace {
+
+typedef float vf __attribute__((vector_size(PAGELOOM_VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(PAGELOOM_VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(PAGELOOM_VECTOR_BYTES)));
+constexpr int64_t VW = PAGELOOM_VECTOR_BYTES / 4;
+
+template <class V, class S>
+PAGELOOM_INLINE V load_as(const S* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+PAGELOOM_INLINE vf loadf(const float* p) { return load_as<vf>(p); }
+PAGELOOM_INLINE void storef(float* p, vf v) { memcpy(p, &v, sizeof v); }
+PAGELOOM_INLINE vf splat(float x) { return vf{} + x; }
+PAGELOOM_INLINE float bits_to_float(uint32_t x) {
+  float f;
+  memcpy(&f, &x, 4);
+  return f;
+}
+
+PAGELOOM_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+PAGELOOM_INLINE float reduce_max(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float r = v[0];
+  for (int i = 1; i < VW; ++i) r = v[i] > r ? v[i] : r;
+  return r;
+#endif
+}
+
+PAGELOOM_INLINE float reduce_add(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float r = 0;
+  for (int i = 0; i < VW; ++i) r += v[i];
+  return r;
+#endif
+}
+
+// 2^t for t <= 0; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares fit of 2^f over |f| <= 1/2:
+// relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
+template <bool kPrecise>
+PAGELOOM_INLINE vf exp2_neg(vf t) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  vf clamped = vmax(t, splat(-127.0f));
+  vf shifted = clamped + magic;
+  vf f = clamped - (shifted - magic);
+  vf p;
+  if constexpr (kPrecise) {
+    p = splat(0.00015345810970757157f);
+    p = p * f + 0.0013399930903688073f;
+    p = p * f + 0.009618489071726799f;
+    p = p * f + 0.05550328642129898f;
+    p = p * f + 0.24022646248340607f;
+    p = p * f + 0.6931471824645996f;
+    p = p * f + 1.0f;
+  } else {
+    p = splat(0.009570101276040077f);
+    p = p * f + 0.05591785907745361f;
+    p = p * f + 0.240247443318367f;
+    p = p * f + 0.6931217908859253f;
+    p = p * f + 0.9999992847442627f;
+  }
+  vi scaled = (vi)p + ((vi)shifted << 23);
+  vf result = (vf)scaled;
+  result = t < -126.0f ? splat(0.0f) : result;
+  return t == t ? result : t;
+}
+
+// tanh to a few ulp: Cephes' odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
+PAGELOOM_INLINE vf tanh_all(vf x) {
+  vf a = x < 0.0f ? -x : x;
+  vf e = exp2_neg<true>(a * -2.8853900817779268f);  // e^(-2|x|)
+  vf far = (1.0f - e) / (1.0f + e);
+  far = x < 0.0f ? -far : far;
+  vf z = x * x;
+  vf p = splat(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  vf near = x + x * z * p;
+  return a < 0.625f ? near : far;
+}
+
+PAGELOOM_INLINE uint16_t float_to_bf16(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if (x != x) return (uint16_t)((u >> 16) | 0x40);
+  return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// Element types. kWords: 32-bit words of the broadcast operand (queries, probabilities) that meet one cache lane.
+struct Float32 {
+  using Storage = float;
+  static constexpr int kPerLane = 1, kWords = 1;
+  static constexpr bool kPrecise = true, kPacked = false;
+  PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
+  PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE vf high(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE float to_float(float x) { return x; }
+  PAGELOOM_INLINE float from_float(float x) { return x; }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static constexpr int kPerLane = 2, kWords = PAGELOOM_NATIVE_BF16 ? 1 : 2;
+  static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16;
+  PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) {
+#if PAGELOOM_NATIVE_BF16
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)lanes);
+#else
+    return acc + splat(bits_to_float(a << 16)) * low(lanes) + splat(bits_to_float(a & 0xffff0000u)) * high(lanes);
+#endif
+  }
+  PAGELOOM_INLINE vf low(vu lanes) { return (vf)(lanes << 16); }
+  PAGELOOM_INLINE vf high(vu lanes) { return (vf)(lanes & 0xffff0000u); }
+  PAGELOOM_INLINE float to_float(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
+  PAGELOOM_INLINE uint16_t from_float(float x) { return float_to_bf16(x); }
+};
+
+struct Float16 {
+  using Storage = uint16_t;
+  static constexpr int kPerLane = 2, kWords = 2;
+  static constexpr bool kPrecise = false, kPacked = false;
+  PAGELOOM_INLINE vf mac(vf acc, uint32_t, vu) { return acc; }  // never called: kWords == 2
+  // Half bits in the low 16 of each lane. Multiplying by 2^112 moves the exponent bias and makes subnormals right.
+  PAGELOOM_INLINE vf widen(vu h) {
+    vf magnitude = (vf)((h & 0x7fffu) << 13) * 5.192296858534828e33f;
+    vu bits = (vu)magnitude;
+    bits = (h & 0x7c00u) == 0x7c00u ? (bits | 0x7f800000u) : bits;
+    return (vf)(bits | ((h & 0x8000u) << 16));
+  }
+  PAGELOOM_INLINE vf low(vu lanes) { return widen(lanes & 0xffffu); }
+  PAGELOOM_INLINE vf high(vu lanes) { return widen(lanes >> 16); }
+  PAGELOOM_INLINE float to_float(uint16_t x) {
+    _Float16 h;
+    memcpy(&h, &x, 2);
+    return (float)h;
+  }
+  PAGELOOM_INLINE uint16_t from_float(float x) {
+    _Float16 h = (_Float16)x;
+    uint16_t u;
+    memcpy(&u, &h, 2);
+    return u;
+  }
+};
+
+// Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as float.
+template <class T>
+PAGELOOM_INLINE void store_operand(uint32_t* row, int64_t index, vf v) {
+#if PAGELOOM_NATIVE_BF16
+  if constexpr (T::kPacked) {
+    __m256bh packed = _mm512_cvtneps_pbh((__m512)v);
+    memcpy((uint16_t*)row + index, &packed, sizeof packed);
+    return;
+  }
+#endif
+  memcpy(row + index, &v, sizeof v);
+}
+
+}  // namespace

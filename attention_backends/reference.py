@@ -1,0 +1,101 @@
+"""The paper's equation, written down once: slow, obvious, on any device. Every other backend is tested against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
+
+QUERY_CHUNK = 256  # bounds the score matrix: 256 queries x context, not context x context
+
+
+class ReferenceBackend(AttentionBackend):
+    """softmax(scale * q k^T + mask) v per sequence (Kwon et al. 2023, equation 2-4), computed in float64."""
+
+    name = "reference"
+    speed_rank = 100
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cpu", "cuda", "xpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+            window=True,
+            soft_cap=True,
+        )
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """[num_blocks, 2 (k, v), block_size, num_kv_heads, head_dim]"""
+        return (num_blocks, 2, block_size, num_kv_heads, head_dim)
+
+    def build_metadata(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        assert isinstance(metadata, AttentionBatch)
+        num_tokens = metadata.num_tokens
+        self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, metadata.slot_mapping[:num_tokens])
+        # An oracle may read lengths back from the device; a backend that serves may not.
+        starts = metadata.query_start_loc[: metadata.num_seqs + 1].tolist()
+        lengths = metadata.seq_lens[: metadata.num_seqs].tolist()
+        for seq, length in enumerate(lengths):
+            begin, end = starts[seq], starts[seq + 1]
+            for first in range(begin, end, QUERY_CHUNK):
+                last = min(first + QUERY_CHUNK, end)
+                positions = range(length - (end - first), length - (end - last))
+                oldest = 0 if layer.window is None else max(0, positions[0] - layer.window + 1)
+                keys, values = _gather(kv_cache, metadata.block_tables[seq], oldest, positions[-1] + 1)
+                out[first:last] = _attend(q[first:last], keys, values, positions[0], oldest, layer).to(out.dtype)
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        real = slot_mapping >= 0
+        slots, block_size = slot_mapping[real], kv_cache.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        kv_cache[blocks, 0, offsets] = k[: slot_mapping.shape[0]][real]
+        kv_cache[blocks, 1, offsets] = v[: slot_mapping.shape[0]][real]
+
+    def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        for cache in kv_caches:
+            for source, destination in pairs:
+                cache[destination] = cache[source]
+
+
+def _gather(
+    kv_cache: torch.Tensor, block_table: torch.Tensor, oldest: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [end - oldest, num_kv_heads, head_dim] of positions oldest .. end. Older blocks are not looked up."""
+    block_size = kv_cache.shape[2]
+    first_block = oldest // block_size
+    blocks = block_table[first_block : -(-end // block_size)].long()
+    pages = kv_cache[blocks].double()
+    tokens = slice(oldest - first_block * block_size, end - first_block * block_size)
+    return pages[:, 0].flatten(0, 1)[tokens], pages[:, 1].flatten(0, 1)[tokens]
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, oldest: int, layer: AttentionLayer
+) -> torch.Tensor:
+    """q [queries, num_heads, head_dim] at positions position, position + 1, ...; keys start at position `oldest`."""
+    num_queries, num_heads, head_dim = q.shape
+    grouped = q.double().view(num_queries, layer.num_kv_heads, num_heads // layer.num_kv_heads, head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * layer.scale
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    query_at = torch.arange(position, position + num_queries, device=q.device)[:, None]
+    key_at = torch.arange(oldest, oldest + keys.shape[0], device=q.device)[None, :]
+    hidden = key_at > query_at
+    if layer.window is not None:
+        hidden |= key_at <= query_at - layer.window
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, head_dim)

@@ -1,0 +1,128 @@
+"""Finds attention backends and chooses one, saying of every other why it was not chosen.
+
+A backend from outside registers under the entry-point group `pageloom.attention_backends`; nothing here names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import torch
+
+from attention_backends.interface import AttentionBackend, Capabilities
+
+GROUP = "pageloom.attention_backends"
+# A source tree that is not installed has no entry points; its own backends are found all the same.
+_IN_TREE = {
+    "cpu": "attention_backends.cpu:CpuBackend",
+    "reference": "attention_backends.reference:ReferenceBackend",
+}
+
+
+class NoBackendError(ValueError):
+    """No attention backend (or not the one asked for) can serve; the message gives the reason for each."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    backend: AttentionBackend
+    """prepared: its kernels are loaded"""
+    rejected: dict[str, str]
+    """name of a backend -> why it cannot serve; backends that are merely slower are not in it"""
+
+
+def registered() -> dict[str, EntryPoint]:
+    """Name -> entry point. Loads nothing."""
+    found = {name: EntryPoint(name, value, GROUP) for name, value in _IN_TREE.items()}
+    found.update({point.name: point for point in entry_points(group=GROUP)})
+    return found
+
+
+def select(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    needs_window: bool,
+    needs_soft_cap: bool,
+    name: str | None = None,
+    cache_dir: Path | None = None,
+) -> Selection:
+    """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
+
+    Raises NoBackendError with every reason.
+    """
+    points = registered()
+    if name is not None and name not in points:
+        raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
+    rejected: dict[str, str] = {}
+    candidates: list[tuple[int, str, type[AttentionBackend]]] = []
+    for each in sorted(points) if name is None else [name]:
+        backend_class = _load(points[each], rejected)
+        if backend_class is None:
+            continue
+        reasons = _refusals(backend_class.capabilities(), device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
+        if not reasons and (missing := backend_class.unavailable(cache_dir)) is not None:
+            reasons.append(missing)
+        if reasons:
+            rejected[each] = "; ".join(reasons)
+        else:
+            candidates.append((backend_class.speed_rank, each, backend_class))
+    for _, each, backend_class in sorted(candidates, key=lambda candidate: candidate[:2]):
+        backend = backend_class()
+        try:
+            backend.prepare(cache_dir)
+        except RuntimeError as error:
+            rejected[each] = str(error)
+            continue
+        return Selection(backend, rejected)
+    asked = "no attention backend can serve" if name is None else f"attention backend {name!r} cannot serve"
+    lines = "".join(f"\n  {each}: {reason}" for each, reason in rejected.items())
+    raise NoBackendError(f"{asked} {dtype} on {device} with head_dim {head_dim}, block_size {block_size}:{lines}")
+
+
+def _load(point: EntryPoint, rejected: dict[str, str]) -> type[AttentionBackend] | None:
+    try:
+        loaded = point.load()
+    except (ImportError, AttributeError) as error:
+        rejected[point.name] = f"{point.value} does not import: {error}"
+        return None
+    if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
+        rejected[point.name] = f"{point.value} is not an AttentionBackend"
+        return None
+    return loaded
+
+
+def _refusals(
+    able: Capabilities,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    needs_window: bool,
+    needs_soft_cap: bool,
+) -> list[str]:
+    reasons: list[str] = []
+    kind = torch.device(device).type
+    if kind not in able.devices:
+        reasons.append(f"runs on {', '.join(sorted(able.devices))}, not on {kind}")
+    if dtype not in able.dtypes:
+        reasons.append(f"has no {dtype} (has {', '.join(sorted(map(str, able.dtypes)))})")
+    if able.head_dims is not None and head_dim not in able.head_dims:
+        reasons.append(f"has no head_dim {head_dim} (has {_summary(able.head_dims)})")
+    if able.block_sizes is not None and block_size not in able.block_sizes:
+        reasons.append(f"has no block_size {block_size} (has {_summary(able.block_sizes)})")
+    if needs_window and not able.window:
+        reasons.append("has no sliding window")
+    if needs_soft_cap and not able.soft_cap:
+        reasons.append("has no soft cap")
+    return reasons
+
+
+def _summary(sizes: frozenset[int]) -> str:
+    ordered = sorted(sizes)
+    if len(ordered) <= 8:
+        return ", ".join(map(str, ordered))
+    return f"{ordered[0]}, {ordered[1]}, ..., {ordered[-1]}"

@@ -1,0 +1,180 @@
+"""The only file that talks to Inductor: where it writes, how a piece is compiled, saved, loaded, and called without
+wrappers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilation.errors import CompileError
+from compilation.split import Piece, storage_of
+from compilation.trace import value_of
+
+log = logging.getLogger(__name__)
+
+PieceFunction = Callable[[list[Any]], Sequence[Any]]
+"""Boxed call `[size, *inputs] -> outputs`; may clear the list to free inputs early."""
+
+inductor_lock = threading.RLock()
+"""Inductor's directories and settings belong to the process: one compilation at a time, whoever asks."""
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def use_cache_dir(path: Path) -> None:
+    """For the entry of a process, once, before anything is compiled: what torch compiles by itself later (kernels tuned
+    at their first call, the host's own torch.compile) also goes below `path` instead of a shared temporary directory.
+
+    torch reads this place from the environment only, so it is written there; `compile_model` needs no such call.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "inductor")
+
+
+@contextmanager
+def inductor_directories(kernels: Path, headers: Path) -> Iterator[None]:
+    """Within, Inductor's cache is in `kernels` and its precompiled headers are in `headers`."""
+    from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    attributes = {"_HEADER_DIR": str(headers), "_HEADER_LOCK_DIR": str(headers / "locks")}
+    before = {name: getattr(codecache, name) for name in attributes if hasattr(codecache, name)}
+    try:
+        for name in before:
+            setattr(codecache, name, attributes[name])
+        with temporary_cache_dir(str(kernels)):
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(codecache, name, value)
+
+
+def inductor_options(debug_asserts: bool) -> dict[str, object]:
+    """Settings under which pieces are compiled; part of the key."""
+    return {
+        "size_asserts": debug_asserts,
+        "alignment_asserts": debug_asserts,
+        "scalar_asserts": debug_asserts,
+        "freezing": False,  # would bake weights into the code
+        "triton.cudagraphs": False,  # capture is graphs/'s own
+    }
+
+
+def compile_piece(piece: Piece, options: dict[str, object], artifact: Path) -> PieceFunction:
+    """Compile and save to `artifact`. Raises CompileError with Inductor's reason."""
+    from torch._inductor import standalone_compile
+
+    graph = piece.module.graph
+    examples: list[Any] = [value_of(node) for node in graph.find_nodes(op="placeholder")]
+    config = torch._inductor.config.patch(options)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), config:
+            compiled = standalone_compile(piece.module, examples, dynamic_shapes="from_graph", aot=True)
+            compiled.save(path=str(artifact))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CompileError(f"Inductor cannot compile a piece; use mode none. {reason}") from error
+    return _boxed(compiled)
+
+
+def load_piece(artifact: Path) -> PieceFunction | None:
+    """Load what `compile_piece` saved; None if torch refuses it. Runs code of the file: verify it first."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    # the kernels are there: the header is not needed, and making sure of it costs two runs of the compiler
+    headers = "cpp_cache_precompile_headers"
+    patch = {headers: False} if hasattr(torch._inductor.config, headers) else {}
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch._inductor.config.patch(patch):
+            return _boxed(CompiledArtifact.load(path=str(artifact)))
+    except Exception as error:
+        log.warning("compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, error)
+        return None
+
+
+def _boxed(compiled: Callable[..., Any]) -> PieceFunction:
+    return _Boxed(compiled)
+
+
+class _Boxed:
+    """An artifact behind the boxed convention, with all of torch's wrappers."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self.compiled = compiled
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        outputs: Sequence[Any] = self.compiled(*arguments)
+        return outputs
+
+
+def without_wrappers(piece: Piece, function: PieceFunction, sample: list[Any]) -> PieceFunction:
+    """Inductor's generated `call` itself, if it does the same as the artifact around it; else `function`.
+
+    The wrappers (AOTAutograd's runtime wrapper, profiler hooks, metrics: 5 µs a piece) do nothing for a piece that
+    writes none of its inputs and returns no view of them. Where the generated code sits inside the artifact is torch's
+    private matter, so it is searched, and believed only if it returns the very same values for `sample` ([size,
+    *inputs]).
+    """
+    if not isinstance(function, _Boxed) or _returns_input_views(piece):
+        return function
+    compiled = _find_compiled_graph(function.compiled, set(), 0)
+    if compiled is None or compiled.mutated_input_idxs or compiled.current_callable is None:
+        return function
+    direct: PieceFunction = compiled.current_callable
+    with torch.inference_mode(False), torch.no_grad():
+        expected = function(list(sample))
+        found = direct(list(sample))
+    if len(found) == len(expected) == len(piece.outputs) and all(map(_same, piece.outputs, found, expected)):
+        return _KeepAlive(direct, compiled).call
+    log.info("a piece keeps torch's wrappers: its generated code differs from its artifact")
+    return function
+
+
+class _KeepAlive:
+    """CompiledFxGraph empties its runner when it dies, so whoever holds the callable must hold the graph."""
+
+    def __init__(self, call: PieceFunction, owner: object) -> None:
+        self.call = call
+        self.owner = owner
+
+
+def _returns_input_views(piece: Piece) -> bool:
+    sources = {storage_of(node) for node in piece.inputs}
+    return any(storage_of(node) in sources for node in piece.outputs)
+
+
+def _find_compiled_graph(holder: object, seen: set[int], depth: int) -> Any:
+    """Depth-first through closures and attributes of callables, to the CompiledFxGraph inside an artifact."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if isinstance(holder, CompiledFxGraph):
+        return holder
+    if depth > 12 or id(holder) in seen:
+        return None
+    seen.add(id(holder))
+    cells = getattr(holder, "__closure__", None) or ()
+    inner = [cell.cell_contents for cell in cells] + list(getattr(holder, "__dict__", {}).values())
+    inner.append(getattr(holder, "__self__", None))
+    for candidate in inner:
+        if callable(candidate) and not isinstance(candidate, type):
+            found = _find_compiled_graph(candidate, seen, depth + 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _same(node: torch.fx.Node, found: object, expected: object) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return found is expected
+    if (found.dtype, found.shape, found.stride()) != (expected.dtype, expected.shape, expected.stride()):
+        return False
+    name = getattr(node.target, "__name__", str(node.target))
+    return name in _UNINITIALISED or torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,0 +1,144 @@
+"""`compile_model`: from a module to a flat program of compiled pieces. Read this file first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compilation.errors import CompileError
+from compilation.inductor import (
+    PieceFunction,
+    compile_piece,
+    inductor_directories,
+    inductor_lock,
+    inductor_options,
+    load_piece,
+    without_wrappers,
+)
+from compilation.interface import BoundOps, CompiledModel, CompileReport, CompileSettings
+from compilation.key import KeyMaterial, environment_material, piece_material
+from compilation.split import Piece, split
+from compilation.stitch import stitch
+from compilation.store import ArtifactStore
+from compilation.structure import structural_hash
+from compilation.toolchain import preparing, toolchain_directory
+from compilation.trace import Traced, trace, value_of
+
+log = logging.getLogger(__name__)
+
+_ARTIFACT = "artifact.bin"
+
+
+def compile_model(
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    split_ops: frozenset[str],
+    bind: BoundOps,
+    settings: CompileSettings,
+) -> CompiledModel:
+    """Compile `module` for every number of tokens (dimension 0 of all inputs; `example_inputs` may have any, 1
+    included).
+
+    Calls of `split_ops` ("namespace::name") become calls of the function bound under the same name, with the op's own
+    arguments. Weights are held by reference: writes into them are seen, replacing a parameter object is not. Inputs of
+    `run` must have the dtypes, devices, contiguity and trailing shapes of the examples. Mode "none" returns the module
+    itself.
+
+    Raises CompileError if the module cannot be traced, split or compiled, or if the cache directory is not trusted.
+    """
+    if settings.mode == "none":
+        return CompiledModel(run=module, report=CompileReport(0, 0, 0, 0, 0.0))
+    if set(bind) != split_ops:
+        raise CompileError(f"split ops {sorted(split_ops)} and bound functions {sorted(bind)} must be the same names")
+    start = time.perf_counter()
+    with inductor_lock:
+        store = ArtifactStore(settings.cache_dir)
+        builder = _Builder(store, settings, example_inputs[0].device if example_inputs else torch.device("cpu"))
+        traced = builder.trace(module, example_inputs)
+        steps = split(traced, split_ops)
+        pieces = [step for step in steps if isinstance(step, Piece)]
+        kinds = {piece: structural_hash(piece.module.graph) for piece in pieces}
+        distinct: dict[str, Piece] = {}
+        for piece, kind in kinds.items():
+            distinct.setdefault(kind, piece)
+        samples = _Samples(traced, example_inputs)
+        compiled = {kind: builder.build(piece, samples.of(piece)) for kind, piece in distinct.items()}
+    functions = {piece: compiled[kind] for piece, kind in kinds.items()}
+    run = stitch(traced, steps, functions, bind)
+    seconds = time.perf_counter() - start
+    report = CompileReport(len(pieces), len(distinct), builder.compiled, len(distinct) - builder.compiled, seconds)
+    log.info("%s", report)
+    return CompiledModel(run=run, report=report)
+
+
+class _Builder:
+    """Where one model's pieces come from: the store if it has them, Inductor otherwise."""
+
+    def __init__(self, store: ArtifactStore, settings: CompileSettings, device: torch.device) -> None:
+        self.compiled = 0
+        self._store = store
+        self._options = inductor_options(settings.debug_asserts)
+        self._device = device
+        self._toolchain = toolchain_directory(store.root) if device.type == "cpu" else None
+        self._environment = environment_material(device, self._options)
+
+    def trace(self, module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
+        """Dynamo's trace; on a CPU, the toolchain is made ready meanwhile."""
+        if self._toolchain is None:
+            return trace(module, example_inputs)
+        with inductor_directories(self._toolchain, self._headers()), preparing(self._toolchain):
+            return trace(module, example_inputs)
+
+    def build(self, piece: Piece, sample: list[Any]) -> PieceFunction:
+        """Load the piece if a verified entry exists, else compile it and publish the entry."""
+        material = piece_material(piece.module.graph, self._environment)
+        with self._store.entry_lock(material) as path, inductor_directories(path / "inductor", self._headers()):
+            function = load_piece(path / _ARTIFACT) if self._store.is_valid(material) else None
+            if function is None:
+                function = self._compile(piece, material)
+            return without_wrappers(piece, function, sample)
+
+    def _compile(self, piece: Piece, material: KeyMaterial) -> PieceFunction:
+        path = self._store.discard(material)
+        function = compile_piece(piece, self._options, path / _ARTIFACT)
+        self._store.publish(material)
+        self.compiled += 1
+        return function
+
+    def _headers(self) -> Path:
+        return (self._toolchain or self._store.root) / "precompiled_headers"
+
+
+class _Samples:
+    """Arguments `[size, *inputs]` for one run of a piece: true weights and inputs, invented activations."""
+
+    def __init__(self, traced: Traced, example_inputs: Sequence[Tensor]) -> None:
+        self._size = example_inputs[0].size(0)
+        self._known: dict[fx.Node, Tensor] = dict(traced.weights)
+        self._known.update({n: x for n, x in zip(traced.inputs, example_inputs, strict=True) if n is not None})
+
+    def of(self, piece: Piece) -> list[Any]:
+        tensors = [self._known[node] if node in self._known else self._invent(value_of(node)) for node in piece.inputs]
+        return [self._size, *tensors]
+
+    def _invent(self, value: object) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise CompileError(f"a piece reads a {type(value).__name__}, which is not a tensor")
+        shape, stride = [[self._number(dim) for dim in dims] for dims in (value.shape, value.stride())]
+        extent = 1 + sum((dim - 1) * step for dim, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        flat = torch.zeros(extent, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point:
+            flat.copy_((torch.arange(extent, device=value.device) % 7 - 3) / 4)
+        return flat.as_strided(shape, stride)
+
+    def _number(self, dim: int | torch.SymInt) -> int:
+        if isinstance(dim, int):
+            return dim
+        expression = dim.node.expr
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, self._size)))

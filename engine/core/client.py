@@ -1,0 +1,344 @@
+"""How the front end talks to a core: one interface, a core in this process or in one of its own.
+
+`ProcessClient` serves both worlds: `recv` for a plain thread, `recv_async` for an event loop, over the same sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine import errors
+from engine.config import EngineConfig
+from engine.core.liveness import Liveness
+from engine.core.loop import CoreLoop
+from engine.core.process import failure
+from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
+from engine.core.supervision import CoreHandle, SocketDirectory
+from engine.core.wire import CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
+from engine.errors import CoreDiedError, EngineError
+from engine.executor.interface import Executor
+
+logger = logging.getLogger(__name__)
+
+LAST_FRAMES_MS = 100
+"""after a core's death: how long its last frames may take from the kernel's buffer to us"""
+STOP_GRACE_S = 5.0
+STACK_DUMP_S = 1.0
+
+
+class CoreClient(Protocol):
+    """Send from any thread; receive from one thread, or one task, at a time."""
+
+    def start(self) -> CoreReady:
+        """Start the core and wait until it can serve. Raises what made it fail, as the same type where it is ours."""
+        ...
+
+    def send(self, message: ToCore) -> None:
+        """Never blocks. Raises `CoreDiedError` when the core is known to be dead."""
+        ...
+
+    def recv(self) -> StepOutputs:
+        """The next outputs, in order. Raises `CoreDiedError`; its message's last line is the root cause."""
+        ...
+
+    async def recv_async(self) -> StepOutputs:
+        """As `recv`; cancelling it loses nothing."""
+        ...
+
+    def close(self) -> None:
+        """Stop the core at once and free everything; idempotent."""
+        ...
+
+
+class InProcessClient:
+    """A core in this process and thread, for debugging and offline use: it turns only while someone receives."""
+
+    def __init__(self, config: EngineConfig, *, executor: str = DEFAULT_EXECUTOR) -> None:
+        """`executor`: "module:callable", called with the configuration."""
+        self._config = config
+        self._executor_name = executor
+        self._executor: Executor | None = None
+        self._core: CoreLoop | None = None
+        self._died: str | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._sent = asyncio.Event()
+
+    def start(self) -> CoreReady:
+        self._executor = load_executor(self._executor_name, self._config)
+        try:
+            self._core, ready = build_core(self._config, self._executor)
+        except BaseException:
+            self.close()
+            raise
+        return ready
+
+    def send(self, message: ToCore) -> None:
+        self._alive().inbox.put(message)
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._sent.set)
+
+    def recv(self) -> StepOutputs:
+        """Turns the loop until there is something to tell. `EngineError` when there is no work: it would wait for ever."""
+        while self._alive().has_work:
+            outputs = self._turn()
+            if outputs is not None:
+                return outputs
+        raise EngineError("recv from an in-process core that has no work: send a request first")
+
+    async def recv_async(self) -> StepOutputs:
+        """Runs each turn on the event loop, which it holds up for the length of a step."""
+        self._event_loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0)
+            self._sent.clear()
+            if not self._alive().has_work:
+                await self._sent.wait()
+                continue
+            outputs = self._turn()
+            if outputs is not None:
+                return outputs
+
+    def close(self) -> None:
+        executor, self._executor, self._core = self._executor, None, None
+        if executor is not None:
+            executor.close()
+
+    def _alive(self) -> CoreLoop:
+        if self._died is not None:
+            raise CoreDiedError(self._died)
+        if self._core is None:
+            raise CoreDiedError("the core is not running: not started, or closed")
+        return self._core
+
+    def _turn(self) -> StepOutputs | None:
+        core = self._alive()
+        try:
+            outputs = core.turn(wait=False)
+        except Exception as error:
+            self._died = failure(error).traceback
+            raise CoreDiedError(self._died) from error
+        if core.stopped:
+            self._died = "the core was shut down"
+        return outputs
+
+
+class ProcessClient:
+    """A core in a process of its own, supervised. A client starts one core, once; after its death make a new client."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: str = DEFAULT_EXECUTOR,
+        hang_timeout_s: float = 300.0,
+        heartbeat_s: float = 1.0,
+    ) -> None:
+        """A core that neither beats nor turns for `hang_timeout_s` although it has work counts as dead; a single step must
+        take less. `executor`: "module:callable", imported in the core and called with the configuration."""
+        if hang_timeout_s < 2 * heartbeat_s:
+            raise errors.ConfigError(
+                f"hang_timeout_s ({hang_timeout_s}) must be at least two heartbeats ({heartbeat_s} s each)"
+            )
+        self._config = config
+        self._executor = executor
+        self._hang_timeout_s = hang_timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        self._send_lock = threading.Lock()
+        self._died: str | None = None
+        self._ready = False
+        self._closed = False
+        self._started = False
+
+    def start(self) -> CoreReady:
+        if self._started:
+            raise EngineError("a ProcessClient starts one core: make a new client for another")
+        self._started = True
+        self._directory = SocketDirectory()
+        self._context = zmq.Context()
+        self._receiver = self._context.socket(zmq.PULL)
+        self._sender = self._context.socket(zmq.PUSH)
+        for socket in (self._receiver, self._sender):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the queue that is bounded is the scheduler's: it answers
+            socket.setsockopt(zmq.RCVHWM, 0)
+        self._receiver.bind(self._directory.from_core)
+        self._handle = CoreHandle(
+            self._config,
+            self._directory,
+            executor=self._executor,
+            heartbeat_s=self._heartbeat_s,
+            hang_timeout_s=self._hang_timeout_s,
+            log_level=logger.getEffectiveLevel(),
+        )
+        self._finalizer = weakref.finalize(self, _free, self._handle, self._context, self._directory)
+        self._liveness = Liveness(self._hang_timeout_s, time.monotonic())
+        try:
+            return self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        return self._handle.pid
+
+    def send(self, message: ToCore) -> None:
+        frame = self._encoder.encode(message)
+        with self._send_lock:
+            self._check_open()
+            if self._handle.wait_end(0):
+                raise self._death()
+            self._liveness.sent(time.monotonic())
+            self._sender.send(frame, zmq.NOBLOCK)  # connected and without a limit: never full
+
+    def recv(self) -> StepOutputs:
+        while True:
+            message = self._next()
+            if isinstance(message, StepOutputs):
+                return message
+            self._wait()
+
+    async def recv_async(self) -> StepOutputs:
+        while True:
+            message = self._next()
+            if isinstance(message, StepOutputs):
+                return message
+            await self._wait_async()
+
+    def close(self) -> None:
+        if self._closed or not self._started:
+            return
+        self._closed = True
+        if self._ready and self._died is None and not self._handle.wait_end(0):
+            self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
+            if not self._handle.wait_end(STOP_GRACE_S):
+                logger.warning("the core did not stop within %g s and was killed", STOP_GRACE_S)
+        if hasattr(self, "_finalizer"):
+            self._finalizer()
+        else:  # the start failed before there was a process
+            self._context.destroy(linger=0)
+            self._directory.remove()
+
+    def _await_ready(self) -> CoreReady:
+        while True:
+            message = self._next()
+            if isinstance(message, CoreReady):
+                # Connecting from this side gives the socket its queue at once, so that `send` never finds it without a peer.
+                self._sender.connect(self._directory.to_core)
+                self._ready = True
+                return message
+            if message is None:
+                self._wait()
+
+    def _next(self) -> StepOutputs | CoreReady | None:
+        """What has arrived, or None when there is nothing now. What a core sent before its death comes before the error."""
+        self._check_open()
+        message = self._take()
+        if message is None and self._handle.wait_end(0):
+            # Dead, but its last frames may still be in the kernel's buffer.
+            message = self._take(LAST_FRAMES_MS)
+            if message is None:
+                raise self._death()
+        if message is None and (verdict := self._liveness.verdict(time.monotonic())) is not None:
+            raise self._hung(verdict)
+        return message
+
+    def _take(self, timeout_ms: int = 0) -> StepOutputs | CoreReady | None:
+        """The next message that is not a heartbeat."""
+        while True:
+            try:
+                frame = self._receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                if timeout_ms and self._receiver.poll(timeout_ms):
+                    continue
+                return None
+            try:
+                message = self._decoder.decode(frame)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise self._dead(f"sent a frame that does not decode, so outputs are lost: {error}") from error
+            now = time.monotonic()
+            match message:
+                case Heartbeat():
+                    self._liveness.beat(message, now)
+                case CoreFailed():
+                    raise self._failed(message)
+                case _:
+                    self._liveness.progressed(now)
+                    return message
+
+    def _wait_s(self) -> float | None:
+        """Until the next look at the heartbeats; an idle core owes none."""
+        return None if self._liveness.idle else min(self._heartbeat_s, self._hang_timeout_s / 4)
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._receiver, zmq.POLLIN)
+        poller.register(self._handle.sentinel, zmq.POLLIN)
+        wait_s = self._wait_s()
+        poller.poll(None if wait_s is None else 1000 * wait_s)
+
+    async def _wait_async(self) -> None:
+        """ZeroMQ's descriptor signals changes, not states: it is watched only after a `recv` that found nothing."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        descriptors = (self._receiver.getsockopt(zmq.FD), self._handle.sentinel)
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, wake)
+        wait_s = self._wait_s()
+        timer = None if wait_s is None else loop.call_later(wait_s, wake)
+        try:
+            await woken
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+
+    def _check_open(self) -> None:
+        if self._died is not None:
+            raise CoreDiedError(self._died)
+        if self._closed or not self._started:
+            raise CoreDiedError("the core is not running: not started, or closed")
+
+    def _death(self) -> CoreDiedError:
+        self._handle.destroy()
+        return self._dead(self._handle.exit_cause())
+
+    def _hung(self, verdict: str) -> CoreDiedError:
+        self._handle.dump_stacks()
+        self._handle.wait_end(STACK_DUMP_S)
+        return self._dead(verdict)
+
+    def _failed(self, message: CoreFailed) -> EngineError:
+        self._dead(message.traceback)
+        known = getattr(errors, message.kind or "", None)
+        if not self._ready and isinstance(known, type) and issubclass(known, EngineError):
+            return known(message.message)
+        return CoreDiedError(message.traceback)
+
+    def _dead(self, cause: str) -> CoreDiedError:
+        self._handle.destroy()
+        self._died = self._handle.report(cause)
+        return CoreDiedError(self._died)
+
+
+def _free(handle: CoreHandle, context: zmq.Context[zmq.Socket[bytes]], directory: SocketDirectory) -> None:
+    handle.destroy()
+    context.destroy(linger=0)
+    directory.remove()

@@ -1,0 +1,70 @@
+"""Is a core that says nothing slow, idle or hung? Decided from its heartbeats alone, without a clock of its own."""
+
+from __future__ import annotations
+
+from engine.core.wire import Heartbeat, Phase
+
+_DOING: dict[Phase, str] = {
+    "start": "starting",
+    "idle": "waiting for requests",
+    "plan": "planning a step",
+    "submit": "handing a step to the executor",
+    "collect": "waiting for the device",
+    "complete": "completing a step",
+}
+
+
+class Liveness:
+    """What the front end knows about the core's progress; times are seconds of one monotonic clock.
+
+    An idle core owes nothing. From the moment a message is sent to it until it reports that it is idle again, it owes
+    heartbeats, and, once it has started, turns.
+    """
+
+    def __init__(self, hang_timeout_s: float, now: float) -> None:
+        self._limit_s = hang_timeout_s
+        self._heard_at = now
+        self._progress_at = now
+        self._turns = 0
+        self._phase: Phase = "start"
+        self._sent = 0
+
+    def sent(self, now: float) -> None:
+        """A message went to the core."""
+        self._sent += 1
+        if self._phase == "idle":
+            self._phase = "plan"
+            self._heard_at = self._progress_at = now
+
+    def progressed(self, now: float) -> None:
+        """A message came that only a turning loop sends."""
+        if self._phase in ("start", "idle"):
+            self._phase = "plan"
+        self._heard_at = self._progress_at = now
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+        self._heard_at = now
+        started = self._phase == "start" and heartbeat.phase != "start"
+        if heartbeat.turns != self._turns or started:
+            self._turns = heartbeat.turns
+            self._progress_at = now
+        idle = heartbeat.phase == "idle"
+        if idle and heartbeat.received < self._sent:
+            return  # it was idle before it got our latest message
+        if heartbeat.phase != "start" or self._phase == "start":
+            self._phase = heartbeat.phase
+
+    @property
+    def idle(self) -> bool:
+        return self._phase == "idle"
+
+    def verdict(self, now: float) -> str | None:
+        """Why the core counts as hung, or None."""
+        if self.idle:
+            return None
+        limit = f"the limit is hang_timeout_s = {self._limit_s:g}"
+        if now - self._heard_at > self._limit_s:
+            return f"hung: no heartbeat for {now - self._heard_at:.1f} s while {_DOING[self._phase]}; {limit}"
+        if self._phase != "start" and now - self._progress_at > self._limit_s:
+            return f"hung: no turn of the loop for {now - self._progress_at:.1f} s while {_DOING[self._phase]}; {limit}"
+        return None

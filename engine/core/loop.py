@@ -1,0 +1,173 @@
+"""The engine's main loop, one screen long: what a step is and in which order its parts happen (architecture §2, §4).
+
+The loop knows neither sockets nor processes: messages come from `inbox`, outputs leave as `StepOutputs`. It runs in the core
+process (`engine.core.process`) or, for debugging and offline use, in the caller's (`engine.core.client.InProcessClient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreStats,
+    Phase,
+    ResetPrefixCache,
+    SequenceDelta,
+    Shutdown,
+    StepOutputs,
+    ToCore,
+)
+from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.executor.interface import Executor
+from engine.step import StepPlan, StepResult
+
+Inbox = SimpleQueue[ToCore | SequenceDelta]
+"""What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it is passed on as it is."""
+
+MAX_EMPTY_PLANS = 100
+
+
+class StepScheduler(Protocol):
+    """What the loop needs of `engine.scheduling.Scheduler`."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request is unfinished."""
+        ...
+
+    def add(self, request: AddRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> list[SequenceDelta]: ...
+
+    def plan(self) -> StepPlan | None: ...
+
+    def complete(self, result: StepResult) -> list[SequenceDelta]: ...
+
+    def stats(self) -> CoreStats: ...
+
+    def reset_prefix_cache(self) -> object: ...
+
+
+class CoreLoop:
+    """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
+
+    Not thread-safe, but for `inbox` (any thread may put) and the counters `turns`, `taken` and `phase` (any thread may read).
+    """
+
+    def __init__(
+        self, scheduler: StepScheduler, executor: Executor, async_scheduling: bool, inbox: Inbox | None = None
+    ) -> None:
+        self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
+        self.turns = 0
+        self.taken = 0
+        self.phase: Phase = "start"
+        self.stopped = False
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = 1 if async_scheduling else 0
+        self._in_flight = 0
+        self._empty_plans = 0
+
+    @property
+    def has_work(self) -> bool:
+        """False when a turn would do nothing until a message comes."""
+        return self._in_flight > 0 or self._scheduler.has_work or not self.inbox.empty()
+
+    def run(self, publish: Callable[[StepOutputs], None]) -> None:
+        """Turn until `Shutdown`. `publish` must not block. An exception of scheduler or executor passes through."""
+        while not self.stopped:
+            outputs = self.turn()
+            if outputs is not None:
+                publish(outputs)
+
+    def turn(self, wait: bool = True) -> StepOutputs | None:
+        """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
+
+        With one step ahead, step N+1 is planned and submitted before step N is collected, so everything on the host, from
+        `complete` through publishing to the next `plan`, happens while the device computes.
+        """
+        deltas = self._drain(wait)
+        if self.stopped:
+            return None
+        self.phase = "plan"
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self.phase = "submit"
+            self._executor.submit(plan)
+            self._in_flight += 1
+        collects = self._in_flight > (self._depth if plan is not None else 0)
+        if collects:
+            self.phase = "collect"
+            result = self._executor.collect()
+            self._in_flight -= 1
+            self.phase = "complete"
+            deltas += self._scheduler.complete(result)
+        self._guard_against_stall(progress=collects or plan is not None or bool(deltas))
+        self.turns += 1
+        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas else None
+
+    def _drain(self, wait: bool) -> list[SequenceDelta]:
+        deltas: list[SequenceDelta] = []
+        if not self.has_work:
+            self.phase = "idle"
+            if wait:
+                message = self.inbox.get()
+                self.phase = "plan"
+                deltas += self._apply(message)
+        while not self.stopped:
+            try:
+                message = self.inbox.get_nowait()
+            except Empty:
+                break
+            deltas += self._apply(message)
+        return deltas
+
+    def _apply(self, message: ToCore | SequenceDelta) -> list[SequenceDelta]:
+        self.taken += 1
+        match message:
+            case AddRequest():
+                return self._add(message)
+            case AbortRequests():
+                return self._scheduler.abort(message.request_ids)
+            case ResetPrefixCache():
+                self._scheduler.reset_prefix_cache()
+            case Shutdown():
+                self.stopped = True
+            case SequenceDelta():
+                return [message]
+        return []
+
+    def _add(self, request: AddRequest) -> list[SequenceDelta]:
+        """A refused request fails alone, as a delta of its own."""
+        try:
+            self._scheduler.add(request)
+        except QueueFullError as error:
+            return [refusal(request.request_id, "queue_full", error)]
+        except InvalidRequestError as error:
+            return [refusal(request.request_id, "invalid", error)]
+        return []
+
+    def _stats(self) -> CoreStats:
+        stats = self._scheduler.stats()
+        compiles = self._executor.compiles_after_ready()
+        return msgspec.structs.replace(stats, compiles_after_ready=compiles) if compiles else stats
+
+    def _guard_against_stall(self, progress: bool) -> None:
+        """A scheduler may need an empty plan or two (preemption), but must not keep the core spinning for ever."""
+        if progress or not self._scheduler.has_work:
+            self._empty_plans = 0
+            return
+        self._empty_plans += 1
+        if self._empty_plans > MAX_EMPTY_PLANS:
+            raise EngineError(f"the scheduler has work but plans nothing, with no step in flight: {self._stats()}")
+
+
+def refusal(request_id: str, kind: str, error: Exception) -> SequenceDelta:
+    """The only delta of a request that was never admitted."""
+    return SequenceDelta(request_id=request_id, finish_reason="error", error=str(error), error_kind=kind)

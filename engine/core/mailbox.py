@@ -1,0 +1,175 @@
+"""The core's I/O thread: receives while a step computes, encodes and sends off the loop's path, and beats while there is work.
+
+Four things wake the thread: a frame from the front end, an output of the loop (eventfd), the death of the parent (end of file
+on stdin), and, only while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+
+import msgspec
+import zmq
+
+from engine.core.loop import CoreLoop, Inbox, refusal
+from engine.core.wire import FromCore, Heartbeat, SequenceDelta, Shutdown, ToCore
+
+logger = logging.getLogger(__name__)
+
+FLUSH_MS = 2000
+
+
+class Mailbox:
+    """The core's end of both sockets.
+
+    `inbox` is filled from the front end. `publish` may be called from any thread and never blocks; frames leave in order.
+    """
+
+    def __init__(
+        self, to_core: str, from_core: str, directory: str, parent_fd: int, heartbeat_s: float, hang_timeout_s: float
+    ) -> None:
+        """`to_core` and `from_core`: ZeroMQ addresses inside `directory`. `parent_fd`: a pipe whose other end the parent holds."""
+        self.inbox: Inbox = Inbox()
+        self._directory = directory
+        self._parent_fd = parent_fd
+        self._heartbeat_s = heartbeat_s
+        self._hang_timeout_s = hang_timeout_s
+        self._loop: CoreLoop | None = None
+        self._outbox: deque[FromCore] = deque()
+        self._received = 0
+        self._closing = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+        self._context = zmq.Context()
+        self._receiver = self._socket(zmq.PULL)
+        self._receiver.bind(to_core)
+        self._sender = self._socket(zmq.PUSH)
+        self._sender.connect(from_core)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="core-io", daemon=True)
+        self._thread.start()
+
+    def attach(self, loop: CoreLoop) -> None:
+        """From now on heartbeats tell how `loop` is doing; before, the core counts as starting."""
+        self._loop = loop
+
+    def publish(self, message: FromCore) -> None:
+        self._outbox.append(message)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Send what waits, then free sockets and thread; idempotent."""
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join()
+            self._context.destroy(linger=FLUSH_MS)
+            os.close(self._wake_fd)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by admission: nothing is produced for a request that was not admitted
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            # Without this thread nobody can hear the core; its last words reach the parent through stderr.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._receiver, self._wake_fd, self._parent_fd):
+            poller.register(source, zmq.POLLIN)
+        timeout_ms: int | None = self._beat()
+        while True:
+            ready = dict(poller.poll(timeout_ms))
+            if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
+                self._die_with_parent()
+            if self._receiver in ready:
+                self._receive()
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            self._send_outbox()
+            if self._closing:
+                return
+            if not ready or timeout_ms is None:
+                timeout_ms = self._beat()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frame = self._receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._received += 1
+            self.inbox.put(self._decode(frame))
+
+    def _decode(self, frame: bytes) -> ToCore | SequenceDelta:
+        """A frame that is not a message fails the request it names, where it names one, and nothing else."""
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            logger.error("dropped a corrupt frame of %d bytes: %s", len(frame), error)
+            return refusal(_request_id(frame), "invalid", error)
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            self._sender.send(self._encoder.encode(self._outbox.popleft()))
+
+    def _beat(self) -> int | None:
+        """Send a heartbeat; the milliseconds until the next one, or None once the core is idle."""
+        loop = self._loop
+        if loop is None:
+            beat = Heartbeat(turns=0, phase="start", received=self._received)
+        else:
+            # `taken` before `phase`: when all messages were taken and the loop is idle *after* that, it really is.
+            all_taken = loop.taken >= self._received
+            phase = loop.phase
+            if phase == "idle" and not all_taken:
+                phase = "plan"
+            beat = Heartbeat(turns=loop.turns, phase=phase, received=self._received)
+        self._sender.send(self._encoder.encode(beat))
+        if beat.phase == "idle":
+            faulthandler.cancel_dump_traceback_later()
+            return None
+        # Runs without the GIL: ends a core in which no Python can run any more, even when the parent is gone.
+        faulthandler.dump_traceback_later(1.5 * self._hang_timeout_s + self._heartbeat_s, exit=True, file=sys.__stderr__)
+        return max(1, int(1000 * self._heartbeat_s))
+
+    def _die_with_parent(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # compile workers too
+        os._exit(1)
+
+
+def _request_id(frame: bytes) -> str:
+    """The request that a frame names, or "" where none can be made out."""
+    try:
+        value = msgspec.msgpack.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    request_id = value.get("request_id") if isinstance(value, dict) else None
+    return request_id if isinstance(request_id, str) else ""
+
+
+def stop_on_sigterm(inbox: Inbox) -> None:
+    """SIGTERM ends a serving core as `Shutdown` does. `SimpleQueue.put` is reentrant, so a signal handler may call it."""
+
+    def handle(signum: int, frame: object) -> None:
+        inbox.put(Shutdown())
+
+    signal.signal(signal.SIGTERM, handle)

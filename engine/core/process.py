@@ -1,0 +1,117 @@
+"""The core process: `python -m engine.core.process`, with a `CoreStart` as one line of JSON on stdin.
+
+A plain subprocess, so that nothing is pickled and a user's script needs no `__main__` guard. Stdin stays open as long as the
+parent lives: its end of file is how the core learns that it is alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from engine import errors
+from engine.config import EngineConfig
+from engine.core.wire import CoreFailed
+
+if TYPE_CHECKING:
+    from engine.core.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+
+SWITCH_INTERVAL_S = 0.0002
+"""How long the loop may keep the interpreter while the executor's thread wants to launch work. Python's default, 5 ms, would
+let a busy host side stall the device for as long as a whole step takes."""
+
+
+class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a core process needs to know; written by the parent, never by anything that a request carries."""
+
+    config: EngineConfig
+    to_core: str
+    """address that the core binds"""
+    from_core: str
+    """address that the parent has bound"""
+    directory: str
+    """private directory of both; the core removes it when its parent died"""
+    executor: str
+    """"module:callable" """
+    heartbeat_s: float
+    hang_timeout_s: float
+    log_level: int
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM during the start."""
+
+
+def main() -> int:
+    """Run one core to its end; the exit status: 0 after `Shutdown` or SIGTERM, 1 after an error that was reported."""
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreStart)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to act on
+    signal.signal(signal.SIGTERM, _terminate)
+    faulthandler.enable()
+    faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
+    logging.basicConfig(level=start.log_level, format="%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return _run(start)
+
+
+def _run(start: CoreStart) -> int:
+    from engine.core.mailbox import Mailbox, stop_on_sigterm
+    from engine.core.start import build_core, load_executor
+
+    mailbox = Mailbox(
+        start.to_core, start.from_core, start.directory, sys.stdin.fileno(), start.heartbeat_s, start.hang_timeout_s
+    )
+    try:
+        executor = load_executor(start.executor, start.config)
+        loop, ready = build_core(start.config, executor, mailbox.inbox)
+        stop_on_sigterm(mailbox.inbox)
+        mailbox.attach(loop)
+        mailbox.publish(ready)
+        loop.run(mailbox.publish)
+        executor.close()
+    except _TerminatedError:
+        logger.warning("stopped by SIGTERM while starting")
+        _leave(mailbox, 0)
+    except BaseException as error:
+        # Whatever it is, MemoryError and a library's SystemExit included: the parent learns it before the core is gone.
+        mailbox.publish(failure(error))
+        _leave(mailbox, 1)
+    mailbox.close()
+    return 0
+
+
+def _leave(mailbox: Mailbox, status: int) -> NoReturn:
+    """Exit without waiting for the executor, whose thread may be in the middle of anything."""
+    mailbox.close()
+    logging.shutdown()
+    os._exit(status)
+
+
+def failure(error: BaseException) -> CoreFailed:
+    """The report of an error; its last line names the error, also where the error's message has several lines."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    if text.rpartition("\n")[2] != cause:
+        text = f"{text}\n{cause}"
+    ours = isinstance(error, errors.EngineError) and hasattr(errors, type(error).__name__)
+    return CoreFailed(traceback=text, kind=type(error).__name__ if ours else None, message=str(error))
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _TerminatedError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

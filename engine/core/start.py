@@ -1,0 +1,65 @@
+"""From an `EngineConfig` to a loop that is ready to serve: load, fit the KV cache into what is left, allocate, warm up."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from typing import cast
+
+from engine.config import EngineConfig
+from engine.core.loop import CoreLoop, Inbox
+from engine.core.wire import CoreReady
+from engine.errors import ConfigError
+from engine.executor.interface import Executor
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.ledger import memory_ledger
+from engine.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_EXECUTOR = "engine.executor.in_process:InProcessExecutor"
+
+
+def load_executor(name: str, config: EngineConfig) -> Executor:
+    """Make the executor that `name` ("module:callable", called with the configuration) stands for."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"executor must read 'module:callable', got {name!r}")
+    factory = cast(Callable[[EngineConfig], Executor], getattr(importlib.import_module(module), attribute))
+    return factory(config)
+
+
+def build_core(config: EngineConfig, executor: Executor, inbox: Inbox | None = None) -> tuple[CoreLoop, CoreReady]:
+    """Bring `executor` to the point where it can serve and put a scheduler before it.
+
+    Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit.
+    """
+    began = time.monotonic()
+    load = executor.load()
+    ledger = memory_ledger(load=load, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
+    table = ledger.table()
+    logger.info("memory\n%s", table)
+    executor.allocate(ledger.num_blocks)
+    warm_up = executor.warm_up()
+    kv = KVCache(ledger.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    loop = CoreLoop(Scheduler(config.scheduler, kv), executor, config.scheduler.async_scheduling, inbox)
+    ready = CoreReady(
+        num_blocks=ledger.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=config.scheduler.max_model_len,
+        attention_backend=load.attention_backend,
+        ledger=table,
+        distinct_pieces=warm_up.distinct_pieces,
+        pieces_compiled=warm_up.compiled,
+        startup_seconds=time.monotonic() - began,
+    )
+    logger.info(
+        "ready in %.1f s: %s attention, %d distinct pieces (%d compiled now)",
+        ready.startup_seconds,
+        ready.attention_backend,
+        ready.distinct_pieces,
+        ready.pieces_compiled,
+    )
+    return loop, ready

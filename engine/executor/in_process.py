@@ -1,0 +1,156 @@
+"""The runner in a thread of this process: the core plans step N + 1 in its own thread while step N computes here.
+
+One thread does everything that touches tensors, strictly in order, so the runner needs no locks and torch's per-thread
+settings (threads, inference mode, current device) hold for all of it. torch releases the GIL inside its operators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.runner.model_runner import ModelRunner
+from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """What a worker thread runs; `ModelRunner` is one."""
+
+    @property
+    def report(self) -> LoadReport: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def warm_up(self) -> WarmUpReport: ...
+
+    def execute(self, plan: StepPlan) -> Pending: ...
+
+    def compiles_after_ready(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+_Reply = SimpleQueue["T | _Failure"]
+
+
+class InProcessExecutor:
+    """See `engine.executor.interface.Executor`.
+
+    After a step has failed the device tables are in an unknown state: later steps are not run, and their `collect` says
+    so.
+    """
+
+    def __init__(self, config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> None:
+        self._config = config
+        self._load_runner = load_runner
+        self._runner: Runner | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._done: _Reply[Pending] = SimpleQueue()
+        self._uncollected = 0
+        self._step_failed: tuple[int, BaseException] | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+        self._thread.start()
+
+    def load(self) -> LoadReport:
+        def load() -> LoadReport:
+            self._runner = self._load_runner(self._config)
+            return self._runner.report
+
+        return self._call(load)
+
+    def allocate(self, num_blocks: int) -> None:
+        self._call(lambda: self._loaded().allocate(num_blocks))
+
+    def warm_up(self) -> WarmUpReport:
+        return self._call(lambda: self._loaded().warm_up())
+
+    def submit(self, plan: StepPlan) -> None:
+        self._refuse_when_closed()
+        self._uncollected += 1
+        self._work.put(lambda: self._done.put(self._step(plan)))
+
+    def collect(self) -> StepResult:
+        if not self._uncollected:
+            raise EngineError("collect without a submitted step: every step that was submitted has been collected")
+        self._refuse_when_closed()
+        self._uncollected -= 1
+        return _unwrap(self._done.get()).wait()
+
+    def compiles_after_ready(self) -> int:
+        # A counter's value; it needs no turn in the worker's queue behind a running step.
+        return self._loaded().compiles_after_ready()
+
+    def close(self) -> None:
+        """Lets the running step end, drops those behind it, joins the thread."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._config.device.threads)
+        if self._config.device.kind == "cuda":
+            torch.cuda.set_device(self._config.device.index)
+        while (work := self._work.get()) is not None and not self._closing.is_set():
+            work()
+            del work  # a closure keeps its plan alive otherwise until the next one comes
+        self._runner = None
+
+    def _step(self, plan: StepPlan) -> Pending | _Failure:
+        if self._step_failed is not None:
+            failed, cause = self._step_failed
+            skipped = EngineError(f"step {plan.step_id} was not run, because step {failed} failed: {cause}")
+            skipped.__cause__ = cause
+            return _Failure(skipped)
+        try:
+            return self._loaded().execute(plan)
+        except BaseException as error:
+            self._step_failed = plan.step_id, error
+            return _Failure(error)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the worker thread, in its turn, and wait for it."""
+        self._refuse_when_closed()
+        reply: _Reply[T] = SimpleQueue()
+
+        def work() -> None:
+            try:
+                reply.put(function())
+            except BaseException as error:
+                reply.put(_Failure(error))
+
+        self._work.put(work)
+        return _unwrap(reply.get())
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise EngineError("the executor has no model: call load() first")
+        return self._runner
+
+    def _refuse_when_closed(self) -> None:
+        if self._closing.is_set():
+            raise EngineError("the executor is closed")
+
+
+def _unwrap(reply: T | _Failure) -> T:
+    if isinstance(reply, _Failure):
+        raise reply.error
+    return reply

@@ -1,0 +1,228 @@
+"""The gate: a prompt and its `SamplingParams` become messages for the core, or are refused with the reason.
+
+Whatever can never be served as written is refused here, before anything is queued, with the field and the limit named. What
+passes has every default resolved and every word turned into token ids, so that the core needs neither text nor tokenizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from typing import NotRequired, TypedDict
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.wire import AddRequest
+from engine.errors import InvalidRequestError
+from engine.frontend.tokenizer import Tokenizer
+from engine.request import SamplingParams
+from engine.step import RowParams
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    """shown in the output; not tokenized"""
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | TextPrompt | TokensPrompt
+
+
+class ParsedPrompt(msgspec.Struct, frozen=True):
+    """`token_ids` None: the text is still to be tokenized."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that can be served: `sequences[i]` is what the core is told about sample `i`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[AddRequest]
+
+
+def parse_prompt(prompt: Prompt) -> ParsedPrompt:
+    """Sort out the accepted shapes. Raises `InvalidRequestError` for any other."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None, None)
+    if not isinstance(prompt, dict) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
+        raise InvalidRequestError(
+            'a prompt is a string, {"prompt": str} or {"prompt_token_ids": list of int}, '
+            f"got {type(prompt).__name__}",
+            "prompt",
+        )
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown:
+        raise InvalidRequestError(f"a prompt has no key {sorted(unknown)[0]!r}", "prompt")
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}", "prompt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidRequestError("cache_salt must be a string that is not empty", "cache_salt")
+    if ids is None:
+        return ParsedPrompt(text, None, salt)
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise InvalidRequestError("prompt_token_ids must be a list of token ids", "prompt")
+    return ParsedPrompt(text, list(ids), salt)
+
+
+class Admission:
+    """Checks and translates requests for one model.
+
+    Samples of a seeded request take seed, seed + 1, …; requests without a seed draw theirs from a generator that starts at the
+    engine's `seed`, so that an offline run with the same prompts in the same order repeats itself, as vLLM's does.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = config.model.vocab_size
+        self._max_model_len = config.model.max_model_len
+        self._max_logprobs = config.max_logprobs
+        self._policy = config.scheduler.policy
+        eos = set(config.model.eos_token_ids)
+        if tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self.eos_token_ids = frozenset(eos)
+        self._serial = itertools.count()
+        self._seeds = random.Random(config.model.seed)
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AdmittedRequest:
+        """Raises `InvalidRequestError` naming the field at fault; changes nothing then."""
+        self._check_prompt(prompt_token_ids)
+        self._check_params(params)
+        if priority != 0 and self._policy != "priority":
+            raise InvalidRequestError(
+                "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
+            )
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        template = self._row_params(params)
+        base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
+        sequences = [
+            AddRequest(
+                request_id=f"{request_id}:{serial}:{index}",
+                prompt_token_ids=prompt_token_ids,
+                params=_for_sample(template, base, index),
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return AdmittedRequest(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            sequences=sequences,
+        )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty: it must hold at least one token", "prompt")
+        if not all(type(t) is int for t in token_ids):
+            raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
+        self._check_vocabulary(token_ids, "prompt")
+        limit = self._max_model_len - 1
+        if len(token_ids) > limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; at most {limit} fit, leaving room for one to generate "
+                f"(max_model_len is {self._max_model_len})",
+                "prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, field)
+            if value is not None and value > self._max_logprobs:
+                raise InvalidRequestError(
+                    f"{field} is {value}; at most {self._max_logprobs} are given (setting max_logprobs)", field
+                )
+        self._check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
+        self._check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
+        self._check_vocabulary(params.logit_bias or (), "logit_bias")
+        if params.stop_strings and not params.detokenize:
+            raise InvalidRequestError("stop compares text: it needs detokenize=True", "stop")
+
+    def _check_vocabulary(self, token_ids: Iterable[int], field: str) -> None:
+        ids = list(token_ids)
+        if not ids or (min(ids) >= 0 and max(ids) < self._vocab_size):
+            return
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: token id {token} is outside the vocabulary [0, {self._vocab_size})", field
+                )
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        room = self._max_model_len - prompt_len
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but after {prompt_len} prompt tokens only {room} fit "
+                f"(max_model_len is {self._max_model_len})",
+                "min_tokens",
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _row_params(self, params: SamplingParams) -> RowParams:
+        stop_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        allowed = params.allowed_token_ids
+        return RowParams(
+            seed=0,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias or {}),
+            allowed_token_ids=None if allowed is None else sorted(set(allowed)),
+            bad_words=self._bad_words(params.bad_words or ()),
+            min_tokens=params.min_tokens,
+            stop_token_ids=sorted(stop_ids),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _bad_words(self, words: Iterable[str]) -> list[list[int]]:
+        """Each word as it is written at the start of a text and inside of one (after a space)."""
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if ids:
+                    spellings[tuple(ids)] = None
+        return [list(ids) for ids in spellings]
+
+
+def _for_sample(params: RowParams, seed: int, index: int) -> RowParams:
+    return msgspec.structs.replace(
+        params,
+        seed=(seed + index + 2**63) % 2**64 - 2**63,  # wrapped into the signed 64 bits in which the device keeps seeds
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # equal for all samples: computed once
+    )

@@ -1,0 +1,88 @@
+"""Token ids to text while they arrive, so that the pieces joined equal the decoding of the whole.
+
+Two things make this more than `decode` of each token: a character may be spread over several tokens, and decoders treat the
+beginning of a text specially (SentencePiece strips its first space). So new ids are decoded behind a few ids of context whose
+text is known already, and text is held back while it ends in an incomplete character. `tokenizers.DecodeStream` follows the
+same idea, but has no way to flush, raises on decoders that rewrite earlier text, and decodes again everything since the last
+complete character, which is quadratic on binary noise; here what is pending is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_INCOMPLETE = "\ufffd"
+_CONTEXT = 6
+_MAX_CONTEXT = 32
+_MAX_PENDING = 32
+_MAX_CHARACTER_BYTES = 4
+
+
+class IncrementalDetokenizer:
+    """One sequence's text. `append` returns what is certain, `flush` the rest when the sequence has ended."""
+
+    __slots__ = ("_backend", "_context", "_pending", "_prefix", "_skip_special")
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._backend = backend
+        self._skip_special = skip_special_tokens
+        self._pending: list[int] = []
+        self._rebase(prompt_token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Text that `token_ids` add for certain; "" while it ends in a part of a character."""
+        self._pending.extend(token_ids)
+        text = self._decode(self._context + self._pending)
+        if text.endswith(_INCOMPLETE):
+            return self._cut() if len(self._pending) > _MAX_PENDING else ""
+        if text == self._prefix:
+            # Skipped special tokens, or ids without a token. Kept while nothing precedes them: a decoder may yet keep or
+            # strip a space by what comes first.
+            if self._prefix or len(self._pending) > _MAX_PENDING:
+                self._pending.clear()
+            return ""
+        new = text[len(self._prefix) :]
+        self._rebase(self._pending)
+        return new
+
+    def flush(self) -> str:
+        """What is held back, incomplete characters as U+FFFD."""
+        new = self._decode(self._context + self._pending)[len(self._prefix) :] if self._pending else ""
+        self._rebase(self._pending or self._context)
+        return new
+
+    def _cut(self) -> str:
+        """Give out all but the last few pending ids, at a border that no character crosses.
+
+        A UTF-8 character has at most four bytes, so one of four neighbouring borders is free.
+        """
+        whole = self._decode(self._pending)
+        for keep in range(_MAX_CHARACTER_BYTES, 2 * _MAX_CHARACTER_BYTES):
+            head, tail = self._pending[:-keep], self._pending[-keep:]
+            if self._decode(head) + self._decode(tail) == whole:
+                break
+        new = self._decode(self._context + head)[len(self._prefix) :]
+        self._rebase(head)
+        self._pending = list(tail)
+        return new
+
+    def _rebase(self, token_ids: Sequence[int]) -> None:
+        """Take the end of `token_ids` as the context of what follows, from a border between characters."""
+        size = min(_CONTEXT, len(token_ids))
+        while True:
+            context = list(token_ids[len(token_ids) - size :])
+            prefix = self._decode(context)
+            if size >= min(len(token_ids), _MAX_CONTEXT) or (prefix and not prefix.startswith(_INCOMPLETE)):
+                break
+            size += 1
+        self._context, self._prefix, self._pending = context, prefix, []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special)
+        return text

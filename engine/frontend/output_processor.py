@@ -1,0 +1,182 @@
+"""From the core's per-sequence deltas to the `RequestOutput`s that callers see.
+
+There is no queue of outputs: a request's state grows as deltas come in, and `take` renders it when its consumer is ready. A
+consumer that is slower than the engine therefore gets fewer, larger outputs, and memory stays proportional to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.core.wire import SequenceDelta
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
+from engine.frontend.admission import AdmittedRequest
+from engine.frontend.sample import Sample, to_logprobs
+from engine.frontend.tokenizer import Tokenizer
+from engine.observability.timings import RequestTimings
+from engine.request import LogprobsAt, RequestMetrics, RequestOutput
+from engine.step import TokenLogprobs
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What a batch of deltas led to."""
+
+    touched: list[str]
+    """requests with something new to take"""
+    aborts: list[str]
+    """core ids that the core must be told to stop: a stop string matched, or a sibling failed"""
+    finished: list[RequestTimings]
+
+
+class _Request:
+    """One request and its samples."""
+
+    def __init__(self, admitted: AdmittedRequest, delta: bool, now: float, tokenizer: Tokenizer) -> None:
+        self.admitted = admitted
+        self.delta = delta
+        self.samples = [
+            Sample(i, sequence.request_id, admitted.prompt_token_ids, admitted.params, tokenizer)
+            for i, sequence in enumerate(admitted.sequences)
+        ]
+        self.metrics = RequestMetrics(arrival_time=now)
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs_shown = False
+        self.cached_tokens = 0
+        self.error: EngineError | None = None
+        self.news = False
+
+    @property
+    def running(self) -> list[str]:
+        return [s.core_id for s in self.samples if s.finish_reason is None]
+
+    def timings(self, now: float) -> RequestTimings:
+        return RequestTimings(
+            arrival_time=self.metrics.arrival_time,
+            first_token_time=self.metrics.first_token_time,
+            finished_time=now,
+            prompt_tokens=len(self.admitted.prompt_token_ids),
+            generated_tokens=sum(len(s.token_ids) for s in self.samples),
+            samples=len(self.samples),
+            finish_reasons=[s.finish_reason for s in self.samples if s.finish_reason is not None],
+        )
+
+
+class OutputProcessor:
+    """Owns the state of every request in flight. Not thread-safe: one thread or event loop drives it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._owners: dict[str, tuple[_Request, Sample]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, admitted: AdmittedRequest, *, now: float, delta: bool = False) -> None:
+        """Raises `InvalidRequestError` when a request of the same id is in flight."""
+        if admitted.request_id in self._requests:
+            raise InvalidRequestError(f"a request {admitted.request_id!r} is in flight already", "request_id")
+        request = _Request(admitted, delta, now, self._tokenizer)
+        self._requests[admitted.request_id] = request
+        for sample in request.samples:
+            self._owners[sample.core_id] = (request, sample)
+
+    def process(self, deltas: Iterable[SequenceDelta], now: float) -> Progress:
+        """Take in one step. Deltas of requests that are gone (aborted, stopped) are dropped."""
+        progress = Progress(touched=[], aborts=[], finished=[])
+        for delta in deltas:
+            owner = self._owners.get(delta.request_id)
+            if owner is not None:
+                self._apply(delta, *owner, now, progress)
+        return progress
+
+    def take(self, request_id: str) -> RequestOutput | None:
+        """What the consumer has not seen (or, cumulative, all so far); None when there is nothing new."""
+        request = self._requests[request_id]
+        if not request.news:
+            return None
+        request.news = False
+        outputs = [output for sample in request.samples if (output := sample.output(request.delta)) is not None]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=request.admitted.prompt,
+            prompt_token_ids=request.admitted.prompt_token_ids,
+            outputs=outputs,
+            finished=not request.running,
+            prompt_logprobs=self._prompt_logprobs(request),
+            num_cached_tokens=request.cached_tokens,
+            metrics=msgspec.structs.replace(request.metrics),
+        )
+
+    def error(self, request_id: str) -> EngineError | None:
+        """Why the request failed inside the core, if it did."""
+        return self._requests[request_id].error
+
+    def abort(self, request_id: str, now: float) -> tuple[list[str], RequestTimings | None]:
+        """End a request where it stands; its consumer still takes what there is. Returns the core ids to stop."""
+        request = self._requests.get(request_id)
+        if request is None or not (running := request.running):
+            return [], None
+        self._end_samples(request)
+        request.metrics.finished_time = now
+        request.news = True
+        return running, request.timings(now)
+
+    def remove(self, request_id: str, now: float) -> tuple[list[str], RequestTimings | None]:
+        """Forget a request (its consumer is gone, or has everything). Returns what `abort` does."""
+        running, timings = self.abort(request_id, now)
+        self._requests.pop(request_id, None)
+        return running, timings
+
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def _apply(self, delta: SequenceDelta, request: _Request, sample: Sample, now: float, progress: Progress) -> None:
+        if sample is request.samples[0]:
+            request.prompt_logprobs.extend(delta.prompt_logprobs)
+            request.cached_tokens = delta.cached_tokens or request.cached_tokens
+        if delta.token_ids and request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        if sample.extend(delta):
+            progress.aborts.append(sample.core_id)
+        if sample.finish_reason is not None:
+            del self._owners[sample.core_id]
+        if delta.finish_reason == "error":
+            request.error = _exception(delta)
+            progress.aborts.extend(request.running)
+            self._end_samples(request)
+        if not delta.token_ids and sample.finish_reason is None:
+            return
+        ended = not request.running
+        if ended or not request.news:  # with unseen news its consumer has been told already, but not of the end
+            request.news = True
+            progress.touched.append(request.admitted.request_id)
+        if ended:
+            request.metrics.finished_time = now
+            progress.finished.append(request.timings(now))
+
+    def _end_samples(self, request: _Request) -> None:
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sample.finish("abort")
+                self._owners.pop(sample.core_id, None)
+
+    def _prompt_logprobs(self, request: _Request) -> list[LogprobsAt | None] | None:
+        complete = len(request.prompt_logprobs) >= len(request.admitted.prompt_token_ids) - 1
+        if request.admitted.params.prompt_logprobs is None or not complete:
+            return None
+        if request.delta and request.prompt_logprobs_shown:
+            return None
+        request.prompt_logprobs_shown = True
+        return [None, *(to_logprobs(entry, self._tokenizer) for entry in request.prompt_logprobs)]
+
+
+def _exception(delta: SequenceDelta) -> EngineError:
+    message = delta.error or "the engine core gave no reason"
+    if delta.error_kind == "queue_full":
+        return QueueFullError(message)
+    if delta.error_kind == "invalid":
+        return InvalidRequestError(message)
+    return RequestFailedError(message)

@@ -1,0 +1,147 @@
+"""One sequence as the user sees it: the core's tokens with their text, log-probabilities and reason to end.
+
+Text is made when somebody looks (`output`), many tokens at a time where nobody looked for a while. Only stop strings force
+it token by token, because the token that completes one must be the last.
+"""
+
+from __future__ import annotations
+
+from engine.core.wire import SequenceDelta
+from engine.frontend.detokenizer import IncrementalDetokenizer
+from engine.frontend.stop import StopMatcher
+from engine.frontend.tokenizer import Tokenizer
+from engine.request import CompletionOutput, FinishReason, Logprob, LogprobsAt, SamplingParams
+from engine.step import TokenLogprobs
+
+
+class Sample:
+    """Grows by `extend` until `finish_reason` is set; `output` gives all of it, or what is new since the last look."""
+
+    def __init__(
+        self, index: int, core_id: str, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._index = index
+        self._params = params
+        self._tokenizer = tokenizer
+        self._stop_reason: int | str | None = None
+        self._stop_token: bool = False
+        self._text = ""
+        self._detokenizer = (
+            IncrementalDetokenizer(
+                tokenizer.backend, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            )
+            if params.detokenize
+            else None
+        )
+        stops = params.stop_strings
+        self._matcher = StopMatcher(stops, include_stop=params.include_stop_str_in_output) if stops else None
+        self._raw_logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[LogprobsAt] = []
+        self._cumulative_logprob = 0.0
+        self._decoded = 0
+        self._shown_tokens = 0
+        self._shown_chars = 0
+        self._shown_end = False
+
+    def extend(self, delta: SequenceDelta) -> bool:
+        """Take in what is new. True when a stop string ended the sequence while the core still runs it."""
+        self._raw_logprobs.extend(delta.logprobs)
+        stopped = False
+        if self._matcher is None:
+            self.token_ids.extend(delta.token_ids)
+        else:
+            stopped = self._extend_until_stop(delta)
+        if stopped:
+            return delta.finish_reason is None
+        if delta.finish_reason is not None:
+            self.finish(delta.finish_reason, delta.stop_token_id, delta.error)
+        return False
+
+    def finish(self, reason: FinishReason, stop_token_id: int | None = None, error: str | None = None) -> None:
+        self.finish_reason = reason
+        self._stop_token = stop_token_id is not None
+        if stop_token_id is not None and stop_token_id in (self._params.stop_token_ids or ()):
+            self._stop_reason = stop_token_id  # an EOS that the user did not name is no reason worth telling
+        elif error is not None:
+            self._stop_reason = error
+        if self._matcher is not None:
+            self._advance_text(len(self.token_ids))
+
+    def output(self, delta: bool) -> CompletionOutput | None:
+        """All so far; with `delta` what is new since the last call, None when nothing is."""
+        if self._matcher is None:
+            self._advance_text(len(self.token_ids))
+        self._convert_logprobs()
+        ended = self.finish_reason is not None
+        if delta and len(self.token_ids) == self._shown_tokens and not (ended and not self._shown_end):
+            return None
+        first_token, first_char = (self._shown_tokens, self._shown_chars) if delta else (0, 0)
+        self._shown_tokens, self._shown_chars, self._shown_end = len(self.token_ids), len(self._text), ended
+        wants_logprobs = self._params.logprobs is not None
+        return CompletionOutput(
+            index=self._index,
+            text=self._text[first_char:],
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
+            logprobs=self._logprobs[first_token:] if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _extend_until_stop(self, delta: SequenceDelta) -> bool:
+        """Token by token; what follows the token that completed a stop string never happened."""
+        for i, token in enumerate(delta.token_ids):
+            self.token_ids.append(token)
+            if delta.stop_token_id is not None and i == len(delta.token_ids) - 1:
+                return False  # `finish` decides whether its text shows
+            self._advance_text(len(self.token_ids))
+            if self._matcher is not None and self._matcher.matched is not None:
+                surplus = len(delta.token_ids) - 1 - i
+                if surplus and self._raw_logprobs:
+                    del self._raw_logprobs[-surplus:]
+                self.finish_reason, self._stop_reason = "stop", self._matcher.matched
+                return True
+        return False
+
+    def _advance_text(self, upto: int) -> None:
+        """Text of the tokens before `upto`. A stop token shows only when stop strings are to be shown."""
+        if self._detokenizer is None:
+            return
+        ended = self.finish_reason is not None
+        hide_last = ended and self._stop_token and not self._params.include_stop_str_in_output
+        fresh = self.token_ids[self._decoded : upto - 1 if hide_last else upto]
+        finishes_now = ended and not self._shown_end
+        if not fresh and not finishes_now:
+            return
+        self._decoded = upto
+        text = self._detokenizer.append(fresh) if fresh else ""
+        if finishes_now:
+            text += self._detokenizer.flush()
+        if self._matcher is None or upto <= self._params.min_tokens:
+            self._text += text
+            return
+        self._text += self._matcher.feed(text)
+        if self._matcher.matched is not None and ended:
+            # The last bytes completed it, or the end of the sequence set them free.
+            self.finish_reason, self._stop_reason = "stop", self._matcher.matched
+        elif ended:
+            self._text += self._matcher.flush()
+
+    def _convert_logprobs(self) -> None:
+        for entry in self._raw_logprobs[len(self._logprobs) :]:
+            self._logprobs.append(to_logprobs(entry, self._tokenizer))
+            self._cumulative_logprob += entry.logprobs[0]
+
+
+def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsAt:
+    """The token in question first, then the alternatives, most likely first; one that is both keeps the first place."""
+    chosen = entry.token_ids[0]
+    converted = {chosen: Logprob(entry.logprobs[0], entry.rank, tokenizer.token_text(chosen))}
+    for i in range(1, len(entry.token_ids)):
+        token = entry.token_ids[i]
+        if token != chosen:
+            converted[token] = Logprob(entry.logprobs[i], i, tokenizer.token_text(token))
+    return converted

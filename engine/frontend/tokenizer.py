@@ -1,0 +1,193 @@
+"""Text to token ids and back, and chat templates, for a Hugging Face directory or one GGUF file.
+
+`transformers` is imported only when a tokenizer is loaded (the import takes over a second) and is asked for two things: the
+right `tokenizers.Tokenizer`, and chat templates. Encoding and decoding go straight to that Rust object, which is safe to
+share between threads; the Python wrapper is not (it changes truncation settings on every call).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os.path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    import tokenizers
+    import transformers
+
+ChatMessage = dict[str, Any]
+"""{"role": …, "content": str | list of {"type": "text", "text": …}, …} as in OpenAI's API; templates may read further keys"""
+
+_INLINE_CHARS = 512
+"""below this, encoding takes less time (about 0.1 ms) than the way to another thread and back"""
+
+
+class Tokenizer:
+    """Encode, decode and render for one model. All methods may be called from any thread."""
+
+    def __init__(self, hf: transformers.PreTrainedTokenizerBase) -> None:
+        if not getattr(hf, "is_fast", False):
+            raise ConfigError(
+                f"the tokenizer {type(hf).__name__} has no `tokenizers` form; save it as tokenizer.json "
+                "(AutoTokenizer.from_pretrained(path).save_pretrained(path)) and name that directory as `tokenizer`"
+            )
+        self.hf = hf
+        self.backend: tokenizers.Tokenizer = hf.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size: int = len(hf)
+        self.eos_token_id: int | None = hf.eos_token_id
+        self._token_texts: dict[int, str] = {}
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, path: str) -> Tokenizer:
+        """Load from a directory or a GGUF file. Raises `ConfigError` where neither holds a tokenizer."""
+        from transformers import AutoTokenizer
+
+        try:
+            if os.path.isfile(path):
+                directory, file = os.path.split(path)
+                return cls(AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True))
+            if not os.path.isdir(path):
+                raise ConfigError(f"tokenizer {path!r} is neither a directory nor a GGUF file")
+            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"no tokenizer can be loaded from {path!r} (setting `tokenizer`): {error}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encode without holding up the event loop."""
+        if len(text) <= _INLINE_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids outside the tokenizer's vocabulary contribute nothing (models pad their vocabulary)."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(token_ids) <= _INLINE_CHARS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, its leading space included; bytes that are no whole character show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            # SentencePiece decoders strip the first space of a text; inside a text the token has one.
+            if (self.backend.id_to_token(token_id) or "").startswith("\u2581") and not text.startswith(" "):
+                text = " " + text
+            self._token_texts[token_id] = text
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation to the prompt text, special tokens written out (encode it with none added).
+
+        Raises `InvalidRequestError` for messages that the template refuses, or where the model has no template.
+        """
+        if chat_template is None and not self.has_chat_template:
+            raise InvalidRequestError(
+                "this model's tokenizer has no chat template: use completions, or give a chat_template", "messages"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        conversation = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if not conversation:
+            raise InvalidRequestError("messages must hold at least one message", "messages")
+        import jinja2
+
+        try:
+            rendered: str = self.hf.apply_chat_template(
+                conversation,
+                tools=list(tools) if tools else None,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(template_kwargs or {}),
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequestError(f"the chat template does not parse: {error}", "chat_template") from error
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise InvalidRequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        return rendered
+
+    async def apply_chat_template_async(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """`apply_chat_template` off the event loop (a template is a program: its time is not bounded by its size)."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool,
+            lambda: self.apply_chat_template(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=template_kwargs,
+            ),
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _plain_message(index: int, message: ChatMessage) -> ChatMessage:
+    """Text parts become one string, joined by newlines, since most templates know only strings."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"messages[{index}] must be an object with a role", "messages")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"messages[{index}].content must be a string or a list of text parts", "messages")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
+            raise InvalidRequestError(f"messages[{index}].content holds a part that is not text", "messages")
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}

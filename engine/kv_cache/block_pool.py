@@ -1,0 +1,119 @@
+"""The pool of fixed-size KV blocks: reference counts, the free list and the prefix index, each operation O(1).
+
+The free list is doubly linked through two arrays (no objects, no search), in eviction order: blocks that hold nothing
+are at the front, then cached blocks from the least to the most recently released. A cached block leaves the index only
+when it is handed out again, so everything that is free can still be found until its memory is needed.
+
+Source of the idea: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", §4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.errors import EngineError
+
+
+class BlockPool:
+    """Blocks 0 .. num_blocks-1. A block is *used* while its reference count is positive, else *free*; a block of
+    either kind may be *cached*: findable by the key (chained hash) of what it holds."""
+
+    def __init__(self, num_blocks: int, enable_prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_free = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # Entry num_blocks is the sentinel that closes the ring.
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._block_of)
+
+    def allocate(self) -> int:
+        """Take the block that was of no use for the longest time; what was cached in it is forgotten.
+
+        Raises `EngineError` when none is free: callers compare with `num_free` first.
+        """
+        block = self._next[self.num_blocks]
+        if block == self.num_blocks:
+            raise EngineError(f"all {self.num_blocks} KV blocks are in use")
+        self._unlink(block)
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None
+        self.ref_counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more owner; a free (cached) block becomes used again."""
+        if self.ref_counts[block] == 0:
+            self._unlink(block)
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One owner less. The last one makes it free: last to be evicted if cached, first to be handed out if not."""
+        count = self.ref_counts[block] - 1
+        if count < 0:
+            raise EngineError(f"KV block {block} was released more often than acquired")
+        self.ref_counts[block] = count
+        if count == 0:
+            self._link(block, at_front=self._key_of[block] is None)
+
+    def find(self, key: bytes) -> int | None:
+        return self._block_of.get(key)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Make a full block findable. Where another block holds the same already, that one stays the one that is
+        found."""
+        if self.enable_prefix_caching and key not in self._block_of and self._key_of[block] is None:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget(self, key: bytes) -> None:
+        """The block of this key, if any, is not found any more; its owners keep it."""
+        block = self._block_of.pop(key, None)
+        if block is None:
+            return
+        self._key_of[block] = None
+        if self.ref_counts[block] == 0:
+            self._unlink(block)
+            self._link(block, at_front=True)
+
+    def forget_free(self) -> int:
+        """Forget every cached block that nobody uses; returns how many there were. O(free blocks)."""
+        forgotten = 0
+        for block in self.free_blocks():
+            key = self._key_of[block]
+            if key is not None:
+                del self._block_of[key]
+                self._key_of[block] = None
+                forgotten += 1
+        return forgotten
+
+    def free_blocks(self) -> Iterator[int]:
+        """Free blocks in the order in which they will be handed out."""
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            yield block
+            block = self._next[block]
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.num_free -= 1
+
+    def _link(self, block: int, at_front: bool) -> None:
+        sentinel = self.num_blocks
+        before, after = (sentinel, self._next[sentinel]) if at_front else (self._prev[sentinel], sentinel)
+        self._prev[block], self._next[block] = before, after
+        self._next[before] = self._prev[after] = block
+        self.num_free += 1

@@ -1,0 +1,47 @@
+"""Names for what a KV block holds: a chain of digests over (parent, tokens), rooted in the cache salt.
+
+The KV of a token depends on every token before it, so a block's name must too: digest i = H(digest i-1, tokens of
+block i). A real hash (BLAKE2b, 256 bits), because a collision would silently answer one user from another user's
+context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Tokens
+
+_DIGEST_BYTES = 32
+
+
+class HashChain:
+    """Digests of one sequence's full blocks, computed once each, in order, when first asked for.
+
+    The sequence's tokens may only grow: a digest, once computed, stays.
+    """
+
+    __slots__ = ("_block_size", "_root", "digests")
+
+    def __init__(self, block_size: int, salt: str | None) -> None:
+        self._block_size = block_size
+        # The prefix byte keeps "no salt" apart from the empty salt.
+        extra = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
+        self._root = hashlib.blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
+        self.digests: list[bytes] = []
+
+    def digest(self, index: int, tokens: Tokens[int]) -> bytes:
+        """Name of block ``index``; ``tokens`` are the sequence's tokens from position 0, at least to the block's
+        end."""
+        digests = self.digests
+        while len(digests) <= index:
+            start = len(digests) * self._block_size
+            block = array("Q", tokens[start : start + self._block_size])
+            parent = digests[-1] if digests else self._root
+            digests.append(hashlib.blake2b(parent + block.tobytes(), digest_size=_DIGEST_BYTES).digest())
+        return digests[index]
+
+    def fork(self, num_blocks: int) -> HashChain:
+        """A chain that agrees in the first ``num_blocks`` blocks; what was hashed beyond may differ in the fork."""
+        other = HashChain.__new__(HashChain)
+        other._block_size, other._root, other.digests = self._block_size, self._root, self.digests[:num_blocks]
+        return other

@@ -1,0 +1,167 @@
+"""The memory ledger: where a device's bytes go, and how many KV blocks that leaves. Printed before serving.
+
+A pure function, so that every refusal can be tested without a device: a figure that does not fit says which setting
+would.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import ConfigError
+from engine.step import LoadReport
+
+CPU_SHARE = 0.25
+"""Of the memory that is left on a CPU, the part that the KV cache takes unasked: the rest of the machine lives there
+too."""
+
+
+class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one device and the KV blocks they hold."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    device_bytes_total: int
+    device_bytes_free: int
+    """before anything was loaded"""
+    weight_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    source: str
+    """the setting that decided the cache's size"""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def table(self) -> str:
+        """Human-readable, one line per entry."""
+        left = self.device_bytes_free - _fixed(self) - self.kv_bytes
+        rows = [
+            ("device memory", human(self.device_bytes_total), ""),
+            ("in use by others", human(self.device_bytes_total - self.device_bytes_free), ""),
+            ("weights", human(self.weight_bytes), ""),
+            ("activations", human(self.activation_bytes), "peak of a full step"),
+            ("workspace", human(self.workspace_bytes), "tables, sampler, attention"),
+            ("graphs", human(self.graph_bytes), ""),
+            (
+                "KV cache",
+                human(self.kv_bytes),
+                f"{self.num_blocks} blocks of {self.block_size} tokens, {human(self.block_bytes)} each; {self.source}",
+            ),
+            ("left free", human(left), ""),
+        ]
+        lines = [f"{name:<18}{size:>11}  {note}".rstrip() for name, size, note in rows]
+        sequences = self.num_blocks / math.ceil(self.max_model_len / self.block_size)
+        lines.append(f"room for {self.kv_tokens} tokens: {sequences:.1f} sequences of {self.max_model_len}")
+        return "\n".join(lines)
+
+
+def memory_ledger(
+    *,
+    load: LoadReport,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    device: Literal["cpu", "cuda"],
+    graph_bytes: int = 0,
+) -> MemoryLedger:
+    """Divide a device's memory; `ConfigError` when not even one sequence of ``max_model_len`` tokens fits.
+
+    ``kv_cache_memory`` is taken as given. Without it the cache gets what ``memory_fraction`` of the device leaves
+    (never more than is free); on a CPU a quarter of that, at least one full sequence, and at most what
+    ``max_num_seqs`` full sequences use.
+    """
+    fixed = _fixed(load) + graph_bytes
+    possible = load.device_bytes_free - fixed
+    sequence_blocks = math.ceil(scheduler.max_model_len / cache.block_size)
+    if cache.kv_cache_memory is not None:
+        if cache.kv_cache_memory > possible:
+            raise ConfigError(_too_large(cache.kv_cache_memory, possible, load, fixed))
+        num_blocks = cache.kv_cache_memory // load.block_bytes
+        source = "--kv-cache-memory"
+    else:
+        left = min(int(load.device_bytes_total * cache.memory_fraction) - fixed, possible)
+        num_blocks = max(left, 0) // load.block_bytes
+        source = f"--memory-fraction {cache.memory_fraction:g}"
+        if device == "cpu":
+            share = max(int(left * CPU_SHARE) // load.block_bytes, min(sequence_blocks, num_blocks))
+            num_blocks = min(share, scheduler.max_num_seqs * sequence_blocks)
+            source = "default for CPU (see --kv-cache-memory)"
+    if num_blocks < sequence_blocks:
+        raise ConfigError(_too_small(num_blocks, load, cache, scheduler, fixed))
+    return MemoryLedger(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        block_bytes=load.block_bytes,
+        max_model_len=scheduler.max_model_len,
+        device_bytes_total=load.device_bytes_total,
+        device_bytes_free=load.device_bytes_free,
+        weight_bytes=load.weight_bytes,
+        activation_bytes=load.activation_bytes,
+        workspace_bytes=load.workspace_bytes,
+        graph_bytes=graph_bytes,
+        source=source,
+    )
+
+
+def _fixed(report: LoadReport | MemoryLedger) -> int:
+    graphs = report.graph_bytes if isinstance(report, MemoryLedger) else 0
+    return report.weight_bytes + report.activation_bytes + report.workspace_bytes + graphs
+
+
+def _too_large(asked: int, possible: int, load: LoadReport, fixed: int) -> str:
+    message = (
+        f"a KV cache of {human(asked)} does not fit: of {human(load.device_bytes_free)} free device memory, weights, "
+        f"activations, workspace and graphs take {human(fixed)}."
+    )
+    if possible < load.block_bytes:
+        return (
+            f"{message} Nothing is left for a cache: free memory, or use a smaller model or --max-num-batched-tokens."
+        )
+    return f"{message} Set --kv-cache-memory to at most {possible} ({human(possible)})."
+
+
+def _too_small(num_blocks: int, load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig, fixed: int) -> str:
+    """Why not even one sequence fits, and every setting that would help, with its value."""
+    need = math.ceil(scheduler.max_model_len / cache.block_size) * load.block_bytes
+    possible = load.device_bytes_free - fixed
+    ways = []
+    if cache.kv_cache_memory is not None:
+        if need <= possible:
+            ways.append(f"raise --kv-cache-memory to at least {need} ({human(need)})")
+    else:
+        fraction = math.ceil((fixed + need) / load.device_bytes_total * 100) / 100
+        if need <= possible and fraction <= 1.0:
+            ways.append(f"raise --memory-fraction to at least {fraction:.2f}")
+            ways.append(f"set --kv-cache-memory to at least {need}")
+    if num_blocks > 0:
+        ways.append(f"lower --max-model-len to at most {num_blocks * cache.block_size}")
+    if not ways:
+        ways.append("free device memory, use a smaller model, or lower --max-num-batched-tokens")
+    return (
+        f"the KV cache has room for {num_blocks * cache.block_size} tokens, but one sequence of --max-model-len "
+        f"{scheduler.max_model_len} needs {human(need)} (weights, activations, workspace and graphs take "
+        f"{human(fixed)} of {human(load.device_bytes_total)}, {human(load.device_bytes_free)} free): "
+        f"{', or '.join(ways)}."
+    )
+
+
+def human(size_bytes: int) -> str:
+    """1536 → "1.5 KiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

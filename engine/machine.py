@@ -1,0 +1,83 @@
+"""What this machine offers, read once at a door, so that `engine.resolve.resolve` can stay a pure function."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from engine.config import Device
+
+
+class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    physical_cores: int
+    """physical cores that this process may run on, cut to the container's CPU quota"""
+    memory_bytes: int
+    """main memory, cut to the container's limit"""
+    cuda: tuple[CudaDevice, ...] = ()
+    """empty also when nobody asked for a GPU (`probe_machine("cpu")`)"""
+    home: str
+    """absolute; caches live below it"""
+    working_directory: str
+    """absolute; relative paths of the settings are taken from here"""
+
+
+def probe_machine(device: Device = "auto") -> Machine:
+    """Read this machine. Torch is imported only where a GPU is possible, because the import alone takes seconds."""
+    return Machine(
+        physical_cores=_physical_cores(),
+        memory_bytes=_memory_bytes(),
+        cuda=() if device == "cpu" else _cuda_devices(),
+        home=str(Path.home()),
+        working_directory=str(Path.cwd()),
+    )
+
+
+def _physical_cores() -> int:
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    # Two hyper-threads share one set of vector units: a second compute thread on a core only costs.
+    cores = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
+    quota = (_read("/sys/fs/cgroup/cpu.max") or "max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        return max(1, min(len(cores), math.ceil(int(quota[0]) / int(quota[1]))))
+    return len(cores)
+
+
+def _memory_bytes() -> int:
+    total = int(psutil.virtual_memory().total)
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(total, int(limit)) if limit and limit.isdigit() else total
+
+
+def _cuda_devices() -> tuple[CudaDevice, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            CudaDevice(
+                name=properties.name,
+                capability=(properties.major, properties.minor),
+                memory_bytes=properties.total_memory,
+            )
+        )
+    return tuple(found)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,162 @@
+"""The one decoder: a pre-norm transformer over a flat batch of tokens, built from a `DecoderSpec`.
+
+It knows nothing of sequences, pages or caches: tokens of all sequences lie side by side in one dimension, and whoever
+runs it supplies attention. Rounding points follow transformers, so that float32 picks the same tokens.
+
+Traced once with the token dimension unbacked, so: no data-dependent control flow, and nothing about a layer but its
+index (given to attention alone) and its weights may differ from the next, or layers would not share compiled pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from engine.models.rope import rope_table
+from engine.models.spec import DecoderSpec
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""(q, k, v, out, layer index): writes attention's result into `out`.
+
+q [tokens, num_heads, head_dim] and k, v [tokens, num_kv_heads, head_dim] may be views with a free token stride; out is
+contiguous and shaped like q.
+"""
+
+
+def _attention_not_set(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_index: int) -> None:
+    raise RuntimeError("Decoder.set_attention must be called before the first forward")
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b. Weights are left uninitialised, since a checkpoint fills them."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _parameter((outputs, inputs), dtype, device)
+        self.bias = _parameter((outputs,), dtype, device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _parameter((vocab_size, hidden_size), dtype, device)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Normalised in float32, rounded to the model's dtype, then weighted (transformers' order)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _parameter((size,), dtype, device)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_dim = dim
+        self.input_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        self.qkv_proj = Linear(hidden, sum(self.heads) * dim, spec.qkv_bias, dtype, device)
+        self.q_norm = RMSNorm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.k_norm = RMSNorm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.o_proj = Linear(spec.num_heads * dim, hidden, spec.o_bias, dtype, device)
+        self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        self.gate_up_proj = Linear(hidden, 2 * inner, spec.mlp_bias, dtype, device)
+        self.down_proj = Linear(inner, hidden, spec.mlp_bias, dtype, device)
+
+    def forward(self, hidden: torch.Tensor, rope: torch.Tensor, attend: Attend, layer_index: int) -> torch.Tensor:
+        """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
+        qkv = self.qkv_proj(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = torch.split(qkv, self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        else:
+            qk = qkv[:, : self.heads[0] + self.heads[1]]
+        q, k = torch.split(_rotate(qk, rope), self.heads[:2], dim=1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attend(q, k, v, out, layer_index)
+        hidden = hidden + self.o_proj(out.flatten(1))
+        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
+        updated: torch.Tensor = hidden + self.down_proj(F.silu(gate) * up)
+        return updated
+
+
+class Decoder(nn.Module):
+    """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients."""
+
+    attend: Attend
+    rope: torch.Tensor
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_position: int | None = None,
+    ) -> None:
+        """`max_position`: positions that the rope table covers (the engine's max_model_len); None: the spec's."""
+        super().__init__()
+        device = torch.device(device)
+        self.spec = spec
+        self.dtype = dtype
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(spec, dtype, device) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self.lm_head = Linear(
+            spec.hidden_size, spec.vocab_size, False, dtype, torch.device("meta") if spec.tie_embeddings else device
+        )
+        if spec.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        table = rope_table(spec.rope, max_position or spec.max_position).to(device)
+        self.register_buffer("rope", table, persistent=False)
+        self.set_attention(_attention_not_set)
+
+    def set_attention(self, attend: Attend) -> None:
+        """Bind what computes attention: an operator while tracing, a function of the runner when eager."""
+        # Past nn.Module's own __setattr__, which would make a module given here a part of this one.
+        object.__setattr__(self, "attend", attend)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm."""
+        hidden = self.embed_tokens(input_ids)
+        rope = self.rope[positions].to(self.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rope, self.attend, index)
+        final: torch.Tensor = self.norm(hidden)
+        return final
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] → float32 [rows, vocab_size], rounded to the model's dtype first (as transformers)."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        cap = self.spec.logit_cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()
+
+
+def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + rotary_dim / 2) of each head. x [tokens, heads, rotary_dim], rope [tokens, rotary_dim]."""
+    cos, sin = rope[:, None].chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,1 @@
+"""One short file for each model family: a Hugging Face config to a `DecoderSpec`, and where its tensors go."""

@@ -1,0 +1,19 @@
+"""Mistral: Llama with one sliding window over all layers (4096 tokens unless the config says otherwise)."""
+
+from __future__ import annotations
+
+from engine.errors import UnsupportedModelError
+from engine.models.families.common import Config, Family, decoder_spec, integer, llama_weight_rows, num_layers
+from engine.models.spec import DecoderSpec
+
+
+def mistral_spec(config: Config) -> DecoderSpec:
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list) and len({str(kind) for kind in layer_types}) > 1:
+        raise UnsupportedModelError("mistral configs with alternating layer_types (Ministral) are not supported")
+    sliding = config.get("sliding_window", 4096)
+    window = None if sliding is None else integer(config, "sliding_window", 4096)
+    return decoder_spec(config, "mistral", windows=[window] * num_layers(config), default_kv_heads=8)
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", mistral_spec, llama_weight_rows)

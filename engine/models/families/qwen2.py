@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: biases on Q, K and V only; sliding windows on some layers where `use_sliding_window` says so."""
+
+from __future__ import annotations
+
+from engine.models.families.common import Config, Family, decoder_spec, layer_type_windows, llama_weight_rows
+from engine.models.spec import DecoderSpec
+
+
+def qwen2_spec(config: Config) -> DecoderSpec:
+    return decoder_spec(config, "qwen2", windows=layer_type_windows(config), qkv_bias=True, default_kv_heads=32)
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, llama_weight_rows)

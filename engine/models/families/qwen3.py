@@ -1,0 +1,23 @@
+"""Qwen3 (dense): RMSNorm over each head of Q and K, a head_dim of its own, no biases unless `attention_bias`."""
+
+from __future__ import annotations
+
+from engine.models.families.common import Config, Family, decoder_spec, flag, layer_type_windows, llama_weight_rows
+from engine.models.spec import DecoderSpec
+
+
+def qwen3_spec(config: Config) -> DecoderSpec:
+    attention_bias = flag(config, "attention_bias")
+    return decoder_spec(
+        config,
+        "qwen3",
+        windows=layer_type_windows(config),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        default_head_dim=128,
+        default_kv_heads=32,
+    )
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", qwen3_spec, llama_weight_rows)

@@ -1,0 +1,31 @@
+"""Which family serves a config. A new family is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.errors import UnsupportedModelError
+from engine.models.families.common import Family
+from engine.models.families.llama import LLAMA
+from engine.models.families.mistral import MISTRAL
+from engine.models.families.qwen2 import QWEN2
+from engine.models.families.qwen3 import QWEN3
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+
+def find_family(config: Mapping[str, object]) -> Family:
+    """By `architectures`, or by `model_type` where a config names no architecture."""
+    architectures = config.get("architectures")
+    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    for family in FAMILIES:
+        if family.architecture in named or (not named and family.name == config.get("model_type")):
+            return family
+    found = ", ".join(named) or f"model_type {config.get('model_type')!r}"
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise UnsupportedModelError(f"{found} is not supported; supported architectures are {supported}")
+
+
+def family_named(name: str) -> Family:
+    """The family whose function made a spec (`DecoderSpec.family`)."""
+    return next(family for family in FAMILIES if family.name == name)

@@ -1,0 +1,158 @@
+"""GGUF metadata to the Hugging Face config that the same model would have, so that one family function serves both.
+
+transformers' own conversion needs seconds (it imports the library and reads the whole vocabulary) and drops what
+matters for right answers: Llama 3's `rope_freqs` and, in some versions, YaRN.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from engine.errors import UnsupportedModelError, WeightsError
+from engine.models.gguf_header import GgufHeader
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_DEFAULTS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def hf_config_of(header: GgufHeader) -> dict[str, object]:
+    """Raises UnsupportedModelError for another architecture, WeightsError for missing metadata."""
+    arch = header.text("general.architecture")
+    if arch not in _ARCHITECTURES:
+        supported = ", ".join(_ARCHITECTURES)
+        raise UnsupportedModelError(f"{header.path}: architecture {arch!r} is not supported; supported are {supported}")
+    if header.integer(f"{arch}.expert_count"):
+        raise UnsupportedModelError(f"{header.path}: mixture-of-experts {arch!r} models are not supported")
+    if "token_embd.weight" not in header.tensors:
+        raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
+    hidden_size = _required(header, f"{arch}.embedding_length")
+    num_heads = _required(header, f"{arch}.attention.head_count")
+    head_dim = _head_dim(header, arch, hidden_size, num_heads)
+    epsilon = header.number(f"{arch}.attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        raise WeightsError(f"{header.path}: metadata {arch}.attention.layer_norm_rms_epsilon is missing")
+    tensors = header.tensors
+    return {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": _required(header, f"{arch}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": header.integer(f"{arch}.attention.head_count_kv") or num_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": _required(header, f"{arch}.context_length"),
+        "rms_norm_eps": epsilon,
+        "rope_parameters": _rope_parameters(header, arch, head_dim),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(header),
+    }
+
+
+def generation_config_of(header: GgufHeader) -> dict[str, object]:
+    """The sampling defaults that newer converters store, under Hugging Face's names."""
+    return {name: header.metadata[key] for key, name in _DEFAULTS.items() if key in header.metadata}
+
+
+def dtype_of(header: GgufHeader) -> str:
+    """float32 or float16 when every matrix is stored so; bfloat16 for anything else, quantised weights included."""
+    stored = {tensor.encoding.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(stored), "bfloat16")
+
+
+def _required(header: GgufHeader, key: str) -> int:
+    value = header.integer(key)
+    if value is None:
+        found = header.metadata.get(key)
+        reason = "is missing" if found is None else f"is not one integer ({found!r})"
+        raise WeightsError(f"{header.path}: metadata {key} {reason}")
+    return value
+
+
+def _head_dim(header: GgufHeader, arch: str, hidden_size: int, num_heads: int) -> int:
+    key_length = header.integer(f"{arch}.attention.key_length")
+    rotary = header.integer(f"{arch}.rope.dimension_count")
+    head_dim = key_length or rotary or hidden_size // max(num_heads, 1)
+    value_length = header.integer(f"{arch}.attention.value_length") or head_dim
+    if value_length != head_dim or (rotary or head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"{header.path}: key length {head_dim}, value length {value_length}, rotary dimensions {rotary} differ"
+        )
+    return head_dim
+
+
+def _end_tokens(header: GgufHeader) -> list[int]:
+    ids = [header.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, object]:
+    theta = header.number(f"{arch}.rope.freq_base") or 10000.0
+    scaling = f"{arch}.rope.scaling"
+    kind = header.text(f"{scaling}.type") or "none"
+    factor = header.number(f"{scaling}.factor") or header.number(f"{arch}.rope.scale_linear")
+    if "rope_freqs.weight" in header.tensors:
+        if kind != "none":
+            raise UnsupportedModelError(f"{header.path}: rope_freqs with {scaling}.type {kind!r} is not supported")
+        return {"rope_theta": theta, **_llama3_parameters(header, theta, head_dim)}
+    if kind == "none" and factor is not None:
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModelError(f"{header.path}: {scaling}.type {kind!r} is not supported (none, linear, yarn are)")
+    parameters: dict[str, object] = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+    original = header.integer(f"{scaling}.original_context_length")
+    if original is not None:
+        parameters["original_max_position_embeddings"] = original
+    for name in ("beta_fast", "beta_slow"):
+        value = header.number(f"{scaling}.yarn_{name}")
+        if value is not None:
+            parameters[name] = value
+    extra = header.number(f"{scaling}.yarn_attn_factor") or header.number(f"{scaling}.attn_factor")
+    if extra is not None and factor is not None:
+        # llama.cpp multiplies this number with YaRN's own magnitude; Hugging Face's attention_factor replaces it.
+        parameters["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return parameters
+
+
+def _llama3_parameters(header: GgufHeader, theta: float, head_dim: int) -> dict[str, object]:
+    """Recover Llama 3's rule from the per-frequency divisors that llama.cpp stores in its place.
+
+    Every published Llama 3.x uses the same corner frequencies and differs in `factor` alone: the largest divisor. The
+    divisors are recomputed from the rule and must agree, so that an unknown rule is refused, not approximated.
+    """
+    tensor = header.tensors["rope_freqs.weight"]
+    if tensor.encoding.name != "F32" or tensor.shape != (head_dim // 2,):
+        raise WeightsError(f"{header.path}: rope_freqs.weight is {tensor.encoding.name} {tensor.shape}")
+    with open(header.path, "rb") as file:
+        file.seek(tensor.offset)
+        divisors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.size_bytes))
+    factor = max(divisors)
+    low, high, original = (float(value) for value in _LLAMA3.values())
+    for index, found in enumerate(divisors):
+        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+        if not math.isclose(found, expected, rel_tol=1e-4):
+            raise UnsupportedModelError(
+                f"{header.path}: rope_freqs.weight[{index}] is {found:g}, Llama 3's rule gives {expected:g}"
+            )
+    if factor == 1.0:
+        return {"rope_type": "default"}
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

@@ -1,0 +1,209 @@
+"""One pure function from what the user set to what the rooms receive. Every contradiction is refused here, once.
+
+Defaults that are choices
+- dtype "auto": bfloat16 for bfloat16 and float32 checkpoints (as vLLM), float16 for float16 ones. A device that lacks the
+  format gets the nearest one that it has: bfloat16 instead of float16 on CPUs (whose kernels know bfloat16 and float32),
+  float16 instead of bfloat16 on GPUs before compute capability 8.0.
+- max_model_len: what the model was trained for, cut to what an explicit `kv_cache_memory` can hold.
+- max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long enough
+  to run at the machine's speed and short enough not to stall those who decode.
+- block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
+- threads: physical cores, since a second hyper-thread shares the vector units of the first.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from typing import TYPE_CHECKING, Literal
+
+from engine.config import (
+    CacheConfig,
+    CompileConfig,
+    DeviceConfig,
+    EngineArgs,
+    EngineConfig,
+    GraphMode,
+    ModelConfig,
+    SchedulerConfig,
+)
+from engine.errors import ConfigError
+from engine.machine import Machine
+from engine.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from engine.models.description import ModelDescription
+
+Kind = Literal["cpu", "cuda"]
+RealDType = Literal["bfloat16", "float16", "float32"]
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> EngineConfig:
+    """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together."""
+    kind = _device(args, machine)
+    dtype = _dtype(args, model.default_dtype, kind, machine)
+    _check_ranges(args, model.spec.vocab_size)
+    block_size = args.block_size if args.block_size is not None else 16
+    max_model_len = _max_model_len(args, model.spec, model.max_position, dtype, block_size)
+    return EngineConfig(
+        model=ModelConfig(
+            path=_absolute(args.model, machine),
+            tokenizer=_absolute(args.tokenizer if args.tokenizer is not None else args.model, machine),
+            served_name=args.served_model_name if args.served_model_name is not None else args.model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            vocab_size=model.spec.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            seed=args.seed,
+            load_format=args.load_format,
+        ),
+        cache=_cache(args, block_size, kind, machine),
+        scheduler=_scheduler(args, kind, max_model_len),
+        compile=CompileConfig(
+            mode=args.compile,
+            graphs=_graphs(args, kind),
+            cache_dir=_absolute(args.cache_dir, machine)
+            if args.cache_dir is not None
+            else os.path.join(machine.home, ".cache", "pageloom"),
+        ),
+        device=DeviceConfig(
+            kind=kind,
+            threads=args.threads if args.threads is not None else machine.physical_cores,
+            attention_backend=args.attention_backend,
+        ),
+        max_logprobs=args.max_logprobs,
+    )
+
+
+def parse_size(text: int | str) -> int:
+    """Bytes from 1073741824, "1073741824", "1GiB", "1.5 GB", "512m" (bare letters count in 1024s, as in "GiB")."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"cannot read {text!r} as a size; write bytes, or for example 512MiB, 4GiB, 1.5GB")
+    number, letter, binary = match.groups()
+    decimal = letter and not binary and text.strip().lower().endswith("b")
+    return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))
+
+
+def _device(args: EngineArgs, machine: Machine) -> Kind:
+    if args.device == "auto":
+        kind: Kind = "cuda" if machine.cuda else "cpu"
+    else:
+        kind = args.device
+    if kind == "cuda" and not machine.cuda:
+        raise ConfigError("device='cuda', but torch finds no CUDA device here; set device='cpu' or 'auto'")
+    if kind == "cuda" and args.threads is not None:
+        raise ConfigError("threads sets the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
+    return kind
+
+
+def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:
+    has_bfloat16 = kind == "cpu" or machine.cuda[0].capability >= (8, 0)
+    if args.dtype == "auto":
+        if kind == "cuda" and (checkpoint == "float16" or not has_bfloat16):
+            return "float16"
+        return "bfloat16"
+    if args.dtype == "float16" and kind == "cpu":
+        raise ConfigError("dtype='float16' is not available on device='cpu'; use 'bfloat16' or 'float32'")
+    if args.dtype == "bfloat16" and not has_bfloat16:
+        device = machine.cuda[0]
+        raise ConfigError(
+            f"dtype='bfloat16' needs compute capability 8.0; {device.name} has "
+            f"{device.capability[0]}.{device.capability[1]}: use 'float16' or 'float32'"
+        )
+    return args.dtype
+
+
+def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "kv_cache_memory", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0.0 < args.memory_fraction <= 1.0:
+        raise ConfigError(f"memory_fraction must be in (0, 1], got {args.memory_fraction}")
+    if args.block_size is not None and args.block_size not in _BLOCK_SIZES:
+        raise ConfigError(f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {args.block_size}")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"seed must fit 64 bits, got {args.seed}")
+    if not 0 <= args.max_logprobs <= vocab_size:
+        raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
+    if args.served_model_name is not None and not args.served_model_name:
+        raise ConfigError("served_model_name must not be empty")
+
+
+def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
+    """Bytes of keys and values that one token keeps over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _DTYPE_BYTES[dtype]
+
+
+def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: RealDType, block_size: int) -> int:
+    wanted = args.max_model_len
+    if wanted is not None and wanted > max_position:
+        raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
+    length = wanted if wanted is not None else max_position
+    if args.kv_cache_memory is None:
+        return length
+    per_token = kv_bytes_per_token(spec, dtype)
+    fits = args.kv_cache_memory // (per_token * block_size) * block_size
+    if fits < 1 or (wanted is not None and wanted > fits):
+        needed = -(-length // block_size) * block_size * per_token if wanted is not None else per_token * block_size
+        raise ConfigError(
+            f"kv_cache_memory ({args.kv_cache_memory} bytes) holds {fits} tokens, but one sequence may need "
+            f"{wanted or block_size}: raise kv_cache_memory to at least {needed} or lower max_model_len"
+        )
+    return min(length, fits)
+
+
+def _cache(args: EngineArgs, block_size: int, kind: Kind, machine: Machine) -> CacheConfig:
+    memory = machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
+    if args.kv_cache_memory is not None and args.kv_cache_memory > memory:
+        raise ConfigError(f"kv_cache_memory ({args.kv_cache_memory} bytes) exceeds the device's memory ({memory} bytes)")
+    return CacheConfig(
+        block_size=block_size,
+        kv_cache_memory=args.kv_cache_memory,
+        memory_fraction=args.memory_fraction,
+        enable_prefix_caching=args.enable_prefix_caching,
+    )
+
+
+def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int) -> SchedulerConfig:
+    seqs_default, tokens_default = (128, 2048) if kind == "cpu" else (256, 8192)
+    seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
+    if seqs is not None and tokens is not None and tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
+            "each running sequence needs one token of a step"
+        )
+    if tokens is None:
+        tokens = max(tokens_default, seqs or 0)
+    return SchedulerConfig(
+        max_num_seqs=seqs if seqs is not None else min(seqs_default, tokens),
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        max_waiting=args.max_waiting,
+        policy=args.scheduling_policy,
+        async_scheduling=args.async_scheduling,
+    )
+
+
+def _graphs(args: EngineArgs, kind: Kind) -> GraphMode:
+    wanted = args.graphs if args.graphs is not None else "none"
+    if wanted == "none":
+        return wanted
+    if kind == "cpu":
+        raise ConfigError(f"graphs={wanted!r} needs device='cuda': a CPU has no CUDA graphs; leave graphs out")
+    if args.compile == "none" and wanted in ("piecewise", "both"):
+        raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
+    return wanted
+
+
+def _absolute(path: str, machine: Machine) -> str:
+    if path == "~" or path.startswith("~/"):
+        path = machine.home + path[1:]
+    return os.path.normpath(os.path.join(machine.working_directory, path))

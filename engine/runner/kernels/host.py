@@ -1,0 +1,92 @@
+"""The vectorised twin of the input kernels: what a CPU engine runs, and what the Triton kernels are tested against.
+
+Tensors are CPU tensors, worked on in place through NumPy views of the same memory: a small NumPy call costs about a
+third of a small torch call, and a decode step is nothing but small calls.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.runner.kernels import InputBuffers, StepSizes
+
+
+class HostKernels:
+    """See `InputKernels`."""
+
+    def apply_staged_writes(
+        self, table: torch.Tensor, writes: torch.Tensor, values: torch.Tensor, max_length: int
+    ) -> None:
+        flat, source = table.numpy().reshape(-1), values.numpy()
+        if len(writes) <= 4:
+            for dst, src, length in writes.tolist():
+                flat[dst : dst + length] = source[src : src + length]
+            return
+        dst, src, lengths = writes.numpy().T
+        total = int(lengths.sum())
+        first = int(src[0])
+        # Sources are consecutive, so element k of the concatenated values belongs to dst + (k - (src - first)) of its
+        # write.
+        targets = np.arange(total, dtype=np.int64)
+        targets += np.repeat(dst - src + first, lengths)
+        flat[targets] = source[first : first + total]
+
+    def prepare_inputs(
+        self,
+        step: torch.Tensor,
+        tokens: torch.Tensor,
+        block_tables: torch.Tensor,
+        out: InputBuffers,
+        sizes: StepSizes,
+        block_size: int,
+    ) -> None:
+        n, total, samples = sizes.num_seqs, sizes.num_tokens, sizes.num_samples
+        rows, computed, starts, sample_index = step.numpy()
+        rows, computed, starts, sample_index = rows[:n], computed[:n], starts[: n + 1], sample_index[:n]
+        seq_lens = out.seq_lens.numpy()
+        np.add(computed, np.diff(starts), out=seq_lens[:n])
+        seq_lens[n : sizes.padded_seqs] = 0
+        query_start_loc = out.query_start_loc.numpy()
+        query_start_loc[: n + 1] = starts
+        query_start_loc[n + 1 : sizes.padded_seqs + 1] = total
+
+        if total == n:
+            token_rows, token_positions = rows, computed
+        else:
+            lengths = np.diff(starts)
+            token_rows = np.repeat(rows, lengths)
+            token_positions = np.arange(total, dtype=np.int32)
+            token_positions += np.repeat(computed - starts[:-1], lengths)
+        input_ids, positions, slots = out.input_ids.numpy(), out.positions.numpy(), out.slot_mapping.numpy()
+        input_ids[:total] = tokens.numpy()[token_rows, token_positions]
+        positions[:total] = token_positions
+        block, offset = np.divmod(token_positions, block_size)
+        table_slots = block_tables.numpy()[:, token_rows, block].astype(np.int64)
+        table_slots *= block_size
+        np.add(table_slots, offset, out=slots[:, :total])
+        if sizes.padded_tokens > total:
+            input_ids[total : sizes.padded_tokens] = 0
+            positions[total : sizes.padded_tokens] = 0
+            slots[:, total : sizes.padded_tokens] = -1
+
+        picked = slice(None) if samples == n else sample_index >= 0
+        for target, source in (
+            (out.logits_indices.numpy(), starts[1:][picked] - 1),
+            (out.sample_rows.numpy(), rows[picked]),
+            (out.sample_positions.numpy(), seq_lens[:n][picked]),
+        ):
+            target[:samples] = source
+            target[samples : sizes.padded_seqs] = 0
+
+    def gather_block_tables(
+        self, block_tables: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, sizes: StepSizes, num_columns: int
+    ) -> None:
+        n, target = sizes.num_seqs, out.numpy()
+        target[:, :n, :num_columns] = block_tables.numpy()[:, :, :num_columns][:, rows.numpy()[:n]]
+        target[:, n : sizes.padded_seqs, :num_columns] = 0
+
+    def post_update(
+        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        tokens.numpy()[rows.numpy(), positions.numpy()] = token_ids.numpy()

@@ -1,0 +1,79 @@
+"""From a configuration to what a runner is built of: weights in a model, and an attention backend that can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from attention_backends.interface import AttentionBackend
+from attention_backends.registry import NoBackendError, select
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.models.spec import DecoderSpec
+from engine.weights.loader import load_weights
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""(q, k, v, out, layer index), as `pageloom::attention`"""
+
+
+class CausalModel(Protocol):
+    """What a runner asks of a model; it must also be an `nn.Module`."""
+
+    def set_attention(self, attend: Attend) -> None: ...
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [n], int64 [n] → hidden states [n, hidden_size]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, hidden_size] → float32 [m, vocab_size], fresh memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    model: CausalModel
+    spec: DecoderSpec
+    dtype: torch.dtype
+    backend: AttentionBackend
+    weight_bytes: int
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    if config.device.kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", config.device.index)
+
+
+def load_parts(config: EngineConfig) -> RunnerParts:
+    """Read the model's description, build it, fill it, choose its attention backend.
+
+    Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError.
+    """
+    device = device_of(config)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    description = describe(config.model.path)
+    spec = description.spec
+    # The backend first: that none fits is known in a moment, weights take seconds.
+    try:
+        selection = select(
+            device=device,
+            dtype=dtype,
+            head_dim=spec.head_dim,
+            block_size=config.cache.block_size,
+            needs_window=any(layer.window is not None for layer in spec.layers),
+            needs_soft_cap=spec.soft_cap is not None,
+            name=config.device.attention_backend,
+            cache_dir=Path(config.compile.cache_dir),
+        )
+    except NoBackendError as error:
+        raise ConfigError(str(error)) from error
+    model = Decoder(spec, dtype=dtype, device=device, max_position=config.model.max_model_len)
+    weight_bytes = load_weights(model, description, load_format=config.model.load_format, seed=config.model.seed)
+    return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)

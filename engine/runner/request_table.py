@@ -1,0 +1,95 @@
+"""The request table: what the device knows of every running sequence, indexed by row, and how a plan's differences
+reach it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from engine.step import BlockAppend, NewRow, RowParams, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.runner.staging import StagedWrites, Values
+
+
+class SamplerColumns(Protocol):
+    """The sampling room's part of a row: its own tables, changed through the same staged writes."""
+
+    def add(self, row: int, params: RowParams, token_ids: Sequence[int], prompt_len: int) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def tables(self) -> list[torch.Tensor]: ...
+
+    def drain_writes(self) -> Sequence[tuple[int, int, int, Values]]: ...
+
+
+class RequestTable:
+    """Device tensors by row; which rows are taken, and the two things of a row that the host must know.
+
+    Two lengths are easily confused: `prompt_len` is fixed, while the tokens known on the host when a row is added may
+    be more (a resumed sequence brings what it generated). Tokens sampled afterwards exist only in `tokens`, written by
+    `post_update`.
+    """
+
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+    ) -> None:
+        self.max_rows = max_rows
+        self.num_groups = num_groups
+        self.max_blocks = -(-(max_model_len + 1) // block_size)
+        self.tokens = torch.zeros(max_rows, max_model_len + 1, dtype=torch.int32, device=device)
+        """int32 [rows, max_model_len + 1]; the last column takes the token sampled at the context's very end"""
+        self.block_tables = torch.zeros(num_groups, max_rows, self.max_blocks, dtype=torch.int32, device=device)
+        """int32 [groups, rows, max_blocks]"""
+        self.prompt_len: dict[int, int] = {}
+        """on the host: no kernel needs it"""
+        self.prompt_logprobs: dict[int, int] = {}
+        """rows that asked for the log-probabilities of their prompt → how many alternatives"""
+
+    def staged_tables(self) -> list[torch.Tensor]:
+        """The tables in the order in which `stage` numbers them; the sampler's follow."""
+        return [self.tokens, self.block_tables.view(-1, self.max_blocks)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.staged_tables())
+
+    def stage(self, plan: StepPlan, sampler: SamplerColumns, writes: StagedWrites) -> None:
+        """Stage the plan's differences: released, added, block appends. Raises ValueError on a plan that breaks the
+        rows."""
+        for row in plan.released:
+            self._release(row)
+            sampler.release(row)
+        for new in plan.added:
+            self._add(new)
+            sampler.add(new.row, new.params, new.token_ids, new.prompt_len)
+            writes.write(0, new.row, 0, new.token_ids)
+        for append in plan.block_appends:
+            writes.write(1, self._block_row(append), append.start, append.block_ids)
+        for table, row, start, values in sampler.drain_writes():
+            writes.write(2 + table, row, start, values)
+
+    def _release(self, row: int) -> None:
+        if self.prompt_len.pop(row, None) is None:
+            raise ValueError(f"row {row} was released, but holds nothing")
+        self.prompt_logprobs.pop(row, None)
+
+    def _add(self, new: NewRow) -> None:
+        if new.row in self.prompt_len:
+            raise ValueError(f"row {new.row} was added, but is taken")
+        if not 0 < new.prompt_len <= len(new.token_ids):
+            raise ValueError(
+                f"row {new.row} was added with prompt_len {new.prompt_len} and {len(new.token_ids)} known tokens"
+            )
+        self.prompt_len[new.row] = new.prompt_len
+        if new.params.prompt_logprobs is not None:
+            self.prompt_logprobs[new.row] = new.params.prompt_logprobs
+
+    def _block_row(self, append: BlockAppend) -> int:
+        if not 0 <= append.group < self.num_groups:
+            raise ValueError(f"row {append.row}: block group {append.group} of {self.num_groups} does not exist")
+        return append.group * self.max_rows + append.row

@@ -1,0 +1,101 @@
+"""How a step's results reach the host without the device waiting: a copy on a stream of its own, read when it has
+arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.runner.staging import Event, ImmediateEvent
+from engine.sampling import LogprobTensors, SampleOutput
+from engine.step import StepResult, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """What a step leaves on the device. Nothing writes to these tensors later."""
+
+    step_id: int
+    rows: Sequence[int]
+    """the rows that sampled, in the plan's order"""
+    sampled: SampleOutput | None
+    prompt: Sequence[tuple[int, LogprobTensors]] = ()
+    """(row, scores of consecutive prompt tokens); a row may come several times, in order"""
+
+
+class PendingResult:
+    """A step that was started. `wait` may be called again, from the thread that called it first."""
+
+    def __init__(self, ready: Event, finish: Callable[[], StepResult]) -> None:
+        self._ready = ready
+        self._finish: Callable[[], StepResult] | None = finish
+        self._result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        """Block until the step's results are on the host."""
+        if self._finish is not None:
+            self._ready.synchronize()
+            self._result = self._finish()
+            self._finish = None  # and with it the tensors
+        assert self._result is not None
+        return self._result
+
+
+class ResultCopier:
+    """Starts the copy of a step's results to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no annotations in torch
+
+    def start(self, step: SampledStep) -> PendingResult:
+        if self._stream is None:
+            result = _to_result(step)  # now: these tensors may be views of what the next step overwrites
+            return PendingResult(ImmediateEvent(), lambda: result)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            on_host = SampledStep(
+                step_id=step.step_id,
+                rows=step.rows,
+                sampled=None if step.sampled is None else _sample_to_host(step.sampled),
+                prompt=[(row, scores.start_copy()) for row, scores in step.prompt],
+            )
+            event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's class has no annotations
+            event.record()
+
+        def finish(sources: SampledStep = step) -> StepResult:
+            # `sources` stays alive until here: its memory must not be reused while the side stream reads it.
+            return _to_result(on_host)
+
+        return PendingResult(event, finish)
+
+
+def _sample_to_host(output: SampleOutput) -> SampleOutput:
+    return SampleOutput(
+        token_ids=_pinned(output.token_ids),
+        faults=_pinned(output.faults),
+        logprobs=None if output.logprobs is None else output.logprobs.start_copy(),
+    )
+
+
+def _pinned(source: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+
+
+def _to_result(step: SampledStep) -> StepResult:
+    prompt: dict[int, list[TokenLogprobs]] = {}
+    for row, scores in step.prompt:
+        prompt.setdefault(row, []).extend(scores.to_list())
+    if step.sampled is None:
+        return StepResult(step_id=step.step_id, token_ids=[], prompt_logprobs=prompt)
+    faults = step.sampled.faults.tolist()
+    return StepResult(
+        step_id=step.step_id,
+        token_ids=step.sampled.token_ids.tolist(),
+        logprobs={} if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
+        prompt_logprobs=prompt,
+        faults=[row for row, fault in zip(step.rows, faults, strict=True) if fault] if True in faults else [],
+    )

@@ -1,0 +1,46 @@
+"""Small steps that a runner takes before it serves, so that kernels are loaded, tuned and cached before the first
+request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.config import EngineConfig
+from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+
+_PROMPT_TOKENS = 16
+
+
+def warm_up_plans(config: EngineConfig) -> Iterator[StepPlan]:
+    """A prefill, a mixed step and a decode step over rows 0 and 1, one greedy and one drawn; then the rows are free
+    again.
+
+    Both rows use block 0 only, so every cache is large enough. What they leave there is never read: a block's slots are
+    written before the sequence that owns it reads them.
+    """
+    length = min(_PROMPT_TOKENS, config.cache.block_size, config.model.max_model_len) - 1
+    length = min(length, config.scheduler.max_num_batched_tokens - 1)
+    if length < 1:
+        return
+    params = (RowParams(seed=0, temperature=0.0), RowParams(seed=0, top_p=0.9, top_k=50))
+
+    def added(row: int) -> NewRow:
+        return NewRow(row=row, token_ids=[0] * length, prompt_len=length, params=params[row])
+
+    def prefill(row: int) -> ScheduledRow:
+        return ScheduledRow(row=row, computed=0, query_len=length, samples=True)
+
+    def decode(row: int) -> ScheduledRow:
+        return ScheduledRow(row=row, computed=length, query_len=1, samples=True)
+
+    def block(row: int) -> BlockAppend:
+        return BlockAppend(row=row, group=0, start=0, block_ids=[0])
+
+    yield StepPlan(step_id=-3, rows=[prefill(0)], added=[added(0)], block_appends=[block(0)])
+    if config.scheduler.max_num_seqs == 1:
+        yield StepPlan(step_id=-2, rows=[decode(0)])
+        yield StepPlan(step_id=-1, rows=[], released=[0])
+        return
+    yield StepPlan(step_id=-2, rows=[decode(0), prefill(1)], added=[added(1)], block_appends=[block(1)])
+    yield StepPlan(step_id=-1, rows=[decode(1)], released=[0])
+    yield StepPlan(step_id=0, rows=[], released=[1])

@@ -1,0 +1,74 @@
+"""Log-probabilities of chosen tokens and of the most likely ones, kept on the device until the host asks.
+
+They describe the model, not the sampler: computed from logits before any bias, mask, penalty or temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from engine.sampling.draw import row_tiles
+from engine.sampling.order import top_ids
+from engine.step import TokenLogprobs
+
+
+class LogprobTensors(msgspec.Struct, frozen=True):
+    """Scores of n positions; entry j of `widths` is how many columns of row j count (1 + alternatives asked for)."""
+
+    rows: tuple[int, ...]
+    """table rows for sampled tokens; 0 .. n-1 for prompt tokens"""
+    widths: tuple[int, ...]
+    token_ids: torch.Tensor
+    """int64 `[n, 1 + k]`: the token in question, then the k most likely (which may repeat it), most likely first"""
+    logprobs: torch.Tensor
+    """float32 `[n, 1 + k]`"""
+    ranks: torch.Tensor
+    """int64 `[n]`: 1 + number of tokens with a strictly greater logit"""
+
+    def start_copy(self) -> LogprobTensors:
+        """The same on the host, in pinned memory where the source is a GPU; valid once the current stream gets
+        there."""
+        if self.token_ids.device.type == "cpu":
+            return self
+        return LogprobTensors(
+            self.rows, self.widths, _pinned(self.token_ids), _pinned(self.logprobs), _pinned(self.ranks)
+        )
+
+    def to_list(self) -> list[TokenLogprobs]:
+        """One entry per position. Waits for the device, unless called on what `start_copy` gave."""
+        ids, logprobs, ranks = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
+        return [
+            TokenLogprobs(token_ids=i[:width], logprobs=p[:width], rank=rank)
+            for i, p, rank, width in zip(ids, logprobs, ranks, self.widths, strict=True)
+        ]
+
+    def to_host(self) -> dict[int, TokenLogprobs]:
+        """row → its entry. Waits like `to_list`."""
+        return dict(zip(self.rows, self.to_list(), strict=True))
+
+
+def _pinned(source: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+
+
+def score(logits: torch.Tensor, targets: torch.Tensor, rows: Sequence[int], ks: Sequence[int]) -> LogprobTensors:
+    """Score `targets` int64 `[n]` under unmodified logits float32 `[n, V]`, with `ks[j]` alternatives for position
+    j."""
+    vocab = logits.shape[1]
+    widths = tuple(1 + min(k, vocab) for k in ks)
+    columns = max(widths, default=1) - 1
+    ids, logprobs, ranks = [], [], []
+    for s in row_tiles(logits.shape[0], vocab, logits.device):
+        part, target = logits[s], targets[s].unsqueeze(1)
+        chosen = torch.cat((target, top_ids(part, columns)), dim=1) if columns else target
+        values = part.gather(1, chosen)
+        ids.append(chosen)
+        logprobs.append(values - part.logsumexp(-1, keepdim=True))
+        ranks.append((part > values[:, :1]).sum(-1) + 1)
+    if not ids:
+        empty = torch.empty((0, 1), dtype=torch.int64, device=logits.device)
+        return LogprobTensors((), (), empty, empty.to(torch.float32), empty[:, 0])
+    return LogprobTensors(tuple(rows), widths, torch.cat(ids), torch.cat(logprobs), torch.cat(ranks))

@@ -1,0 +1,210 @@
+"""From logits to tokens, for rows that each have their own parameters, without a wait for the device.
+
+Order (vLLM's): allowed tokens, logit bias, bad words and stop ids before `min_tokens`; then repetition penalty
+(prompt and generated tokens), frequency and presence (generated only); then temperature; min-p (relative to the
+largest probability after temperature); top-k; top-p over what is left, renormalised; then the draw. Prefixes follow
+one order of tokens: larger logit first, lower id among equals. Temperature 0 and top-k 1 take the first token of that
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from engine.sampling.batch import BatchPlan, DrawGroup, PenalisedGroup, RowState, classify, has_penalties, plan_batch
+from engine.sampling.draw import DrawRows, draw_narrow, draw_probed, draw_wide
+from engine.sampling.logprobs import LogprobTensors, score
+from engine.sampling.masks import row_edits
+from engine.sampling.noise import Noise, seed_words
+from engine.sampling.order import row_argmax
+from engine.sampling.penalties import SeenTokens
+from engine.step import RowParams
+
+TableWrite = tuple[int, int, int, list[float] | list[int]]
+"""(table, row, first column, values)"""
+
+_FLOATS, _INTS = 0, 1
+_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = range(7)
+_SEED_WORDS, _TOP_K, _PROMPT_LEN, _NUM_INTS = range(4)
+_KEPT_PLANS = 16
+
+
+class SampleOutput(msgspec.Struct, frozen=True):
+    token_ids: torch.Tensor
+    """int64 `[m]`; 0 where `faults`"""
+    faults: torch.Tensor
+    """bool `[m]`: the row's largest logit is not finite (NaN, infinity, or nothing allowed)"""
+    logprobs: LogprobTensors | None
+
+
+class Sampler:
+    """Sampling parameters and history of up to `max_rows` table rows.
+
+    The host calls `add` and `release`; parameter columns reach the device tables (`tables`) through whoever applies
+    `drain_writes`, before `sample`. All device work goes to the current stream.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, max_model_len: int) -> None:
+        self._vocab = vocab_size
+        self._max_rows = max_rows
+        self._device = device
+        self._noise = Noise(vocab_size, device)
+        self._seen = SeenTokens(max_rows, vocab_size, max_model_len, device)
+        floats = torch.zeros((max_rows, _NUM_FLOATS), dtype=torch.float32, device=device)
+        self._tables = [floats, torch.zeros((max_rows, _NUM_INTS), dtype=torch.int64, device=device)]
+        self._writes: list[TableWrite] = []
+        self._states: dict[int, RowState] = {}
+        self._plans: OrderedDict[tuple[int, ...], BatchPlan] = OrderedDict()
+
+    def add(self, row: int, params: RowParams, token_ids: Sequence[int], prompt_len: int) -> None:
+        """Start sampling for `row`, whose known tokens are `token_ids`: `prompt_len` of prompt, the rest generated
+        before a preemption. Replaces what the row was. Raises `InvalidRequestError` for a parameter that names an
+        unknown token."""
+        if not 0 <= row < self._max_rows:
+            raise ValueError(f"row {row} is outside the table of {self._max_rows} rows")
+        edits = row_edits(params, self._vocab, self._device)
+        self.release(row)
+        kind, filters = classify(params, self._vocab, look_is_free=self._device.type == "cpu")
+        slot = self._seen.acquire(token_ids, prompt_len) if has_penalties(params) else None
+        self._states[row] = RowState(params, kind, filters, slot, edits)
+        floats = [
+            params.temperature,
+            params.top_p,
+            math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+        self._writes.append((_FLOATS, row, 0, floats))
+        self._writes.append((_INTS, row, 0, [seed_words(params.seed), filters.top_k, prompt_len]))
+
+    def release(self, row: int) -> None:
+        """Forget `row`; nothing happens when it is not there."""
+        state = self._states.pop(row, None)
+        if state is None:
+            return
+        self._plans.clear()
+        if state.slot is not None:
+            self._seen.release(state.slot)
+
+    def tables(self) -> list[torch.Tensor]:
+        """The device tables that `drain_writes` addresses, row first: float32 `[max_rows, 6]`, int64 `[max_rows,
+        3]`."""
+        return list(self._tables)
+
+    def drain_writes(self) -> list[TableWrite]:
+        """What `add` wrote since the last call, in order."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory held now; lists of allowed tokens and biases not counted."""
+        return sum(t.nbytes for t in self._tables) + self._noise.size_bytes + self._seen.size_bytes
+
+    @property
+    def max_workspace_bytes(self) -> int:
+        """`workspace_bytes` when every row uses penalties."""
+        return self.workspace_bytes - self._seen.size_bytes + self._seen.max_size_bytes
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        rows_host: Sequence[int],
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> SampleOutput:
+        """Draw one token for each of m rows.
+
+        `logits` float32 `[m, V]`, contiguous, may be changed; `rows` int64 `[m]` on the device and the same on the
+        host, each at most once; `positions` int64 `[m]`: where the new token goes, so that `tokens[row, :position]`
+        is its history; `tokens` int32 `[table rows, max_model_len]`. Raises `ValueError` for logits of another shape
+        or type.
+        """
+        expected = (len(rows_host), self._vocab)
+        if logits.shape != expected or logits.dtype != torch.float32 or not logits.is_contiguous():
+            raise ValueError(f"logits must be contiguous float32 {expected}, got {logits.dtype} {tuple(logits.shape)}")
+        plan = self._plan(rows_host)
+        scored = plan.scored
+        raw = None
+        if scored is not None:
+            raw = scored.select(logits)
+            if scored.index is None and plan.edits_logits:
+                raw = raw.clone()
+        if plan.edits is not None:
+            prompt_lens = self._tables[_INTS][rows, _PROMPT_LEN]
+            plan.edits.apply(logits, rows, positions, prompt_lens, tokens)
+        if plan.penalised is not None:
+            self._penalise(plan.penalised, logits, rows, positions, tokens)
+        maxima, token_ids = row_argmax(logits)
+        for group in plan.draws:
+            drawn = self._draw(group, logits, maxima, rows, positions)
+            if group.index is None:
+                token_ids = drawn
+            else:
+                token_ids[group.index] = drawn
+        faults = ~maxima.isfinite()
+        token_ids = token_ids.masked_fill(faults, 0)
+        logprobs = None
+        if scored is not None and raw is not None:
+            logprobs = score(raw, scored.select(token_ids), scored.rows, scored.ks)
+        return SampleOutput(token_ids, faults, logprobs)
+
+    def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
+        """Score known tokens: `logits` float32 `[m, V]`, unmodified; `targets` int64 `[m]`; `k` alternatives each."""
+        m = logits.shape[0]
+        return score(logits, targets, range(m), [k] * m)
+
+    def _plan(self, rows_host: Sequence[int]) -> BatchPlan:
+        key = tuple(rows_host)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = plan_batch(self._states, key, self._device)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+    def _penalise(
+        self,
+        group: PenalisedGroup,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        rows, positions = group.select(rows), group.select(positions)
+        last = tokens[rows, (positions - 1).clamp_(min=0)].to(torch.int64)
+        width = self._seen.count_last(group.slots, group.slots_host, last, positions)
+        floats = self._tables[_FLOATS][rows]
+        factors = (floats[:, _REPETITION], floats[:, _PRESENCE], floats[:, _FREQUENCY])
+        index = group.index if group.index is not None else torch.arange(len(rows), device=self._device)
+        self._seen.penalise(logits, index, group.slots, width, factors)
+
+    def _draw(
+        self,
+        group: DrawGroup,
+        logits: torch.Tensor,
+        maxima: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = group.select(rows)
+        floats, ints = self._tables[_FLOATS][rows], self._tables[_INTS][rows]
+        columns = DrawRows(
+            maxima=group.select(maxima),
+            temperature=floats[:, _TEMPERATURE],
+            log_min_p=floats[:, _LOG_MIN_P],
+            top_p=floats[:, _TOP_P],
+            top_k=ints[:, _TOP_K],
+            keys=self._noise.draw_keys(ints[:, _SEED_WORDS], group.select(positions)),
+        )
+        draw = {"narrow": draw_narrow, "probed": draw_probed, "wide": draw_wide}[group.kind]
+        return draw(group.select(logits), columns, group.filters, self._noise)

@@ -1,0 +1,352 @@
+"""The scheduler: which sequences compute how many tokens in the next step, and what the results of a step mean.
+
+There are no phases. Every sequence has ``computed < known tokens``, and one token budget per step closes the gap, so
+chunked prefill, resuming after preemption and decoding are the same thing. `plan` may run one or more steps ahead of
+`complete`: ``computed`` advances when a step is planned, and `Sequence.in_flight` counts the tokens that have not
+arrived.
+
+A step costs O(sequences scheduled): waiting sequences are looked at one by one from the head of a heap until one does
+not fit, and a context's length matters only when its row starts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.config import SchedulerConfig
+from engine.core.wire import AddRequest, CoreStats, SequenceDelta
+from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit
+from engine.request import FinishReason
+from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.step_draft import StepDraft
+from engine.scheduling.waiting_queue import WaitingQueue
+from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
+
+
+class _StepInFlight(msgspec.Struct, frozen=True):
+    step_id: int
+    rows: list[tuple[Sequence, ScheduledRow]]
+    """in the plan's order; a row's owner at planning time, which may have ended or moved since"""
+
+
+class Scheduler:
+    """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one loop calls it."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
+        self._config = config
+        self._kv = kv
+        self._live: dict[str, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        """sorted by key, so the last one is the first to be preempted"""
+        self._ending: list[Sequence] = []
+        """their last token was planned; what they hold is given back when the next step is planned"""
+        self._steps: deque[_StepInFlight] = deque()
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._blocked: tuple[Sequence, int] | None = None
+        """the head of the queue that did not fit, and the room there was"""
+        self._arrivals = 0
+        self._num_steps = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
+        self._watermark = kv.pool.num_blocks // 100
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
+        prompt_len = len(request.prompt_token_ids)
+        max_total = min(prompt_len + request.max_tokens, self._config.max_model_len)
+        self._check(request, max_total)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already (--max-waiting {self._config.max_waiting})"
+            )
+        priority = request.priority if self._config.policy == "priority" else 0
+        seq = Sequence(request, (priority, self._arrivals), max_total, self._kv.open(request.cache_salt))
+        self._arrivals += 1
+        self._live[request.request_id] = seq
+        self._waiting.push(seq)
+
+    def _check(self, request: AddRequest, max_total: int) -> None:
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a live request", "request_id")
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt must hold at least one token", "prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+        if prompt_len + 1 > self._config.max_model_len:
+            raise InvalidRequestError(
+                f"a prompt of {prompt_len} tokens leaves no room to generate one: the context length is "
+                f"{self._config.max_model_len} tokens (--max-model-len)",
+                "prompt",
+            )
+        # The last token is sampled and never computed, so it needs no KV.
+        need, total = self._kv.blocks_for(max_total - 1), self._kv.pool.num_blocks
+        if need > total:
+            raise InvalidRequestError(
+                f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "
+                f"but there are {total} (raise --kv-cache-memory, or lower max_tokens)",
+                "max_tokens" if self._kv.blocks_for(prompt_len) <= total else "prompt",
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+        """End requests in whatever state they are; ids that are not live are ignored. Tokens in flight will be
+        dropped."""
+        deltas = []
+        for request_id in request_ids:
+            seq = self._live.get(request_id)
+            if seq is not None:
+                self._end(seq)
+                deltas.append(SequenceDelta(request_id=request_id, finish_reason="abort"))
+        return deltas
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before results arrive (or at all)."""
+        self._retire_ending()
+        draft = StepDraft(self._config.max_num_batched_tokens)
+        if not self._schedule_running(draft):
+            self._admit_waiting(draft)
+        rows = draft.rows
+        if not rows:
+            return None
+        plan = draft.plan(self._num_steps, self._released)
+        self._released = []
+        self._steps.append(_StepInFlight(self._num_steps, rows))
+        self._num_steps += 1
+        return plan
+
+    def _retire_ending(self) -> None:
+        """A sequence whose last token is in flight needs its row and blocks no more: later steps come later on the
+        device."""
+        for seq in self._ending:
+            if seq.status is Status.RUNNING:
+                self._leave_device(seq)
+                seq.status = Status.ENDING
+        self._ending.clear()
+
+    def _schedule_running(self, draft: StepDraft) -> bool:
+        """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
+        preempted = False
+        for decoding in (True, False):
+            index = 0
+            while index < len(self._running) and draft.budget > 0:
+                seq = self._running[index]
+                index += 1
+                remaining = seq.remaining
+                if (remaining == 1) is not decoding:
+                    continue
+                query_len = min(remaining, draft.budget)
+                while (growth := self._kv.append(seq.blocks, seq.computed + query_len)) is None:
+                    # The last to be preempted is the sequence itself, so this ends.
+                    victim = self._running[-1]
+                    self._preempt(victim)
+                    draft.give_back(victim)
+                    preempted = True
+                    if victim is seq:
+                        break
+                else:
+                    draft.take(seq, query_len, growth)
+        for seq, (query_len, growth) in draft.tentative.items():
+            self._place(draft, seq, query_len, growth)
+        return preempted
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
+        while draft.budget > 0 and self._free_rows:
+            seq = self._waiting.first()
+            # A preempted sequence whose token is in flight does not know all of its tokens yet.
+            if seq is None or seq.in_flight or (hit := self._find_room(seq, draft.prefill_debt)) is None:
+                return
+            self._waiting.pop()
+            self._start(draft, seq, hit)
+
+    def _find_room(self, seq: Sequence, prefill_debt: int) -> PrefixHit | None:
+        """What the prefix cache has for the sequence if all of its known tokens fit now beside those that run, else
+        None.
+
+        All of them, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
+        """
+        room = self._kv.pool.num_free - prefill_debt
+        if self._running:
+            room -= self._watermark
+            # Looking up a long prompt costs its length: do it again only when there is more room than last time.
+            if self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
+                return None
+        hit = self._kv.match_prefix(seq.blocks, seq.tokens, seq.prefix_limit)
+        need = self._kv.blocks_for(len(seq.tokens)) - self._kv.blocks_for(hit.num_tokens) + hit.num_free
+        if need > room:
+            self._blocked = (seq, room)
+            return None
+        self._blocked = None
+        return hit
+
+    def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
+        self._kv.adopt(seq.blocks, hit)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = hit.num_tokens
+            self._prompt_tokens += seq.prompt_len
+        seq.status = Status.RUNNING
+        seq.row = self._free_rows.pop()
+        seq.computed = hit.num_tokens
+        insort(self._running, seq, key=_key)
+        query_len = min(seq.remaining, draft.budget)
+        if self._kv.append(seq.blocks, seq.computed + query_len) is None:
+            raise EngineError(f"request {seq.request.request_id!r} was admitted but its KV blocks are gone")
+        draft.budget -= query_len
+        draft.start_row(seq)
+        self._place(draft, seq, query_len, NO_GROWTH)
+
+    def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
+        """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
+        samples = draft.place(seq, query_len, growth)
+        seq.computed += query_len
+        if samples:
+            seq.in_flight += 1
+            if seq.certain_to_end:
+                self._ending.append(seq)
+        else:
+            draft.prefill_debt += self._kv.blocks_for(len(seq.tokens)) - seq.blocks.num_blocks * self._kv.num_groups
+        self._kv.register(seq.blocks, seq.tokens)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """All of its blocks or none: back to its place in the queue; what it generated becomes part of what it
+        prefills."""
+        self._leave_device(seq)
+        seq.computed = 0
+        seq.status = Status.WAITING
+        self._waiting.push(seq)
+        self._preemptions += 1
+
+    def _leave_device(self, seq: Sequence) -> None:
+        del self._running[bisect_left(self._running, seq.key, key=_key)]
+        self._kv.free(seq.blocks)
+        self._free_rows.append(seq.row)
+        self._released.append(seq.row)
+        seq.row = -1
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def complete(self, result: StepResult) -> list[SequenceDelta]:
+        """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans."""
+        step = self._next_in_flight(result)
+        tokens = iter(result.token_ids)
+        deltas = []
+        for seq, row in step.rows:
+            token = None
+            if row.samples:
+                seq.in_flight -= 1
+                token = next(tokens)
+            if seq.status is not Status.FINISHED:
+                delta = self._advance(seq, row, token, result)
+                if delta is not None:
+                    deltas.append(delta)
+        return deltas
+
+    def _next_in_flight(self, result: StepResult) -> _StepInFlight:
+        if not self._steps or self._steps[0].step_id != result.step_id:
+            expected = self._steps[0].step_id if self._steps else "none"
+            raise EngineError(f"the result of step {result.step_id} arrived, expected that of step {expected}")
+        step = self._steps.popleft()
+        planned = sum(row.samples for _, row in step.rows)
+        if len(result.token_ids) != planned:
+            raise EngineError(f"step {step.step_id} was to sample {planned} tokens, not {len(result.token_ids)}")
+        return step
+
+    def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
+        first = len(seq.tokens) == seq.prompt_len and seq.next_prompt_logprob == 1
+        cached_tokens = (seq.cached_tokens or 0) if first else 0
+        if row.row in result.faults:
+            # Its KV is not to be trusted: the next request with this prefix computes it itself.
+            self._kv.forget(seq.blocks)
+            self._end(seq)
+            return SequenceDelta(
+                request_id=seq.request.request_id,
+                cached_tokens=cached_tokens,
+                finish_reason="error",
+                error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
+                error_kind="fault",
+            )
+        prompt_logprobs: list[TokenLogprobs] = []
+        if row.row in result.prompt_logprobs:
+            prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
+        if token is None and not prompt_logprobs:
+            return None
+        finish_reason, stopped = self._append_token(seq, token) if token is not None else (None, False)
+        logprobs = result.logprobs.get(row.row) if token is not None else None
+        return SequenceDelta(
+            request_id=seq.request.request_id,
+            token_ids=[token] if token is not None else [],
+            logprobs=[logprobs] if logprobs is not None else [],
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=token if stopped else None,
+            cached_tokens=cached_tokens,
+        )
+
+    def _append_token(self, seq: Sequence, token: int) -> tuple[FinishReason | None, bool]:
+        """Returns why the sequence ended, if it did, and whether this token ended it."""
+        stopped = seq.ends_with(token)
+        seq.tokens.append(token)
+        self._generated_tokens += 1
+        # A block that a planned step fills with this token is findable from now on, even if the sequence ends here.
+        self._kv.register(seq.blocks, seq.tokens)
+        if not stopped and len(seq.tokens) < seq.max_total:
+            return None, False
+        self._end(seq)
+        return ("stop" if stopped else "length"), stopped
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self._leave_device(seq)
+        was_waiting = seq.status is Status.WAITING
+        seq.status = Status.FINISHED
+        if was_waiting:
+            self._waiting.discard()
+        del self._live[seq.request.request_id]
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """A sequence is unfinished, or a step is unanswered."""
+        return bool(self._live or self._steps)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block that no sequence uses; returns their number."""
+        return self._kv.reset_prefix_cache()
+
+    def stats(self) -> CoreStats:
+        """All but ``compiles_after_ready``, which the executor knows."""
+        kv = self._kv.stats()
+        return CoreStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_total=kv.total,
+            kv_blocks_used=kv.used,
+            steps=self._num_steps,
+            preemptions=self._preemptions,
+            prefix_query_tokens=kv.query_tokens,
+            prefix_hit_tokens=kv.hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+
+def _key(seq: Sequence) -> tuple[int, int]:
+    return seq.key

@@ -1,0 +1,90 @@
+"""One sequence from arrival to end: its tokens, how far they are computed, and the one counter of tokens in flight."""
+
+from __future__ import annotations
+
+import enum
+
+from engine.core.wire import AddRequest
+from engine.kv_cache.kv_cache import SequenceBlocks
+from engine.step import TokenLogprobs
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    """in the queue, holds nothing (new, or preempted)"""
+    RUNNING = enum.auto()
+    """holds a row and blocks"""
+    ENDING = enum.auto()
+    """holds nothing any more; its last token is in flight"""
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """State that only the scheduler changes. Positions below ``computed`` have KV, or will when the planned steps have
+    run."""
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "in_flight",
+        "key",
+        "max_total",
+        "next_prompt_logprob",
+        "prompt_len",
+        "request",
+        "row",
+        "status",
+        "stop_token_ids",
+        "tokens",
+    )
+
+    def __init__(self, request: AddRequest, key: tuple[int, int], max_total: int, blocks: SequenceBlocks) -> None:
+        self.request = request
+        self.key = key
+        """(priority, arrival): lower runs earlier and is preempted later; unique"""
+        self.max_total = max_total
+        """tokens at which it ends with "length" """
+        self.blocks = blocks
+        self.tokens = list(request.prompt_token_ids)
+        self.prompt_len = len(self.tokens)
+        self.stop_token_ids = frozenset(request.params.stop_token_ids)
+        self.status = Status.WAITING
+        self.row = -1
+        self.computed = 0
+        self.in_flight = 0
+        """tokens that planned steps sample and that have not arrived"""
+        self.cached_tokens: int | None = None
+        """prompt tokens found in the cache at the first start; None before it"""
+        self.next_prompt_logprob = 1
+        """first prompt position whose log-probability has not been delivered (position 0 has none)"""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute until the next one can be sampled; at least 1 while the sequence runs."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def certain_to_end(self) -> bool:
+        """The tokens in flight reach its limit: it must not be planned again."""
+        return len(self.tokens) + self.in_flight >= self.max_total
+
+    @property
+    def prefix_limit(self) -> int:
+        """Tokens that may come from the prefix cache: all but the last, and nothing that prompt log-probabilities
+        still need (the query at p scores the token at p+1)."""
+        limit = len(self.tokens) - 1
+        if self.request.params.prompt_logprobs is not None and self.next_prompt_logprob < self.prompt_len:
+            limit = min(limit, self.next_prompt_logprob - 1)
+        return limit
+
+    def undelivered(self, computed: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Of a chunk's prompt log-probabilities (positions computed+1 …), those not delivered before a preemption."""
+        fresh = entries[max(self.next_prompt_logprob - (computed + 1), 0) :]
+        self.next_prompt_logprob += len(fresh)
+        return fresh
+
+    def ends_with(self, token: int) -> bool:
+        """Whether ``token``, not appended yet, is a stop token that counts already."""
+        generated = len(self.tokens) - self.prompt_len
+        return token in self.stop_token_ids and generated >= self.request.params.min_tokens

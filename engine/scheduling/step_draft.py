@@ -1,0 +1,72 @@
+"""A step while it is being decided. Until a row is placed its sequence may still be preempted and its share taken
+back."""
+
+from __future__ import annotations
+
+from engine.kv_cache.kv_cache import Growth
+from engine.scheduling.sequence import Sequence
+from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan
+
+
+class StepDraft:
+    """Collects one `StepPlan`."""
+
+    __slots__ = ("_added", "_appends", "_copies", "_decodes", "_prefills", "budget", "prefill_debt", "tentative")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """tokens that the step may still take"""
+        self.prefill_debt = 0
+        """blocks that running prefills have yet to take for tokens that are known"""
+        self.tentative: dict[Sequence, tuple[int, Growth]] = {}
+        """query length and growth of running sequences, in the order of decision; takes budget, changes no sequence"""
+        self._decodes: list[tuple[Sequence, ScheduledRow]] = []
+        self._prefills: list[tuple[Sequence, ScheduledRow]] = []
+        self._added: list[NewRow] = []
+        self._appends: list[BlockAppend] = []
+        self._copies: list[tuple[int, int]] = []
+
+    def take(self, seq: Sequence, query_len: int, growth: Growth) -> None:
+        self.tentative[seq] = (query_len, growth)
+        self.budget -= query_len
+
+    def give_back(self, seq: Sequence) -> None:
+        """The sequence was preempted; if it had a share of this step, others may have it."""
+        query_len, _ = self.tentative.pop(seq, (0, None))
+        self.budget += query_len
+
+    def start_row(self, seq: Sequence) -> None:
+        """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
+        self._added.append(
+            NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.request.params)
+        )
+        self._append_blocks(seq, Growth(start=0, block_ids=[table.copy() for table in seq.blocks.tables], copies=[]))
+
+    def place(self, seq: Sequence, query_len: int, growth: Growth) -> bool:
+        """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples."""
+        if growth.block_ids:
+            self._append_blocks(seq, growth)
+        samples = query_len == seq.remaining
+        row = ScheduledRow(row=seq.row, computed=seq.computed, query_len=query_len, samples=samples)
+        (self._decodes if samples and query_len == 1 else self._prefills).append((seq, row))
+        return samples
+
+    def _append_blocks(self, seq: Sequence, growth: Growth) -> None:
+        for group, ids in enumerate(growth.block_ids):
+            self._appends.append(BlockAppend(row=seq.row, group=group, start=growth.start, block_ids=ids))
+        self._copies.extend(growth.copies)
+
+    @property
+    def rows(self) -> list[tuple[Sequence, ScheduledRow]]:
+        """Decode rows first."""
+        return self._decodes + self._prefills
+
+    def plan(self, step_id: int, released: list[int]) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            rows=[row for _, row in self.rows],
+            released=released,
+            added=self._added,
+            block_appends=self._appends,
+            block_copies=self._copies,
+        )

@@ -1,0 +1,45 @@
+"""Sequences that wait for a row, in the order in which they start. No operation looks at all of them."""
+
+from __future__ import annotations
+
+import heapq
+
+from engine.scheduling.sequence import Sequence, Status
+
+
+class WaitingQueue:
+    """A heap by `Sequence.key`. A preempted sequence returns with the key that it had, so ahead of all that came later.
+
+    Removal from the middle is lazy: an entry whose sequence no longer waits is dropped when it surfaces, and the heap
+    is rebuilt when more than half of it is such entries (amortized O(1) per removal), so aborted requests do not pile
+    up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def push(self, seq: Sequence) -> None:
+        heapq.heappush(self._heap, (seq.key, seq))
+        self._waiting += 1
+
+    def first(self) -> Sequence | None:
+        heap = self._heap
+        while heap and heap[0][1].status is not Status.WAITING:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
+
+    def pop(self) -> None:
+        """Remove what `first` returned."""
+        heapq.heappop(self._heap)
+        self._waiting -= 1
+
+    def discard(self) -> None:
+        """One sequence in the queue has just stopped waiting (its status says so)."""
+        self._waiting -= 1
+        if len(self._heap) > 2 * self._waiting + 16:
+            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            heapq.heapify(self._heap)

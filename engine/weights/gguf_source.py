@@ -1,0 +1,75 @@
+"""One GGUF file under Hugging Face names: memory-mapped, dequantised into place, llama.cpp's row order undone."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+from engine.errors import WeightsError
+from engine.models.gguf_header import TensorExtent, read_gguf_header
+from engine.models.spec import DecoderSpec
+from engine.weights.gguf_dequant import dequantize_into
+
+_HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight"})
+_INTERLEAVED_ROPE = frozenset({"llama"})
+
+
+class GgufSource:
+    """`names`: the Hugging Face names that the model wants; what they are called in the file follows gguf's own map.
+
+    Raises WeightsError for a damaged file: every tensor is checked to lie within it before any is read.
+    """
+
+    def __init__(self, path: str, spec: DecoderSpec, names: list[str]) -> None:
+        header = read_gguf_header(path)
+        self._path = path
+        self._spec = spec
+        arch_name = header.text("general.architecture") or ""
+        self._interleaved = arch_name in _INTERLEAVED_ROPE
+        architectures = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+        name_map = get_tensor_name_map(architectures.get(arch_name, MODEL_ARCH.LLAMA), spec.num_layers)
+        hf_name_of = {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
+        self._extents: dict[str, TensorExtent] = {
+            hf_name_of.get(name, name): extent
+            for name, extent in header.tensors.items()
+            if name not in _HANDLED_AS_CONFIG
+        }
+        with open(path, "rb") as file:
+            # Copy-on-write access only because torch warns about buffers that it may not write; nothing writes.
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: extent.shape for name, extent in self._extents.items()}
+
+    def file_of(self, name: str) -> str:
+        return self._path
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        extent = self._extents[name]
+        encoded = torch.frombuffer(self._data, dtype=torch.uint8, count=extent.size_bytes, offset=extent.offset)
+        try:
+            dequantize_into(encoded, extent.encoding, destination)
+        except WeightsError as error:
+            raise WeightsError(f"{self._path}: tensor {extent.name}: {error}") from error
+        if self._interleaved and ".self_attn.q_proj." in name:
+            _pairs_to_halves(destination, self._spec.num_heads)
+        elif self._interleaved and ".self_attn.k_proj." in name:
+            _pairs_to_halves(destination, self._spec.num_kv_heads)
+
+    def __enter__(self) -> GgufSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After a failure the traceback still holds a view of the map; then it closes with the view.
+        with suppress(BufferError):
+            self._data.close()
+
+
+def _pairs_to_halves(rows: torch.Tensor, heads: int) -> None:
+    """In place: llama.cpp's Llama rotates neighbouring rows (2i, 2i + 1) of a head, ours (i, i + head_dim / 2)."""
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    rows.copy_(pairs.transpose(1, 2).reshape(rows.shape))

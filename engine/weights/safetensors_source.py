@@ -1,0 +1,96 @@
+"""Hugging Face directories: safetensors files, sharded or not, memory-mapped and read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import WeightsError
+
+_INDEX = "model.safetensors.index.json"
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class SafetensorsSource:
+    """Opens every file at once (memory maps, no data is read). Raises WeightsError for missing or damaged files."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        self._stack = ExitStack()
+        self._file_of: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._handles: dict[str, Any] = {}
+        try:
+            promised = self._index()
+            for file in sorted(set(promised.values())) if promised is not None else self._loose_files():
+                self._open(file)
+            for name, file in (promised or {}).items():
+                if self._file_of.get(name) != file:
+                    raise WeightsError(f"{self._directory / file}: tensor {name} is missing, though {_INDEX} names it")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _index(self) -> dict[str, str] | None:
+        path = self._directory / _INDEX
+        if not path.is_file():
+            return None
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            promised = {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{path}: not a safetensors index: {error!r}") from error
+        for file in promised.values():
+            if Path(file).name != file:
+                raise WeightsError(f"{path}: names {file!r}, which is not a file of this directory")
+        return promised
+
+    def _loose_files(self) -> list[str]:
+        if (self._directory / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        files = sorted(path.name for path in self._directory.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{self._directory}: no *.safetensors file (other weight formats are not read)")
+        return files
+
+    def _open(self, file: str) -> None:
+        path = self._directory / file
+        try:
+            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            self._handles[file] = handle
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                if name in self._file_of:
+                    raise WeightsError(f"{path}: tensor {name} is also in {self._file_of[name]}")
+                self._file_of[name] = file
+                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except FileNotFoundError as error:
+            raise WeightsError(f"{path}: missing, though {_INDEX} names it") from error
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path}: damaged or cut short ({error}); download the file again") from error
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def file_of(self, name: str) -> str:
+        return str(self._directory / self._file_of[name])
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        handle = self._handles[self._file_of[name]]
+        stored = handle.get_slice(name).get_dtype()
+        if stored not in _FLOATING:
+            readable = ", ".join(sorted(_FLOATING))
+            raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
+        destination.copy_(handle.get_tensor(name))
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handles.clear()
+        self._stack.close()

@@ -1,0 +1,31 @@
+"""What the loader asks of a checkpoint: shapes first, so that a wrong one is refused unread; then tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+
+class WeightSource(Protocol):
+    """Tensors under Hugging Face names, read one at a time. Closed by leaving the `with` statement."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint that takes part in the model, with its shape in torch's order."""
+        ...
+
+    def file_of(self, name: str) -> str:
+        """Where the tensor lies, for messages."""
+        ...
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        """Write the tensor, converted to the destination's dtype and device. Shapes agree; destination is contiguous.
+
+        Raises WeightsError when the stored type cannot be read.
+        """
+        ...
+
+    def __enter__(self) -> WeightSource: ...
+
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,1 @@
+"""The benchmarks behind `engine-bench`; the command line is `entrypoints.bench.cli`."""

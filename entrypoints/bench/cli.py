@@ -1,0 +1,88 @@
+"""`engine-bench`: latency, throughput and serving benchmarks. The last line of the output is one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from entrypoints.options import add_engine_options, engine_args
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _shape_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
+    parser.add_argument("--input-len", type=int, default=input_len, help="prompt tokens per request")
+    parser.add_argument("--output-len", type=int, default=output_len, help="generated tokens per request")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
+
+
+def _many_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workload", type=_names, metavar="W1,W2", help="named workloads instead of a random one")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--range-ratio", type=float, default=0.0, help="lengths vary by this share around their mean")
+    parser.add_argument("--reps", type=int, default=1, help="repeats; the median is printed")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine-bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    latency = commands.add_parser("latency", help="time of one batch, in process")
+    latency.add_argument("model", nargs="?")
+    _shape_options(latency, input_len=32, output_len=128)
+    latency.add_argument("--batch-size", type=int, default=8)
+    latency.add_argument("--warmup", type=int, default=2)
+    latency.add_argument("--reps", type=int, default=5)
+    add_engine_options(latency)
+
+    throughput = commands.add_parser("throughput", help="many requests at once, in process")
+    throughput.add_argument("model", nargs="?")
+    _shape_options(throughput, input_len=128, output_len=128)
+    _many_options(throughput)
+    add_engine_options(throughput)
+
+    serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
+    serve.add_argument("--base-url", default="http://127.0.0.1:8000")
+    serve.add_argument("--model", help="default: the first that the server lists")
+    serve.add_argument("--api-key")
+    serve.add_argument("--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second")
+    serve.add_argument("--max-concurrency", type=int)
+    serve.add_argument("--vocab-size", type=int, default=10000, help="random ids are drawn below this")
+    serve.add_argument("--seed", type=int, default=0)
+    serve.add_argument("--timeout", type=float, default=900.0)
+    serve.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
+    _shape_options(serve, input_len=128, output_len=64)
+    _many_options(serve)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    from engine.errors import EngineError
+
+    try:
+        results = _run(options)
+    except (EngineError, ValueError) as error:
+        print(f"engine-bench: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"command": options.command, "results": results}))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> list[dict[str, object]]:
+    if options.command == "serve":
+        from entrypoints.bench import http_load
+
+        return http_load.serve(options)
+    from engine import LLM
+    from entrypoints.bench import offline
+
+    with LLM.from_args(engine_args(options, options.model)) as llm:
+        return offline.latency(llm, options) if options.command == "latency" else offline.throughput(llm, options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""`engine-bench latency` and `throughput`: the engine in this process, no HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from entrypoints.bench.metrics import Figures, Record, figures, median_of, table
+from entrypoints.bench.workloads import WARM_UP_REPEAT, BenchRequest, random_workload, workload
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.request import RequestOutput
+
+
+def run_once(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> Figures:
+    """All requests at once, greedy, output lengths exact."""
+    from engine import SamplingParams
+
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False) for r in requests
+    ]
+    prompts = [{"prompt_token_ids": r.prompt_token_ids} for r in requests]
+    start = time.monotonic()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    end = time.monotonic()
+    return figures([_record(o, r) for o, r in zip(outputs, requests)], start, end)
+
+
+def _record(output: RequestOutput, request: BenchRequest) -> Record:
+    assert output.metrics is not None and output.metrics.finished_time is not None
+    return Record(
+        submitted=output.metrics.arrival_time,
+        first_token=output.metrics.first_token_time,
+        finished=output.metrics.finished_time,
+        input_tokens=len(output.prompt_token_ids),
+        output_tokens=len(output.outputs[0].token_ids),
+        wanted_tokens=request.max_tokens,
+    )
+
+
+def throughput(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Each named workload, or one random one: the median over the repeats after a warm-up."""
+    results: list[dict[str, object]] = []
+    run_once(llm, workload("WARM", WARM_UP_REPEAT), progress=False)
+    for name in options.workload or ["random"]:
+        runs = []
+        if name in ("W1", "W5"):
+            run_once(llm, workload(name, WARM_UP_REPEAT), progress=False)
+        for repeat in range(options.reps):
+            requests = workload(name, repeat) if options.workload else _random(llm, options, repeat)
+            runs.append(run_once(llm, requests, progress=options.progress))
+        result = median_of(runs)
+        print(table(f"Throughput, {name}", result), flush=True)
+        results.append({"workload": name, "mode": "offline", **result})
+    return results
+
+
+def _random(llm: LLM, options: argparse.Namespace, repeat: int) -> list[BenchRequest]:
+    vocab = llm.model_config.vocab_size
+    return random_workload(
+        options.num_prompts,
+        options.input_len,
+        options.output_len,
+        None,
+        vocab,
+        options.seed + repeat,
+        options.range_ratio,
+    )
+
+
+def latency(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]:
+    """One batch of equal requests, from submission to its last token."""
+    import numpy as np
+    from tqdm import tqdm
+
+    def once(seed: int) -> float:
+        vocab = llm.model_config.vocab_size
+        requests = random_workload(options.batch_size, options.input_len, options.output_len, None, vocab, seed)
+        return float(run_once(llm, requests, progress=False)["wall_s"])
+
+    for i in tqdm(range(options.warmup), desc="Warm-up", disable=not options.progress):
+        once(-1 - i + 2**31)
+    rounds = tqdm(range(options.reps), desc="Latency", disable=not options.progress)
+    seconds = np.array([once(options.seed + i) for i in rounds])
+    result: dict[str, object] = {
+        "workload": f"batch {options.batch_size}, {options.input_len} in / {options.output_len} out",
+        "mode": "latency",
+        "avg_latency_s": float(seconds.mean()),
+        "repeats": len(seconds),
+    }
+    print(f"Avg latency: {seconds.mean():.4f} s")
+    for q in (10, 25, 50, 75, 90, 99):
+        result[f"p{q}_latency_s"] = float(np.percentile(seconds, q))
+        print(f"{q}% percentile latency: {result[f'p{q}_latency_s']:.4f} s")
+    return [result]

@@ -1,0 +1,117 @@
+"""`engine-chat`: a conversation in the terminal, with a model in this process or with any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from entrypoints.options import add_engine_options, engine_args
+
+if TYPE_CHECKING:
+    from engine import AsyncEngine
+
+Messages = list[dict[str, str]]
+Reply = Callable[[Messages], AsyncIterator[str]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine-chat", description=__doc__)
+    parser.add_argument("model", nargs="?", help="Hugging Face directory or GGUF file; without it, the demo model")
+    parser.add_argument("--url", help="talk to this server (http://host:port) instead of loading a model")
+    parser.add_argument("--api-key", help="for --url")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--quick", metavar="MESSAGE", help="send one message, print the answer, exit")
+    add_engine_options(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    import asyncio
+
+    from engine.errors import EngineError
+
+    try:
+        return asyncio.run(_remote(options) if options.url else _local(options))
+    except EngineError as error:
+        print(f"engine-chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _local(options: argparse.Namespace) -> int:
+    from engine import AsyncEngine, SamplingParams
+
+    engine: AsyncEngine = AsyncEngine(engine_args(options, options.model))
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+
+    async def reply(messages: Messages) -> AsyncIterator[str]:
+        ids = await engine.apply_chat_template(messages, add_generation_prompt=True)
+        async for output in engine.generate({"prompt_token_ids": ids}, params, delta=True):
+            yield output.outputs[0].text
+
+    await engine.start()
+    try:
+        return await _converse(options, reply)
+    finally:
+        await engine.shutdown()
+
+
+async def _remote(options: argparse.Namespace) -> int:
+    import httpx
+
+    from engine.errors import EngineError
+
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=None) as client:
+
+        async def reply(messages: Messages) -> AsyncIterator[str]:
+            body = {
+                "messages": messages,
+                "temperature": options.temperature,
+                "max_tokens": options.max_tokens,
+                "stream": True,
+            }
+            if options.model:
+                body["model"] = options.model
+            async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise EngineError(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    for choice in json.loads(data).get("choices", []):
+                        yield choice["delta"].get("content") or ""
+
+        return await _converse(options, reply)
+
+
+async def _converse(options: argparse.Namespace, reply: Reply) -> int:
+    messages: Messages = [{"role": "system", "content": options.system}] if options.system else []
+    while True:
+        try:
+            text = options.quick or input("> ")
+        except EOFError:
+            return 0
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        answer = ""
+        async for piece in reply(messages):
+            print(piece, end="", flush=True)
+            answer += piece
+        print()
+        messages.append({"role": "assistant", "content": answer})
+        if options.quick:
+            return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""Command-line options shared by the doors, and how they become `EngineArgs`. Nothing heavy: --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config import EngineArgs
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def size_bytes(text: str) -> int:
+    """'4GiB', '512M', '1000000' → bytes."""
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        value = float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4GiB, 512M or a number of bytes") from None
+    return int(value)
+
+
+def default_cache_dir() -> str:
+    """PAGELOOM_CACHE, or `pageloom` in the user's cache directory (XDG_CACHE_HOME)."""
+    own = os.environ.get("PAGELOOM_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return own or str(Path(base) / "pageloom")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Names follow vLLM's where it has the option."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--tokenizer", help="directory or GGUF file of the tokenizer, where it is not the model's own")
+    group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    group.add_argument("--max-model-len", type=int, help="longest sequence, prompt and answer, in tokens")
+    group.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
+    group.add_argument(
+        "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
+    )
+    group.add_argument("--block-size", type=int, help="tokens per KV block")
+    group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
+    group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
+    group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
+    group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false")
+    group.add_argument("--compile", default="pieces", choices=["none", "pieces"])
+    group.add_argument("--graphs", choices=["none", "piecewise", "full_decode", "both"], help="CUDA graphs")
+    group.add_argument("--attention-backend", metavar="NAME")
+    group.add_argument("--threads", type=int, help="compute threads on a CPU")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--max-logprobs", type=int, default=20)
+    group.add_argument("--cache-dir", help="compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")
+    group.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights")
+
+
+def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:
+    """EngineArgs from parsed options; without a model, the demo model."""
+    import msgspec
+
+    from engine.config import EngineArgs
+    from engine.frontend.demo import demo_model_path
+
+    names = {field.name for field in msgspec.structs.fields(EngineArgs)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given["model"] = model if model is not None else demo_model_path()
+    given["cache_dir"] = given.get("cache_dir") or default_cache_dir()
+    return msgspec.convert(given, EngineArgs)

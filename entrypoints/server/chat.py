@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions: messages through the model's chat template, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from engine.request import CompletionOutput, RequestOutput
+from entrypoints.server.context import ServerContext, last
+from entrypoints.server.encoding import json_response
+from entrypoints.server.logprobs import ChatLogprobs, chat_logprobs
+from entrypoints.server.protocol import ChatCompletionRequest
+from entrypoints.server.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    UsageCount,
+    new_id,
+    now,
+)
+from entrypoints.server.streaming import DONE, EventStream, answer, event, primed
+
+
+class ChatHandler:
+    """Serves one request body. Rendering the template is part of `whole` and `chunks`, so it is cancelled with them."""
+
+    def __init__(self, context: ServerContext, body: ChatCompletionRequest) -> None:
+        self.context, self.body = context, body
+        self.id, self.created = new_id("chatcmpl"), now()
+        self.top = (body.top_logprobs or 0) if body.logprobs else None
+        self.params = body.sampling_params(body.token_limit, self.top, None)
+        self.echoed = str(body.messages[-1].get("content") or "") if body.echo else ""
+        self.usage = UsageCount()
+
+    async def stream(self, *, delta: bool) -> AsyncIterator[RequestOutput]:
+        body = self.body
+        token_ids = await self.context.engine.apply_chat_template(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+        prompt = {"prompt_token_ids": token_ids}
+        return self.context.generate(prompt, self.params, body, self.id, delta=delta)
+
+    def logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
+        if self.top is None:
+            return None
+        return chat_logprobs(part.token_ids, part.logprobs or [], self.top)
+
+    async def whole(self) -> ChatCompletion:
+        output = await last(await self.stream(delta=False))
+        self.usage.add(0, output)
+        choices = [
+            ChatChoice(
+                part.index,
+                ChatMessage(self.echoed + part.text),
+                self.logprobs(part),
+                part.finish_reason,
+                part.stop_reason,
+            )
+            for part in output.outputs
+        ]
+        return ChatCompletion(self.id, self.created, self.context.served_name, choices, usage=self.usage.usage())
+
+    def envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(self.id, self.created, self.context.served_name, choices)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        each = bool(options and options.continuous_usage_stats)
+        outputs = await self.stream(delta=True)
+        opened = False
+        try:
+            async for output in outputs:
+                if not opened:
+                    opened = True
+                    for index in range(self.params.n):
+                        yield event(self.envelope([ChatChunkChoice(index, Delta("assistant", self.echoed))]))
+                self.usage.add(0, output)
+                for part in output.outputs:
+                    delta = Delta(content=part.text) if part.text or not part.finished else Delta()
+                    choice = ChatChunkChoice(
+                        part.index, delta, self.logprobs(part), part.finish_reason, part.stop_reason
+                    )
+                    chunk = self.envelope([choice])
+                    chunk.usage = self.usage.usage() if each else None
+                    yield event(chunk)
+        finally:
+            aclose = getattr(outputs, "aclose", None)
+            if aclose is not None:
+                await aclose()
+        if options and options.include_usage:
+            final = self.envelope([])
+            final.usage = self.usage.usage()
+            yield event(final)
+        yield DONE
+
+
+async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
+    context.check_model(body.model)
+    handler = ChatHandler(context, body)
+    if body.stream:
+        return EventStream(await answer(request, primed(handler.chunks())))
+    return json_response(await answer(request, handler.whole()))

@@ -1,0 +1,72 @@
+"""Every error leaves the server in OpenAI's shape with all four fields: message, type, param, code."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError
+
+logger = logging.getLogger("pageloom.server")
+
+ErrorBody = dict[str, dict[str, str | None]]
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
+    """(HTTP status, body, headers) for an exception of the engine; anything unknown is a 500 without its details."""
+    if isinstance(error, InvalidRequestError):
+        return 400, error_body(str(error), "invalid_request_error", error.field), {}
+    if isinstance(error, QueueFullError):
+        headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
+        return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
+    if isinstance(error, CoreDiedError):
+        return 500, error_body(str(error), "server_error", None, "engine_dead"), {}
+    if isinstance(error, RequestFailedError):
+        return 500, error_body(str(error), "server_error", None, "request_failed"), {}
+    logger.error("unexpected error while serving a request", exc_info=error)
+    return 500, error_body("internal error; the server's log says more", "server_error", None, "internal_error"), {}
+
+
+def model_not_found(name: str, served: str) -> ErrorBody:
+    message = f"the model {name!r} does not exist; this server serves {served!r}"
+    return error_body(message, "invalid_request_error", "model", "model_not_found")
+
+
+def install(app: FastAPI) -> None:
+    """Route every exception through `describe`."""
+
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
+        status, body, headers = describe(error)
+        return JSONResponse(body, status, headers)
+
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part != "body"]
+        param = where[0] if where and not where[0].isdigit() else None
+        text = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            text = "unrecognized request argument"
+        return JSONResponse(
+            error_body(f"{'.'.join(where)}: {text}" if where else text, "invalid_request_error", param), 400
+        )
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error.detail, dict):
+            return JSONResponse(error.detail, error.status_code, error.headers)
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
+
+    for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)

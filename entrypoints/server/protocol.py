@@ -1,0 +1,187 @@
+"""The OpenAI request bodies that the server reads, as pydantic models: unknown fields are refused, known ones act.
+
+Fields past OpenAI's own (`top_k`, `min_p`, `ignore_eos`, …) carry vLLM's names. What OpenAI defines and this server
+cannot do is accepted only at its neutral value, and otherwise refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine import SamplingParams
+from engine.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingFields(BaseModel):
+    """What completions and chat share."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    n: int | None = 1
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """an opaque end-user name; OpenAI defines no effect on the answer"""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """Raises `InvalidRequestError` naming the field."""
+        return SamplingParams(
+            n=_or(self.n, 1),
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, 0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            logit_bias=_token_ids(self.logit_bias),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = 16
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_supported(self) -> Self:
+        if self.best_of is not None and self.best_of != _or(self.n, 1):
+            raise ValueError("best_of is supported only when it equals n")
+        if self.suffix:
+            raise ValueError("suffix is not supported")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt; raises `InvalidRequestError` where there is none."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequestError("prompt must not be empty", "prompt")
+        return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+class ChatCompletionRequest(SamplingFields):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    echo: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_supported(self) -> Self:
+        if self.response_format is not None and self.response_format != {"type": "text"}:
+            raise ValueError('response_format is supported only as {"type": "text"}')
+        if self.tools:
+            raise ValueError("tools are not supported")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools, which are not supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed when logprobs is true")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message needs add_generation_prompt to be false")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class TokenizeRequest(BaseModel):
+    """Either `prompt` or `messages`."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    tokens: list[int]
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _token_ids(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias keys must be token ids written as integers", "logit_bias") from None

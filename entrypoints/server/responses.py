@@ -1,0 +1,113 @@
+"""The bodies that the server sends, as msgspec structs: quick to encode, one chunk per streamed token."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import msgspec
+
+from engine.request import RequestOutput
+from entrypoints.server.logprobs import ChatLogprobs, CompletionLogprobs
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    object: str = "chat.completion"
+    usage: Usage | None = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | None = None
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class UsageCount:
+    """Adds up the usage of one HTTP request over its prompts, from deltas or from whole outputs."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._completion = 0
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        self._completion += sum(len(o.token_ids) for o in output.outputs)
+
+    def drop_completion(self, tokens: int) -> None:
+        """Tokens that were generated and are not sent (echo with max_tokens 0)."""
+        self._completion -= tokens
+
+    def usage(self) -> Usage:
+        prompt = sum(n for n, _ in self._prompts.values())
+        cached = sum(c for _, c in self._prompts.values())
+        return Usage(prompt, self._completion, prompt + self._completion, PromptTokensDetails(cached))

@@ -1,0 +1,136 @@
+"""Server-sent events, and work that stops the moment its client leaves.
+
+Starlette notices a closed connection only when it next sends; a request that waits for its first token would keep its
+KV blocks until then. Here a listener waits for the disconnect beside the work and cancels it, which aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from entrypoints.server.errors import describe
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+class ClientLeftError(Exception):
+    """The connection was closed before the answer was complete."""
+
+
+def event(body: object) -> bytes:
+    """One server-sent event holding `body` as JSON."""
+    return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`; when the client leaves first, `work` is cancelled and `ClientLeftError` raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError
+    finally:
+        for t in (task, gone):
+            t.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def answer(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` for a non-streaming request whose body has been read."""
+    return await _first_of(work, request.receive)
+
+
+class EventStream(Response):
+    """Sends the chunks of `chunks` as they come; closes the iterator when they end or the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientLeftError, OSError):
+            await _first_of(self._send_all(send), receive)
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:  # the status line is gone: the error travels as an event
+            await send({"type": "http.response.body", "body": event(describe(error)[1]), "more_body": True})
+        finally:
+            aclose = getattr(self._chunks, "aclose", None)
+            if aclose is not None:
+                await aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def primed(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """`chunks` with its first element already computed, so that an early error can still become an HTTP status."""
+    try:
+        first = await anext(chunks)
+    except StopAsyncIteration:
+        first = b""
+
+    async def rest() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for chunk in chunks:
+                yield chunk
+        finally:
+            aclose = getattr(chunks, "aclose", None)
+            if aclose is not None:
+                await aclose()
+
+    return rest()
+
+
+async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Items of several iterators as they come, each with its iterator's index; all are closed when this one is."""
+    queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(maxsize=64)
+
+    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]  # all callers pass generators
+                async for item in items:
+                    await queue.put((index, item, None))
+            await queue.put((index, None, None))
+        except Exception as error:
+            await queue.put((index, None, error))
+
+    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_backends.build import find_compiler
+from attention_backends.cpu import CpuBackend, Isa
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def cpu_backend(kernel_cache: Path) -> Callable[[Isa], CpuBackend]:
+    backends: dict[Isa, CpuBackend] = {}
+
+    def prepared(isa: Isa = "auto") -> CpuBackend:
+        if isa not in backends:
+            supported = CpuBackend() if isa == "auto" else prepared("auto")
+            if isa != "auto" and isa not in supported.supported_isas:
+                pytest.skip(f"this CPU has no {isa}")
+            backends[isa] = CpuBackend(isa)
+            backends[isa].prepare(kernel_cache)
+        return backends[isa]
+
+    return prepared
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,152 @@
+"""The cache is believed only where it proves itself, follows its directory anywhere, and saves the next process the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from toy_llama import ToyLlama, batch, compiled, eager
+
+from compilation.errors import CompileError
+from compilation.key import digest, environment_material
+from compilation.store import ArtifactStore, trusted_directory
+
+MATERIAL = {"graph": "a graph", "torch": "a version"}
+
+
+def filled(root: Path) -> tuple[ArtifactStore, Path]:
+    store = ArtifactStore(root)
+    path = store.discard(MATERIAL)
+    (path / "inductor").mkdir()
+    (path / "artifact.bin").write_bytes(b"code" * 100)
+    (path / "inductor" / "kernel.so").write_bytes(b"kernel" * 100)
+    assert not store.is_valid(MATERIAL)
+    store.publish(MATERIAL)
+    assert store.is_valid(MATERIAL)
+    return store, path
+
+
+@pytest.mark.parametrize("name", ["artifact.bin", "inductor/kernel.so", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
+def test_a_damaged_entry_is_not_valid(tmp_path: Path, name: str, damage: str) -> None:
+    store, path = filled(tmp_path / "cache")
+    file = path / name
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-7])
+    elif damage == "changed":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    else:
+        file.unlink()
+    assert not store.is_valid(MATERIAL)
+
+
+def test_an_entry_of_other_material_under_this_name_is_not_valid(tmp_path: Path) -> None:
+    store, path = filled(tmp_path / "cache")
+    foreign = {**MATERIAL, "torch": "another version"}
+    shutil.copytree(path, store.path(foreign))
+    assert not store.is_valid(foreign)
+
+
+def test_the_lock_admits_one_builder_at_a_time(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path / "cache")
+    order: list[str] = []
+
+    def second() -> None:
+        with ArtifactStore(tmp_path / "cache").entry_lock(MATERIAL):
+            order.append("second")
+
+    with store.entry_lock(MATERIAL):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_directories_that_others_may_write_are_refused_and_new_ones_are_private(tmp_path: Path) -> None:
+    created = trusted_directory(tmp_path / "new")
+    assert created.stat().st_mode & 0o777 == 0o700
+    created.chmod(0o777)
+    with pytest.raises(CompileError, match="writable by others"):
+        ArtifactStore(created)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    theirs = trusted_directory(tmp_path / "theirs")
+    os.chown(theirs, 12345, -1)
+    with pytest.raises(CompileError, match="belongs to user 12345"):
+        ArtifactStore(theirs)
+
+
+def test_the_key_changes_with_what_changes_code_and_holds_no_path() -> None:
+    device = torch.device("cpu")
+    base = environment_material(device, {"size_asserts": False})
+    assert environment_material(device, {"size_asserts": False}) == base
+    assert digest(environment_material(device, {"size_asserts": True})) != digest(base)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert digest(environment_material(device, {"size_asserts": False})) != digest(base)
+    torch.set_num_threads(threads)
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        assert digest(environment_material(device, {"size_asserts": False})) != digest(base)
+    text = json.dumps(base)
+    assert str(Path.cwd()) not in text and sys.prefix not in text and str(Path.home()) + "/" not in text
+
+
+def damage_all(cache: Path, file: str, content: bytes) -> None:
+    for path in (cache / "pieces").glob(f"*/{file}"):
+        path.write_bytes(content)
+
+
+SECOND_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+from toy_llama import ToyLlama, batch, compiled
+torch.set_num_threads(int(sys.argv[2]))
+model = ToyLlama(layers=2, hidden=16, heads=2, seed=3)
+program = compiled(model, Path(sys.argv[1]))
+print(program.report.compiled, program.report.loaded, program.run(*batch(5)).double().sum().item())
+"""
+
+
+def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_what_is_damaged(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    model = ToyLlama(layers=2, hidden=16, heads=2, seed=3)
+    first = compiled(model, cache_dir)
+    moved = tmp_path / "moved"
+    shutil.copytree(cache_dir, moved)
+    moved.chmod(0o700)
+    command = [sys.executable, "-c", SECOND_PROCESS, str(moved), str(torch.get_num_threads())]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    compiled_count, loaded_count, total = result.stdout.split()
+    assert (compiled_count, loaded_count) == ("0", str(first.report.distinct_pieces))
+    assert float(total) == first.run(*batch(5)).double().sum().item()
+
+    damage_all(moved, "artifact.bin", b"not an artifact")
+    again = compiled(model, moved)
+    assert (again.report.compiled, again.report.loaded) == (first.report.distinct_pieces, 0)
+    torch.testing.assert_close(again.run(*batch(5)), eager(model, 5), rtol=1e-5, atol=1e-5)
+    assert compiled(model, moved).report.loaded == first.report.distinct_pieces
+
+
+def test_asserts_are_another_artifact_and_the_same_result(cache_dir: Path) -> None:
+    model = ToyLlama(layers=1, hidden=16, heads=2)
+    checked = compiled(model, cache_dir, debug_asserts=True)
+    assert checked.report.loaded == 0
+    torch.testing.assert_close(checked.run(*batch(5)), eager(model, 5), rtol=1e-5, atol=1e-5)

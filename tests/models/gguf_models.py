@@ -1,0 +1,69 @@
+"""Writes a tiny transformers model as the GGUF file that llama.cpp's converter would make of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from transformers import PreTrainedModel
+
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+
+
+def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationType = GGMLQuantizationType.F32) -> str:
+    """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order."""
+    config = model.config
+    arch = config.model_type
+    writer = GGUFWriter(str(path), arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_token_list([f"token{index}" for index in range(2000)])
+    writer.add_eos_token_id(5)
+    writer.add_eot_token_id(6)
+    _add_rope(writer, config.rope_parameters, head_dim)
+    name_map = get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        stored = encoding if values.ndim > 1 else GGMLQuantizationType.F32
+        short = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(short, quants.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def _add_rope(writer: GGUFWriter, rope: dict[str, float], head_dim: int) -> None:
+    theta, kind = rope["rope_theta"], rope["rope_type"]
+    writer.add_rope_freq_base(theta)
+    if kind == "llama3":
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        divisors = []
+        for index in range(head_dim // 2):
+            turns = rope["original_max_position_embeddings"] / (2 * math.pi * theta ** (2 * index / head_dim))
+            smooth = min(max((turns - low) / (high - low), 0), 1)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
+    elif kind == "yarn":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "yarn")
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "linear":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(rope["factor"])

@@ -1,0 +1,90 @@
+"""Every family computes what transformers computes, in float32, from the checkpoint that transformers saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from dense_attention import greedy, logits_of
+from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
+
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.weights.loader import load_weights
+
+PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def ours(path: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    description = describe(path)
+    model = Decoder(description.spec, dtype=dtype)
+    load_weights(model, description)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
+    reference = make_model(case)
+    model = ours(save(reference, tmp_path))
+    expected = hf_logits(reference, PROMPT)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(model, PROMPT), expected, rtol=1e-4, atol=1e-4)
+    assert greedy(model, PROMPT, 32) == hf_greedy(reference, PROMPT, 32)
+
+
+@pytest.mark.parametrize("case", ["llama_biases", "mistral_window", "qwen3_bias_windows"])
+def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> None:
+    model = ours(save(make_model(case), tmp_path))
+    torch.testing.assert_close(
+        logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_windows_change_the_logits_of_a_prompt_beyond_them(tmp_path: Path) -> None:
+    """Guards the parity tests above: their prompt is long enough to see a window that is ignored."""
+    model = ours(save(make_model("mistral_window"), tmp_path / "windowed"))
+    config_file = tmp_path / "windowed" / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "sliding_window": None}))
+    unlimited = ours(str(tmp_path / "windowed"))
+    with_window, without = logits_of(model, PROMPT), logits_of(unlimited, PROMPT)
+    torch.testing.assert_close(with_window[:16], without[:16], rtol=1e-4, atol=1e-4)
+    assert (with_window[16:] - without[16:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("case", ["llama_tied", "qwen2"])
+def test_bfloat16_errs_no_more_than_transformers_bfloat16(case: str, tmp_path: Path) -> None:
+    reference = make_model(case)
+    path = save(reference, tmp_path)
+    exact = torch.log_softmax(hf_logits(reference, PROMPT), -1)
+    theirs = torch.log_softmax(hf_logits(reference.to(torch.bfloat16), PROMPT), -1)
+    mine = torch.log_softmax(logits_of(ours(path, torch.bfloat16), PROMPT), -1)
+    assert (mine - exact).abs().mean() <= 1.25 * (theirs - exact).abs().mean()
+
+
+def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:
+    path = save(make_model("llama_yarn_rope"), tmp_path)
+    modern = describe(path).spec
+    config_file = tmp_path / "config.json"
+    config = json.loads(config_file.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
+    config_file.write_text(json.dumps(config))
+    assert describe(path).spec == modern
+    assert modern.rope.kind == "yarn"
+
+
+def test_tied_heads_share_one_storage_and_untied_ones_do_not(tmp_path: Path) -> None:
+    tied = ours(save(make_model("llama_tied"), tmp_path / "tied"))
+    untied = ours(save(make_model("llama"), tmp_path / "untied"))
+    assert tied.lm_head.weight.data_ptr() == tied.embed_tokens.weight.data_ptr()
+    assert untied.lm_head.weight.data_ptr() != untied.embed_tokens.weight.data_ptr()
+    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+
+
+def test_forward_before_an_attention_was_set_says_so(tmp_path: Path) -> None:
+    model = ours(save(make_model("llama"), tmp_path))
+    with pytest.raises(RuntimeError, match="set_attention"):
+        model(torch.tensor([1]), torch.tensor([0]))

@@ -1,0 +1,84 @@
+"""A GGUF file of every family gives the logits of the model that it was converted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dense_attention import logits_of
+from gguf import GGMLQuantizationType, quants
+from gguf_models import write_gguf
+from tiny_models import CASES, LLAMA3, SHAPE, hf_logits, make_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from engine.errors import UnsupportedModelError
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.weights.loader import load_weights
+
+PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+WITHOUT_WINDOWS = [
+    case
+    for case in CASES
+    if "window" not in case and "mistral" not in case and case not in ("llama_llama3_rope", "llama_linear_rope")
+]
+
+
+def logits_of_file(path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    description = describe(path)
+    model = Decoder(description.spec, dtype=dtype)
+    load_weights(model, description)
+    return logits_of(model, PROMPT)
+
+
+@pytest.mark.parametrize("case", WITHOUT_WINDOWS)
+def test_float32_file_gives_the_logits_of_its_origin(case: str, tmp_path: Path) -> None:
+    origin = make_model(case)
+    path = write_gguf(origin, tmp_path / "model.gguf")
+    description = describe(path)
+    assert description.default_dtype == "float32"
+    assert description.eos_token_ids == (5, 6)
+    torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+def test_encoded_matrices_give_the_logits_of_a_model_with_the_decoded_ones(name: str, tmp_path: Path) -> None:
+    encoding = GGMLQuantizationType[name]
+    origin = make_model("llama_biases")
+    path = write_gguf(origin, tmp_path / "model.gguf", encoding)
+    with torch.no_grad():
+        for parameter in origin.parameters():
+            if parameter.ndim > 1:
+                decoded = quants.dequantize(quants.quantize(parameter.numpy(), encoding), encoding)
+                parameter.copy_(torch.from_numpy(decoded.reshape(parameter.shape).copy()))
+    torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def llama3_model(factor: float, original: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    rope = {**LLAMA3, "rope_theta": 500000.0, "factor": factor, "original_max_position_embeddings": original}
+    config = LlamaConfig(**{**SHAPE, "max_position_embeddings": 16384}, head_dim=64, rope_parameters=rope)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def test_llama3_frequencies_are_recovered_from_the_divisors_that_llama_cpp_stores(tmp_path: Path) -> None:
+    origin = llama3_model(32.0, 8192)
+    path = write_gguf(origin, tmp_path / "model.gguf")
+    rope = describe(path).spec.rope
+    assert rope.kind == "llama3"
+    assert rope.params["factor"] == 32.0
+    torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_divisors_of_an_unknown_rule_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(llama3_model(32.0, 4096), tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
+        describe(path)
+
+
+def test_linear_rope_is_read(tmp_path: Path) -> None:
+    origin = make_model("llama_linear_rope")
+    path = write_gguf(origin, tmp_path / "model.gguf")
+    assert describe(path).spec.rope.kind == "linear"
+    torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)

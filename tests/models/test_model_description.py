@@ -1,0 +1,132 @@
+"""What `describe` reads from a directory, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CASES
+from transformers import Qwen2Config
+
+from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.description import describe
+from engine.models.families.registry import FAMILIES
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+}
+
+
+def written(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return str(directory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_config_leaves_out_has_transformers_defaults(case: str, tmp_path: Path) -> None:
+    """The spec from config.json (differences from defaults where transformers writes them so) is that of the full one."""
+    config = CASES[case]()
+    name = {family.name: family.architecture for family in FAMILIES}[config.model_type]
+    full = written(tmp_path, {**config.to_dict(), "architectures": [name]})
+    from_full = describe(full).spec
+    diff = {**config.to_diff_dict(), "architectures": [name]}
+    assert describe(written(tmp_path, diff)).spec == from_full
+
+
+def test_every_end_token_is_kept_once_and_generation_defaults_are_read(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 2], "temperature": 0.6, "top_k": 20, "do_sample": True, "bos_token_id": 3}
+    description = describe(written(tmp_path, LLAMA, generation))
+    assert description.eos_token_ids == (7, 2)
+    assert description.bos_token_id == 3
+    assert description.generation_defaults == {"temperature": 0.6, "top_k": 20, "do_sample": True}
+    assert (description.default_dtype, description.max_position, description.vocab_size) == ("bfloat16", 128, 100)
+
+
+def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
+    legacy = {**LLAMA, "torch_dtype": "float16"}
+    del legacy["dtype"]
+    assert describe(written(tmp_path, legacy)).default_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba.*Qwen3ForCausalLM"),
+        ({"hidden_act": "gelu"}, "gelu.*silu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"dtype": "float8_e4m3fn"}, "float8.*bfloat16"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        describe(written(tmp_path, {**LLAMA, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"attention_bias": 1}, "attention_bias"),
+    ],
+)
+def test_a_malformed_config_is_refused_naming_the_key(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        describe(written(tmp_path, {**LLAMA, **change}))
+
+
+def test_a_path_that_is_no_model_and_a_config_that_is_no_json_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither"):
+        describe(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        describe(str(tmp_path))
+
+
+def test_max_window_layers_count_from_the_first_layer(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=3, architectures=["Qwen2ForCausalLM"]
+    ).to_dict()
+    del config["layer_types"]
+    windows = [layer.window for layer in describe(written(tmp_path, config)).spec.layers]
+    assert windows == [None, None, None, 8]
+    windows = [layer.window for layer in describe(written(tmp_path, {**config, "use_sliding_window": False})).spec.layers]
+    assert windows == [None] * 4
+
+
+def test_yarn_reaches_the_stretched_length(tmp_path: Path) -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert describe(written(tmp_path, {**LLAMA, "rope_scaling": rope})).max_position == 512
+
+
+def test_describing_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    script = (
+        "import sys; from engine.models.description import describe; describe(sys.argv[1]); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    path = written(tmp_path, LLAMA)
+    assert subprocess.run([sys.executable, "-c", script, path], timeout=60, check=False).returncode == 0

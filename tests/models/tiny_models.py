@@ -1,0 +1,89 @@
+"""Tiny transformers models with random weights: one for every feature of the families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+CASES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama_tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama_biases": lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama_head_dim": lambda: LlamaConfig(**SHAPE, head_dim=32),
+    "llama_linear_rope": lambda: LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+    ),
+    "llama_llama3_rope": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3)),
+    "llama_yarn_rope": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(YARN)),
+    "mistral_window": lambda: MistralConfig(**SHAPE, sliding_window=16),
+    "mistral_no_window": lambda: MistralConfig(**SHAPE, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    "qwen2_tied_windows": lambda: Qwen2Config(
+        **SHAPE, tie_word_embeddings=True, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),
+    "qwen3_bias_windows": lambda: Qwen3Config(
+        **SHAPE, head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=16, layer_types=MIXED
+    ),
+}
+
+
+def make_model(case: str) -> PreTrainedModel:
+    """In float32, eager attention; biases and norm weights are random too, so that a forgotten one shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CASES[case](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def save(model: PreTrainedModel, directory: Path, max_shard_size: str = "50GB") -> str:
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return str(directory)
+
+
+def hf_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def hf_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()

@@ -1,0 +1,138 @@
+"""Run by test_input_kernels.py in a process of its own: Triton must be imported with TRITON_INTERPRET=1 already set.
+
+Every Triton kernel and its twin work on copies of the same random tables, and all of memory is compared afterwards, so a
+store outside of what a kernel owns is seen too. Prints one line per case that passed; raises on the first that differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from engine.runner.kernels import InputBuffers, StepSizes
+from engine.runner.kernels.device import TritonKernels
+from engine.runner.kernels.host import HostKernels
+
+ROWS, LENGTH, GROUPS, BLOCK = 9, 80, 2, 4
+
+
+def buffers(max_tokens: int, max_seqs: int, max_blocks: int) -> InputBuffers:
+    """Filled with a value no kernel writes."""
+
+    def full(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, -77, dtype=dtype)
+
+    return InputBuffers(
+        input_ids=full(max_tokens),
+        positions=full(max_tokens),
+        slot_mapping=full(GROUPS, max_tokens),
+        seq_lens=full(max_seqs, dtype=torch.int32),
+        query_start_loc=full(max_seqs + 1, dtype=torch.int32),
+        logits_indices=full(max_seqs),
+        sample_rows=full(max_seqs),
+        sample_positions=full(max_seqs),
+        block_tables=full(GROUPS, max_seqs, max_blocks, dtype=torch.int32),
+    )
+
+
+def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
+    n = int(rng.integers(1, ROWS + 1))
+    decode_only = case % 3 == 0
+    query = np.ones(n, np.int32) if decode_only else rng.integers(1, 20, n).astype(np.int32)
+    computed = rng.integers(0, LENGTH - 20, n).astype(np.int32)
+    samples = np.ones(n, bool) if decode_only else rng.random(n) < 0.6
+    total, max_tokens, max_blocks = int(query.sum()), 256, -(-LENGTH // BLOCK)
+    sizes = StepSizes(n, total, int(samples.sum()), int(rng.integers(n, ROWS + 1)), int(rng.integers(total, max_tokens)))
+    step = torch.zeros(4, ROWS + 1, dtype=torch.int32)
+    step[0, :n] = torch.from_numpy(rng.permutation(ROWS)[:n])
+    step[1, :n] = torch.from_numpy(computed)
+    step[2, 1 : n + 1] = torch.from_numpy(np.cumsum(query))
+    step[3, :n] = torch.from_numpy(np.where(samples, np.cumsum(samples) - 1, -1))
+    tokens = torch.from_numpy(rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32))
+    tables = torch.from_numpy(rng.integers(0, 500, (GROUPS, ROWS, max_blocks)).astype(np.int32))
+    results = []
+    for kernels in (TritonKernels(), HostKernels()):
+        out = buffers(max_tokens, ROWS, max_blocks)
+        kernels.prepare_inputs(step, tokens, tables, out, sizes, BLOCK)
+        columns = -(-int((computed + query).max()) // BLOCK)
+        kernels.gather_block_tables(tables, step[0], out.block_tables, sizes, columns)
+        results.append(out)
+    for field in fields(InputBuffers):
+        ours, twin = (getattr(r, field.name) for r in results)
+        torch.testing.assert_close(ours, twin, rtol=0, atol=0, msg=lambda m, f=field: f"{f.name}: {m}")
+    check_against_loop(results[1], step, tokens, tables, sizes)
+
+
+def check_against_loop(
+    out: InputBuffers, step: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, sizes: StepSizes
+) -> None:
+    """The definition, one token at a time."""
+    rows, computed, starts, sample_index = step.tolist()
+    for i in range(sizes.num_seqs):
+        query = starts[i + 1] - starts[i]
+        assert out.seq_lens[i] == computed[i] + query
+        assert out.query_start_loc[i : i + 2].tolist() == starts[i : i + 2]
+        for j in range(query):
+            at, position = starts[i] + j, computed[i] + j
+            assert out.input_ids[at] == tokens[rows[i], position]
+            assert out.positions[at] == position
+            for g in range(GROUPS):
+                block = int(tables[g, rows[i], position // BLOCK])
+                assert out.slot_mapping[g, at] == block * BLOCK + position % BLOCK
+        if sample_index[i] >= 0:
+            assert out.logits_indices[sample_index[i]] == starts[i + 1] - 1
+            assert out.sample_rows[sample_index[i]] == rows[i]
+            assert out.sample_positions[sample_index[i]] == computed[i] + query
+    tail = slice(sizes.num_tokens, sizes.padded_tokens)
+    assert not out.input_ids[tail].any() and (out.slot_mapping[:, tail] == -1).all()
+    assert (out.slot_mapping[:, sizes.padded_tokens :] == -77).all()
+    assert not out.seq_lens[sizes.num_seqs : sizes.padded_seqs].any()
+
+
+def check_staged_writes(rng: np.random.Generator, dtype: torch.dtype) -> None:
+    table = torch.from_numpy(rng.integers(0, 99, (ROWS, LENGTH))).to(dtype)
+    writes, values, at = [], [], 8
+    for row in rng.permutation(ROWS)[: int(rng.integers(1, ROWS + 1))]:
+        length = int(rng.integers(1, LENGTH))
+        start = int(rng.integers(0, LENGTH - length + 1))
+        writes.append((int(row) * LENGTH + start, at, length))
+        values.append(torch.from_numpy(rng.integers(100, 999, length)).to(dtype))
+        at += length
+    header = torch.tensor(writes, dtype=torch.int64)
+    source = torch.cat((torch.zeros(8, dtype=dtype), *values))
+    expected, tables = table.clone(), [table.clone(), table.clone()]
+    for (dst, _, length), value in zip(writes, values):
+        expected.view(-1)[dst : dst + length] = value
+    for kernels, target in zip((TritonKernels(), HostKernels()), tables):
+        kernels.apply_staged_writes(target, header, source, max(w[2] for w in writes))
+        torch.testing.assert_close(target, expected, rtol=0, atol=0)
+
+
+def check_post_update(rng: np.random.Generator) -> None:
+    m = int(rng.integers(1, ROWS + 1))
+    rows = torch.from_numpy(rng.permutation(ROWS)[:m])
+    positions = torch.from_numpy(rng.integers(0, LENGTH, m))
+    ids = torch.from_numpy(rng.integers(0, 50_000, m))
+    tables = [torch.zeros(ROWS, LENGTH, dtype=torch.int32) for _ in range(3)]
+    TritonKernels().post_update(tables[0], rows, positions, ids)
+    HostKernels().post_update(tables[1], rows, positions, ids)
+    for row, position, token in zip(rows.tolist(), positions.tolist(), ids.tolist()):
+        tables[2][row, position] = token
+    assert torch.equal(tables[0], tables[2]) and torch.equal(tables[1], tables[2])
+
+
+def main() -> None:
+    rng = np.random.default_rng(int(sys.argv[1]))
+    for case in range(12):
+        check_prepare_and_gather(rng, case)
+        for dtype in (torch.int32, torch.int64, torch.float32):
+            check_staged_writes(rng, dtype)
+        check_post_update(rng)
+        print(f"case {case} equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

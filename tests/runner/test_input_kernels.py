@@ -1,0 +1,59 @@
+"""The Triton input kernels: equal to their twin under the interpreter, and compilable for the GPUs that we support."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.runner.kernels import KERNELS
+
+HERE = Path(__file__).parent
+TOOL = HERE.parents[1] / "tools" / "compile_triton.py"
+
+
+def run(arguments: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_triton_kernels_equal_their_twins_over_random_grids(seed: int) -> None:
+    pytest.importorskip("triton")
+    printed = run([str(HERE / "interpret_kernels.py"), str(seed)], TRITON_INTERPRET="1")
+    assert printed.count("equal") == 12
+
+
+def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    printed = run([str(TOOL)], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert printed.count("sm_80") == printed.count("sm_90") == len(KERNELS)
+
+
+def test_every_triton_kernel_is_in_the_discovery_table() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "import triton; from engine.runner.kernels import device; "
+        "print(*(n for n, v in vars(device).items() if isinstance(v, triton.runtime.jit.JITFunction)))"
+    )
+    assert set(run(["-c", code], TRITON_INTERPRET="0").split()) == {kernel.name for kernel in KERNELS}
+
+
+def test_a_cpu_engine_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from engine.runner.kernels import select_kernels\n"
+        "print(type(select_kernels(torch.device('cpu'))).__name__)"
+    )
+    assert run(["-c", code]).strip() == "HostKernels"

@@ -1,0 +1,151 @@
+"""A deterministic device without a model: it holds only what plans tell it, so a wrong plan gives a wrong token.
+
+Every KV slot stores the digest of all tokens up to its position, as the row that wrote it knew them. A sampled token
+is a function of the slots that the row's block table names, read after all rows have written, as in a layer of a real
+step. `generate` is the oracle: the same function over the sequence's own tokens, without blocks, batches or steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
+
+VOCAB = 11
+POISON = 10_000
+"""A token of a prompt that makes every logit from its position on NaN."""
+_MASK = (1 << 61) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    return (state * 6364136223846793005 + value * 1442695040888963407 + 97) & _MASK
+
+
+def digests(tokens: list[int]) -> list[int]:
+    out, state = [], 7
+    for token in tokens:
+        state = _mix(state, token)
+        out.append(state)
+    return out
+
+
+def sample(slots: list[int]) -> int:
+    state = 3
+    for slot in slots:
+        state = _mix(state, slot)
+    return (state >> 17) % VOCAB
+
+
+def generate(prompt: list[int], max_total: int, stop: set[int], min_tokens: int = 0) -> tuple[list[int], str]:
+    """Unbatched: (generated tokens, finish reason)."""
+    tokens = list(prompt)
+    while True:
+        if POISON in tokens:
+            return tokens[len(prompt) :], "error"
+        token = sample(digests(tokens))
+        counted = len(tokens) - len(prompt) >= min_tokens
+        tokens.append(token)
+        if token in stop and counted:
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= max_total:
+            return tokens[len(prompt) :], "length"
+
+
+@dataclass
+class _Row:
+    tokens: dict[int, int]
+    prompt_len: int
+    prompt_logprobs: bool
+    table: list[int] = field(default_factory=list)
+
+
+class ReplayingExecutor:
+    """Runs plans in the order of submission and checks that each keeps the rules of `engine.step`."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int, budget: int, max_model_len: int) -> None:
+        self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.rows: dict[int, _Row] = {}
+        self.results: deque[StepResult] = deque()
+        self.computed_tokens = 0
+        self.expected_step = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self._check(plan)
+        self._apply(plan)
+        for row in plan.rows:
+            self._write(row)
+        tokens, prompt_logprobs, faults = [], {}, []
+        for row in plan.rows:
+            state = self.rows[row.row]
+            slots = [self._slot(state, position) for position in range(row.computed + row.query_len)]
+            assert None not in slots, "a row reads KV that nobody wrote"
+            if state.prompt_logprobs:
+                last = min(row.computed + row.query_len, state.prompt_len - 1)
+                entries = [_entry(state.tokens[p], p) for p in range(row.computed + 1, last + 1)]
+                prompt_logprobs[row.row] = entries
+            if not row.samples:
+                continue
+            token = sample([slot for slot in slots if slot is not None])
+            if POISON in state.tokens.values():
+                faults.append(row.row)
+                token = 0
+            state.tokens[row.computed + row.query_len] = token
+            tokens.append(token)
+        self.computed_tokens += plan.num_tokens
+        self.results.append(
+            StepResult(step_id=plan.step_id, token_ids=tokens, prompt_logprobs=prompt_logprobs, faults=faults)
+        )
+
+    def collect(self) -> StepResult:
+        return self.results.popleft()
+
+    def _check(self, plan: StepPlan) -> None:
+        assert plan.step_id == self.expected_step
+        self.expected_step += 1
+        assert plan.rows, "an empty step"
+        assert 1 <= plan.num_tokens <= self.budget
+        assert len({row.row for row in plan.rows}) == len(plan.rows)
+        assert all(0 <= row.row < self.num_rows for row in plan.rows)
+        decodes = [row.query_len == 1 and row.samples for row in plan.rows]
+        assert decodes == sorted(decodes, reverse=True), "decode rows come first"
+        assert len(set(plan.released)) == len(plan.released)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            del self.rows[row]
+        for new in plan.added:
+            assert new.row not in self.rows, "a row was added over one in use"
+            tokens = dict(enumerate(new.token_ids))
+            self.rows[new.row] = _Row(tokens, new.prompt_len, new.params.prompt_logprobs is not None)
+        for append in plan.block_appends:
+            assert append.group == 0
+            table = self.rows[append.row].table
+            assert append.start <= len(table), "a hole in a block table"
+            table[append.start :] = append.block_ids
+        for source, destination in plan.block_copies:
+            self.slots[destination] = list(self.slots[source])
+
+    def _write(self, row: ScheduledRow) -> None:
+        state = self.rows[row.row]
+        end = row.computed + row.query_len
+        assert row.query_len >= 1
+        assert len(state.table) * self.block_size >= end, "the block table does not cover the step"
+        assert len(state.table) * self.block_size - end < self.block_size, "more than one block of waste"
+        assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
+        known = digests([state.tokens[position] for position in range(end)])
+        for position in range(row.computed, end):
+            index, offset = divmod(position, self.block_size)
+            block = state.table[index]
+            # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
+            shared = sum(block in other.table for other in self.rows.values()) > 1
+            assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
+            self.slots[block][offset] = known[position]
+
+    def _slot(self, state: _Row, position: int) -> int | None:
+        return self.slots[state.table[position // self.block_size]][position % self.block_size]
+
+
+def _entry(token: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(token_ids=[token], logprobs=[-float(position)], rank=1)

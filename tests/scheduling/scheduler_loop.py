@@ -1,0 +1,130 @@
+"""The engine core's loop, reduced to what the scheduler sees of it, and a record of what clients receive."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from replaying_executor import ReplayingExecutor
+
+from engine.config import Policy, SchedulerConfig
+from engine.core.wire import AddRequest, SequenceDelta
+from engine.kv_cache.kv_cache import KVCache
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
+from engine.step import RowParams, StepPlan, TokenLogprobs
+
+
+class Loop:
+    """``depth`` plans are submitted ahead of the result that is collected next: 0 is lockstep, 1 is one step ahead."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 1,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        rows: int = 8,
+        budget: int = 32,
+        max_model_len: int = 64,
+        policy: Policy = "fcfs",
+        caching: bool = True,
+        max_waiting: int = 1000,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            max_waiting=max_waiting,
+            policy=policy,
+        )
+        self.depth = depth
+        self.kv = KVCache(num_blocks, block_size, caching)
+        self.scheduler = Scheduler(config, self.kv)
+        self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len)
+        self.max_model_len = max_model_len
+        self.plans: list[StepPlan] = []
+        self.pending: deque[StepPlan] = deque()
+        self.sequences: dict[str, Sequence] = {}
+        self.requests: dict[str, AddRequest] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.ends: dict[str, list[SequenceDelta]] = defaultdict(list)
+        self.deltas: dict[str, list[SequenceDelta]] = defaultdict(list)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        stop: Iterable[int] = (),
+        min_tokens: int = 0,
+        priority: int = 0,
+        salt: str | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
+        request = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=max_tokens,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.sequences[request_id] = self.scheduler._live[request_id]
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.receive(self.scheduler.abort(request_ids))
+
+    def turn(self) -> bool:
+        """Plan and submit one step, collect what is due. False when there was nothing to do."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.executor.submit(plan)
+            self.pending.append(plan)
+        due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
+        if due:
+            self.pending.popleft()
+            self.receive(self.scheduler.complete(self.executor.collect()))
+        return plan is not None or due
+
+    def run(self, max_turns: int = 5000) -> None:
+        for _ in range(max_turns):
+            if not self.scheduler.has_work:
+                return
+            assert self.turn(), "work is left, nothing is in flight, and nothing was planned"
+        raise AssertionError(f"not finished after {max_turns} turns")
+
+    def receive(self, deltas: list[SequenceDelta]) -> None:
+        for delta in deltas:
+            name = delta.request_id
+            assert delta.token_ids or delta.prompt_logprobs or delta.finish_reason, "a delta with nothing new"
+            assert not self.ends[name], "a delta after the end"
+            self.deltas[name].append(delta)
+            self.tokens[name] += delta.token_ids
+            self.prompt_logprobs[name] += delta.prompt_logprobs
+            if delta.finish_reason is not None:
+                self.ends[name].append(delta)
+
+    def reason(self, request_id: str) -> str | None:
+        (end,) = self.ends[request_id]
+        return end.finish_reason
+
+    def cached(self, request_id: str) -> int:
+        return self.deltas[request_id][0].cached_tokens
+
+    def assert_nothing_leaked(self) -> None:
+        scheduler, stats = self.scheduler, self.scheduler.stats()
+        assert stats.kv_blocks_used == stats.running == stats.waiting == 0
+        assert all(count == 0 for count in self.kv.pool.ref_counts)
+        assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
+        assert sorted(scheduler._free_rows) == list(range(self.executor.num_rows))
+        assert not scheduler._live and not scheduler._steps and scheduler.num_waiting == 0
+        assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
+        still_on_device = set(self.executor.rows)
+        assert still_on_device == set(scheduler._released), "the device would keep a row that nobody owns"

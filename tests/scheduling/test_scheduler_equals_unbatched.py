@@ -1,0 +1,131 @@
+"""Whatever the pool, the budget, the order and the interruptions: every request gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replaying_executor import POISON, generate
+from scheduler_loop import Loop
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    max_tokens: int
+    stop: list[int]
+    min_tokens: int
+    priority: int
+    arrives: int
+    aborted_after: int | None
+    prompt_logprobs: bool
+    salt: str | None
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Job]:
+    heads = draw(st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=14), min_size=1, max_size=3))
+    out = []
+    for _ in range(draw(st.integers(1, 12))):
+        prompt = list(draw(st.sampled_from(heads))) + draw(st.lists(st.integers(0, 10), max_size=8))
+        if draw(st.integers(0, 14)) == 0:
+            prompt[draw(st.integers(0, len(prompt) - 1))] = POISON
+        max_tokens = draw(st.integers(1, 14))
+        out.append(
+            Job(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                stop=draw(st.lists(st.integers(0, 10), max_size=2)),
+                min_tokens=draw(st.integers(0, max_tokens)),
+                priority=draw(st.integers(-1, 1)),
+                arrives=draw(st.integers(0, 12)),
+                aborted_after=draw(st.one_of(st.none(), st.none(), st.integers(0, 10))),
+                prompt_logprobs=draw(st.integers(0, 4)) == 0,
+                salt=draw(st.sampled_from([None, None, "a"])),
+            )
+        )
+    return out
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> Loop:
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    return Loop(
+        depth=draw(st.sampled_from([0, 1, 1, 2])),
+        num_blocks=-(-26 // block_size) + draw(st.integers(0, 20)),
+        block_size=block_size,
+        rows=draw(st.integers(1, 6)),
+        budget=draw(st.integers(1, 24)),
+        max_model_len=draw(st.integers(23, 27)),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        caching=draw(st.booleans()),
+    )
+
+
+def _expected(loop: Loop, job: Job) -> tuple[list[int], str]:
+    max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
+    return generate(job.prompt, max_total, set(job.stop), job.min_tokens)
+
+
+def _serve(loop: Loop, work: list[Job]) -> None:
+    for turn in range(3000):
+        for index, job in enumerate(work):
+            if job.arrives == turn:
+                loop.add(
+                    str(index),
+                    job.prompt,
+                    job.max_tokens,
+                    stop=job.stop,
+                    min_tokens=job.min_tokens,
+                    priority=job.priority,
+                    salt=job.salt,
+                    prompt_logprobs=1 if job.prompt_logprobs else None,
+                )
+            if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
+                loop.abort([str(index), "unknown"])
+        assert loop.turn() or not loop.scheduler.has_work, "stuck"
+        if turn > 24 and not loop.scheduler.has_work:
+            return
+    raise AssertionError("requests starve")
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(loop=loops(), work=jobs())
+@pytest.mark.timeout(120)
+def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
+    _serve(loop, work)
+    for index, job in enumerate(work):
+        name = str(index)
+        tokens, reason = _expected(loop, job)
+        got = loop.tokens[name]
+        if loop.reason(name) == "abort":
+            assert job.aborted_after is not None
+            assert got == tokens[: len(got)]
+        else:
+            assert (got, loop.reason(name)) == (tokens, reason)
+        (end,) = loop.ends[name]
+        assert end.stop_token_id == (tokens[-1] if end.finish_reason == "stop" else None)
+        positions = [-int(entry.logprobs[0]) for entry in loop.prompt_logprobs[name]]
+        assert positions == list(range(1, len(positions) + 1)), "each prompt position once, in order"
+        if job.prompt_logprobs and end.finish_reason in ("stop", "length"):
+            assert len(positions) == len(job.prompt) - 1
+            assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]
+            assert loop.cached(name) == 0
+    loop.assert_nothing_leaked()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_pool_that_holds_one_sequence_serves_eight(depth: int, caching: bool) -> None:
+    loop = Loop(depth=depth, num_blocks=8, block_size=4, rows=8, budget=16, max_model_len=33, caching=caching)
+    prompts = [[(7 * i + j) % 11 for j in range(3)] for i in range(8)]
+    for i, prompt in enumerate(prompts):
+        loop.add(str(i), prompt, 29)
+    loop.run()
+    assert loop.scheduler.stats().preemptions > 0, "the test must force preemption"
+    for i, prompt in enumerate(prompts):
+        assert loop.tokens[str(i)] == generate(prompt, 32, set())[0]
+    loop.assert_nothing_leaked()

