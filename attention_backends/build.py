@@ -1,7 +1,7 @@
 """Compiles `csrc/` with the system's C++ compiler and caches the library by everything that changes it.
 
-Why not `torch.utils.cpp_extension`: one source becomes several translation units with different ISA flags, only one of which
-needs torch's headers; the cache directory is the caller's; and a cold build stays within seconds.
+Why not `torch.utils.cpp_extension`: one source becomes several translation units with different ISA flags, only
+one of which needs torch's headers; the cache directory is the caller's; and a cold build stays within seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 CSRC = Path(__file__).parent / "csrc"
 COMPILE_TIMEOUT_S = 300
 
-_COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
+_LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
+_COMMON = (*_LANGUAGE, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 # Not -march=native: the library may be cached on a shared disk and loaded by another CPU.
 _X86_VARIANTS: dict[str, tuple[str, ...]] = {

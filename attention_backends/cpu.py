@@ -21,7 +21,7 @@ MAX_BLOCK_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """One step, as the kernels read it. Nothing is copied or computed: the kernels cut the work themselves, per layer."""
+    """One step, as the kernels read it. Nothing is copied or computed: the kernels cut the work themselves."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -38,8 +38,8 @@ def _unprepared(*_: object) -> NoReturn:
 class CpuBackend(AttentionBackend):
     """float32, bfloat16 and float16 caches; sums in float32 (bfloat16 products in hardware where the CPU has them).
 
-    `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that is
-    not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one.
+    `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that
+    is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one.
     """
 
     name = "cpu"
@@ -73,15 +73,16 @@ class CpuBackend(AttentionBackend):
         return None
 
     def prepare(self, cache_dir: Path | None = None) -> None:
-        """Builds (once per machine) and loads the kernels. Raises BuildError, or RuntimeError if this CPU lacks `isa`."""
+        """Builds (once per machine) and loads the kernels. Raises BuildError; RuntimeError if the CPU lacks `isa`."""
         library = build(cache_dir or default_cache_dir())
         if not hasattr(getattr(torch.ops, library.namespace), "paged_attention"):
-            torch.ops.load_library(str(library.path))
+            torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         ops = getattr(torch.ops, library.namespace)
         mask = ops.supported_isas()
         self._supported = tuple(isa for i, isa in enumerate(ISAS) if mask >> i & 1)
         if self._isa and ISAS[self._isa] not in self._supported:
-            raise RuntimeError(f"CpuBackend: this CPU (or compiler) has {', '.join(self._supported)}, not {ISAS[self._isa]}")
+            have = ", ".join(self._supported)
+            raise RuntimeError(f"CpuBackend: this CPU (or compiler) has {have}, not {ISAS[self._isa]}")
         self._paged_attention = ops.paged_attention.default
         self._write_kv = ops.write_kv.default
         self._copy_blocks = ops.copy_blocks.default
@@ -92,7 +93,7 @@ class CpuBackend(AttentionBackend):
         return self._supported
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """[num_blocks, 2, num_kv_heads, block_size, head_dim rounded up to 16]; the order inside a block is the kernels'."""
+        """[num_blocks, 2, num_kv_heads, block_size, head_dim rounded up to 16]; kernels order a block's inside."""
         return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16)
 
     def build_metadata(self, batch: AttentionBatch) -> CpuMetadata:

@@ -88,13 +88,13 @@ class AttentionBackend(ABC):
         return None
 
     def prepare(self, cache_dir: Path | None = None) -> None:  # noqa: B027 - most backends have nothing to prepare
-        """Called once before anything else, outside any step: build or load kernels, keeping artifacts under `cache_dir`
-        (None: the backend's own default). Raises RuntimeError with the reason where that fails."""
+        """Called once before anything else, outside any step: build or load kernels, keeping artifacts under
+        `cache_dir` (None: the backend's own default). Raises RuntimeError with the reason where that fails."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it must be
-        contiguous, `shape[0] == num_blocks`."""
+        """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it
+        must be contiguous, `shape[0] == num_blocks`."""
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> object:
@@ -113,8 +113,9 @@ class AttentionBackend(ABC):
     ) -> None:
         """Write this step's k, v into the cache, then attend; result into `out`.
 
-        q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous, the
-        token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not touched.
+        q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous,
+        the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
+        touched.
         """
 
     @abstractmethod
@@ -123,4 +124,6 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block source → destination in every layer, one call (copy-on-write). Destinations are distinct from sources."""
+        """Copy block source → destination in every layer, one call (copy-on-write).
+
+        Destinations are distinct from sources."""

@@ -1,4 +1,4 @@
-"""The marker op at which traced graphs are split. It computes nothing: whoever runs a graph binds a function in its place."""
+"""The marker op at which traced graphs are split. It computes nothing: whoever runs a graph binds a function to it."""
 
 from __future__ import annotations
 

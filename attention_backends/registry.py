@@ -63,7 +63,8 @@ def select(
         backend_class = _load(points[each], rejected)
         if backend_class is None:
             continue
-        reasons = _refusals(backend_class.capabilities(), device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
+        able = backend_class.capabilities()
+        reasons = _refusals(able, device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
         if not reasons and (missing := backend_class.unavailable(cache_dir)) is not None:
             reasons.append(missing)
         if reasons:

@@ -89,11 +89,8 @@ def load_piece(artifact: Path) -> PieceFunction | None:
     """Load what `compile_piece` saved; None if torch refuses it. Runs code of the file: verify it first."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
-    # the kernels are there: the header is not needed, and making sure of it costs two runs of the compiler
-    headers = "cpp_cache_precompile_headers"
-    patch = {headers: False} if hasattr(torch._inductor.config, headers) else {}
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch._inductor.config.patch(patch):
+        with torch.inference_mode(False), torch.no_grad():
             return _boxed(CompiledArtifact.load(path=str(artifact)))
     except Exception as error:
         log.warning("compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, error)

@@ -1,13 +1,14 @@
 """One pure function from what the user set to what the rooms receive. Every contradiction is refused here, once.
 
 Defaults that are choices
-- dtype "auto": bfloat16 for bfloat16 and float32 checkpoints (as vLLM), float16 for float16 ones. A device that lacks the
-  format gets the nearest one that it has: bfloat16 instead of float16 on CPUs (whose kernels know bfloat16 and float32),
-  float16 instead of bfloat16 on GPUs before compute capability 8.0.
+- dtype "auto": bfloat16 for bfloat16 and float32 checkpoints (as vLLM), float16 for float16 ones. A device that lacks
+  the format gets the nearest one that it has: bfloat16 instead of float16 on CPUs (whose kernels know bfloat16 and
+  float32), float16 instead of bfloat16 on GPUs before compute capability 8.0.
 - max_model_len: what the model was trained for, cut to what an explicit `kv_cache_memory` can hold.
-- max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long enough
-  to run at the machine's speed and short enough not to stall those who decode.
+- max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long
+  enough to run at the machine's speed and short enough not to stall those who decode.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
+- served_model_name: the directory's name, or the file's without ".gguf".
 - threads: physical cores, since a second hyper-thread shares the vector units of the first.
 """
 
@@ -28,7 +29,7 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.errors import ConfigError
-from engine.machine import Machine
+from engine.machine import Machine, probe_machine
 from engine.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
         model=ModelConfig(
             path=_absolute(args.model, machine),
             tokenizer=_absolute(args.tokenizer if args.tokenizer is not None else args.model, machine),
-            served_name=args.served_model_name if args.served_model_name is not None else args.model,
+            served_name=args.served_model_name
+            if args.served_model_name is not None
+            else _base_name(args.model, machine),
             dtype=dtype,
             max_model_len=max_model_len,
             vocab_size=model.spec.vocab_size,
@@ -79,16 +82,24 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
     )
 
 
+def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
+    """Read the model's description and this machine, and resolve. The one impure step between a door and its engine."""
+    from engine.models.description import describe
+
+    machine = probe_machine(args.device)
+    description = describe(_absolute(args.model, machine))
+    return description, resolve(args, description, machine)
+
+
 def parse_size(text: int | str) -> int:
-    """Bytes from 1073741824, "1073741824", "1GiB", "1.5 GB", "512m" (bare letters count in 1024s, as in "GiB")."""
+    """Bytes from 1073741824, "1073741824", "1GiB", "1.5 GB", "512M" ("Ki", "Mi" … count in 1024s, others in 1000s)."""
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"cannot read {text!r} as a size; write bytes, or for example 512MiB, 4GiB, 1.5GB")
     number, letter, binary = match.groups()
-    decimal = letter and not binary and text.strip().lower().endswith("b")
-    return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " "))
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:
@@ -121,7 +132,14 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
 
 
 def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "kv_cache_memory", "threads"):
+    for name in (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_waiting",
+        "kv_cache_memory",
+        "threads",
+    ):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -163,7 +181,9 @@ def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype
 def _cache(args: EngineArgs, block_size: int, kind: Kind, machine: Machine) -> CacheConfig:
     memory = machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
     if args.kv_cache_memory is not None and args.kv_cache_memory > memory:
-        raise ConfigError(f"kv_cache_memory ({args.kv_cache_memory} bytes) exceeds the device's memory ({memory} bytes)")
+        raise ConfigError(
+            f"kv_cache_memory ({args.kv_cache_memory} bytes) exceeds the device's memory ({memory} bytes)"
+        )
     return CacheConfig(
         block_size=block_size,
         kv_cache_memory=args.kv_cache_memory,
@@ -201,6 +221,10 @@ def _graphs(args: EngineArgs, kind: Kind) -> GraphMode:
     if args.compile == "none" and wanted in ("piecewise", "both"):
         raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
     return wanted
+
+
+def _base_name(path: str, machine: Machine) -> str:
+    return os.path.basename(_absolute(path, machine)).removesuffix(".gguf")
 
 
 def _absolute(path: str, machine: Machine) -> str:

@@ -1,7 +1,8 @@
 """Measures the CPU attention kernels against this machine's ceilings, taken in the same run.
 
-Decode is bound by reading KV: GB/s beside a measured read of a buffer of the same size. Prefill is bound by arithmetic: GFLOP/s
-beside a measured bf16 matmul. A second table gives the cost of a call that has next to nothing to compute. JSON comes last.
+Decode is bound by reading KV: GB/s beside a measured read of a buffer of the same size. Prefill is bound by arithmetic:
+GFLOP/s beside a measured bf16 matmul (torch's: with AMX where the CPU has it). The first line gives the cost of a call
+that has next to nothing to compute. JSON comes last.
 
     python tools/bench_attention.py [--threads N] [--seconds S] [--isa ISA]
 """
@@ -147,7 +148,8 @@ def main() -> None:
     print(f"threads {options.threads}, isa {options.isa}, an empty call {call_us:.1f} us")
     print_table("decode (bf16 KV)", decode)
     print_table("prefill (bf16)", prefill)
-    print(json.dumps({"threads": options.threads, "isa": options.isa, "call_us": call_us, "decode": decode, "prefill": prefill}))
+    result = {"threads": options.threads, "isa": options.isa, "call_us": call_us, "decode": decode, "prefill": prefill}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

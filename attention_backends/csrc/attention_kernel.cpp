@@ -1,5 +1,5 @@
-// Paged attention of one work item: FlashAttention's online softmax (Dao et al. 2022, algorithm 1) over key tiles that are
-// read in place from pages. The file is compiled once per ISA; PAGELOOM_KERNELS names the table it exports.
+// Paged attention of one work item: FlashAttention's online softmax (Dao et al. 2022, algorithm 1) over key tiles
+// that are read in place from pages. The file is compiled once per ISA; PAGELOOM_KERNELS names the table it exports.
 #include "kernels.h"
 #include "microkernel.h"
 
@@ -29,8 +29,9 @@ struct Scratch {
 int64_t rows_bytes(int64_t per_row) { return (kRowTile * per_row * 4 + 63) / 64 * 64; }
 
 int64_t scratch_bytes(const AttentionProblem& p) {
-  return rows_bytes(p.cache.head_dim) + rows_bytes(kKeyTile) + rows_bytes(kKeyTile / 2) + rows_bytes(p.cache.padded_dim) +
-         3 * rows_bytes(1) + 2 * p.cache.padded_dim * 4 + 64;
+  const int64_t scores = rows_bytes(kKeyTile) + rows_bytes(kKeyTile / 2);
+  const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + 3 * rows_bytes(1);
+  return scores + vectors + 2 * p.cache.padded_dim * 4 + 64;
 }
 
 Scratch carve(const AttentionProblem& p, void* memory) {
@@ -52,7 +53,8 @@ Scratch carve(const AttentionProblem& p, void* memory) {
 struct KeyTile {
   int64_t base, begin, end;
   int64_t num_vectors;
-  const uint32_t* keys[kKeyTile / VW];
+  const uint32_t* keys[kKeyTile / VW + kMaxCols];  // the last kMaxCols, after num_vectors: the next tile's, to prefetch
+  const uint32_t* value_starts[kKeyTile / VW];
   int64_t num_segments;
   Segment values[kKeyTile / 8 + 3];
 };
@@ -69,9 +71,11 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile,
     if (block < 0 || block >= p.cache.num_blocks) return false;
     const uint32_t* keys = p.cache.k_of(block, item.kv_head);
     const int64_t first = max64(tile.base, column * size), last = min64(tile.end, column * size + size);
-    for (int64_t t = first; t < last; t += VW) tile.keys[(t - tile.base) / VW] = keys + (t - column * size);
-
     const uint32_t* values = p.cache.v_of(block, item.kv_head);
+    for (int64_t t = first; t < last; t += VW) {
+      tile.keys[(t - tile.base) / VW] = keys + (t - column * size);
+      tile.value_starts[(t - tile.base) / VW] = values + (t - column * size) / T::kPerLane * dims;
+    }
     int64_t t = max64(first, tile.begin);
     const auto row = [&](int64_t token) { return values + (token - column * size) / T::kPerLane * dims; };
     const auto edge = [&](int64_t token, uint32_t mask) {
@@ -86,13 +90,20 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile,
     t += pairs * T::kPerLane;
     if (t < last) edge(t, 0x0000ffffu);
   }
+  for (int64_t i = 0; i < kMaxCols; ++i) {
+    const int64_t t = tile.base + (tile.num_vectors + i) * VW, column = t / size;
+    const int64_t block = t < item.kv_end && column < p.max_blocks ? table[column] : -1;
+    const bool exists = block >= 0 && block < p.cache.num_blocks;
+    tile.keys[tile.num_vectors + i] = exists ? p.cache.k_of(block, item.kv_head) + (t - column * size) : tile.keys[0];
+  }
   return true;
 }
 
-// Scores of one row -> probabilities 2^(t - maximum), where t = log2(e) * (scaled, capped score). Only lanes [low, high)
-// count; the others become 0, whatever they hold.
+// Scores of one row -> probabilities 2^(t - maximum), where t = log2(e) * (scaled, capped score). Only lanes [low,
+// high) count; the others become 0, whatever they hold.
 template <class T>
-void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t num_vectors, int64_t low, int64_t high) {
+void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t num_vectors, int64_t low,
+                 int64_t high) {
   float* scores = s.scores + row * kKeyTile;
   uint32_t* target = T::kPacked ? s.packed + row * (kKeyTile / 2) : (uint32_t*)scores;
   const bool full = low <= 0 && high >= num_vectors * VW;
@@ -163,15 +174,16 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory,
     tile.begin = max64(tile.base, item.kv_begin);
     tile.end = min64(tile.base + kKeyTile, item.kv_end);
     if (!locate_tile<T>(p, item, tile, s.edge_values)) return false;
-    all_scores<T>(s.queries, words, rows, tile.keys, tile.num_vectors, p.cache.block_size, lane_rows, s.scores, kKeyTile);
+    all_scores<T>(s.queries, words, rows, tile.keys, tile.value_starts, tile.num_vectors, p.cache.block_size, lane_rows,
+                  s.scores, kKeyTile);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t position = first_position + (item.row_begin + r) / p.group;
       const int64_t oldest = max64(tile.begin, p.window > 0 ? position - p.window + 1 : 0);
       softmax_row<T>(p, s, r, tile.num_vectors, oldest - tile.base, min64(tile.end, position + 1) - tile.base);
     }
     const uint32_t* probabilities = T::kPacked ? s.packed : (const uint32_t*)s.scores;
-    all_values<T>(probabilities, T::kPacked ? kKeyTile / 2 : kKeyTile, rows, tile.values, tile.num_segments, dims, s.decay,
-                  s.accumulator);
+    all_values<T>(probabilities, T::kPacked ? kKeyTile / 2 : kKeyTile, rows, tile.values, tile.num_segments, dims,
+                  s.decay, s.accumulator);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = s.accumulator + r * dims;
@@ -189,7 +201,8 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory,
 
 // Parts are added in order, so the result does not depend on which thread finished first.
 template <class T>
-void combine_typed(const AttentionProblem& p, const WorkItem& item, const float* partials, int64_t parts, int64_t stride) {
+void combine_typed(const AttentionProblem& p, const WorkItem& item, const float* partials, int64_t parts,
+                   int64_t stride) {
   const int64_t dims = p.cache.padded_dim, row_stride = dims + kPartialExtra;
   for (int64_t r = 0; r < item.row_end - item.row_begin; ++r) {
     const float* rows = partials + r * row_stride;

@@ -1,5 +1,5 @@
-// The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through the
-// stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process.
+// The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through
+// the stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
 
 #include <torch/csrc/stable/library.h>
@@ -45,7 +45,7 @@ const KernelTable* table_of(int64_t isa) {
 const KernelTable& pick(int64_t isa, int64_t block_size) {
   for (int64_t i = isa == kAuto ? kAvx512Bf16 : isa; i >= kPortable; --i) {
     const KernelTable* table = table_of(i);
-    STD_TORCH_CHECK(table != nullptr || isa == kAuto || i != isa, "attention: ISA ", isa, " is not available on this CPU");
+    STD_TORCH_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
     if (table != nullptr && block_size % table->vector_tokens == 0) return *table;
   }
   STD_TORCH_CHECK(false, "attention: block size ", block_size, " is not a multiple of 4");
@@ -86,7 +86,8 @@ TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens,
   return {t.data_ptr(), t.stride(0), t.stride(1)};
 }
 
-// kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim]; the shape states sizes, kernels.h the order inside a block.
+// kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim]; the shape states sizes, kernels.h the order inside
+// a block.
 CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   STD_TORCH_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
                   "attention: kv_cache must be contiguous and of kv_cache_shape()");
@@ -155,13 +156,15 @@ void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
 }
 
 void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
-  STD_TORCH_CHECK(pairs.scalar_type() == ScalarType::Long && pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous(),
-                  "attention: block pairs must be int64 [pairs, 2]");
+  const bool is_pairs = pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous();
+  STD_TORCH_CHECK(is_pairs && pairs.scalar_type() == ScalarType::Long,
+                  "attention: block pairs must be a contiguous int64 tensor [pairs, 2]");
   const auto* ids = static_cast<const int64_t*>(pairs.data_ptr());
   std::vector<char*> bases;
   std::vector<int64_t> bytes;
   for (const Tensor& cache : kv_caches) {
-    STD_TORCH_CHECK(cache.is_contiguous() && cache.size(0) > 0, "attention: copy_blocks needs contiguous, non-empty caches");
+    STD_TORCH_CHECK(cache.is_contiguous() && cache.size(0) > 0,
+                    "attention: copy_blocks needs contiguous, non-empty caches");
     for (int64_t i = 0; i < pairs.numel(); ++i)
       STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < cache.size(0), "attention: copy_blocks names block ", ids[i], " of ",
                       cache.size(0));
@@ -184,8 +187,8 @@ int64_t supported_isas() {
 STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
-      "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, int window, "
-      "float soft_cap, int isa) -> ()");
+      "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
+      "int window, float soft_cap, int isa) -> ()");
   m.def("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
   m.def("supported_isas() -> int");

@@ -1,5 +1,5 @@
-// C[rows, lanes] (+)= A[rows, k] * B[k, lanes]: the one product behind both halves of attention. B is read in place from cache
-// pages; a register block of kRows x kCols vectors stays in registers over the whole k loop.
+// C[rows, lanes] (+)= A[rows, k] * B[k, lanes]: the one product behind both halves of attention. B is read in place
+// from cache pages; a register block of kRows x kCols vectors stays in registers over the whole k loop.
 #pragma once
 
 #include "simd.h"
@@ -12,7 +12,7 @@ constexpr int kMaxRows = 6, kMaxCols = 4;  // 24 accumulators + 4 loads of 32 re
 constexpr int kMaxRows = 4, kMaxCols = 2;  // 8 accumulators + 4 widened loads of 16 registers
 #endif
 
-// A run of pages' lanes: `count` rows of lanes, `stride` lanes apart; `a_index` is where in A's row it starts (in lane rows).
+// `count` lane rows of one page; `a_index` is where in A's row they start (in lane rows).
 struct Segment {
   const uint32_t* base;
   int64_t count;
@@ -49,14 +49,30 @@ PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int
   }
 }
 
-// Scores of R rows against C vectors of tokens: b[j] points at lane row 0 of token vector j.
+// Scores of R rows against C vectors of tokens: b[j] points at lane row 0 of token vector j. With few rows this is
+// bound by memory, and pages are too short for the hardware to guess the next one: `ahead` (or null) holds 2 C
+// pointers, the keys that are multiplied next and the values that belong to these keys, both as long as the keys read
+// here.
 template <class T, int R, int C>
-void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens, int64_t ldb, int64_t count, float* c,
-                  int64_t ldc) {
+void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens, const uint32_t* const* ahead,
+                  int64_t ldb, int64_t count, float* c, int64_t ldc) {
   vf acc[R][C] = {};
   const uint32_t* b[C];
   for (int j = 0; j < C; ++j) b[j] = tokens[j];
-  multiply_accumulate<T, R, C>(acc, a, lda, b, ldb, count);
+  if (ahead == nullptr) {
+    multiply_accumulate<T, R, C>(acc, a, lda, b, ldb, count);
+  } else {
+    for (int64_t d = 0; d < count; ++d) {
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) {
+        __builtin_prefetch(ahead[j] + d * ldb);
+        __builtin_prefetch(ahead[C + j] + d * VW);
+      }
+      multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, 1);
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) b[j] += ldb;
+    }
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
@@ -65,8 +81,8 @@ void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens,
 
 // C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile.
 template <class T, int R, int C>
-void values_block(const uint32_t* a, int64_t lda, const Segment* segments, int64_t num_segments, int64_t dim, int64_t ldb,
-                  const float* decay, float* c, int64_t ldc) {
+void values_block(const uint32_t* a, int64_t lda, const Segment* segments, int64_t num_segments, int64_t dim,
+                  int64_t ldb, const float* decay, float* c, int64_t ldc) {
   vf acc[R][C];
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
@@ -104,22 +120,26 @@ PAGELOOM_INLINE void with_rows(int64_t n, F f) {
   }
 }
 
+// tokens[0 .. num_vectors) are multiplied; the kMaxCols entries after them are keys that come next (any readable
+// address where none do). values[j]: where the values of token vector j start.
 template <class T>
-void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* const* tokens, int64_t num_vectors,
-                int64_t ldb, int64_t count, float* c, int64_t ldc) {
+void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* const* tokens,
+                const uint32_t* const* values, int64_t num_vectors, int64_t ldb, int64_t count, float* c,
+                int64_t ldc) {
+  const bool memory_bound = rows <= kMaxRows;
   for (int64_t g = 0; g < num_vectors;) {
-    const bool wide = g + kMaxCols <= num_vectors;
+    const int64_t cols = g + kMaxCols <= num_vectors ? kMaxCols : 1;
+    const uint32_t* ahead[2 * kMaxCols];
+    for (int64_t j = 0; j < cols; ++j) ahead[j] = tokens[g + cols + j], ahead[cols + j] = values[g + j];
     for (int64_t r = 0; r < rows; r += kMaxRows) {
       const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
-        if (wide)
-          scores_block<T, R, kMaxCols>(a + r * lda, lda, tokens + g, ldb, count, c + r * ldc + g * VW, ldc);
-        else
-          scores_block<T, R, 1>(a + r * lda, lda, tokens + g, ldb, count, c + r * ldc + g * VW, ldc);
+        const auto block = cols == kMaxCols ? scores_block<T, R, kMaxCols> : scores_block<T, R, 1>;
+        block(a + r * lda, lda, tokens + g, memory_bound ? ahead : nullptr, ldb, count, c + r * ldc + g * VW, ldc);
       });
     }
-    g += wide ? kMaxCols : 1;
+    g += cols;
   }
 }
 
@@ -132,10 +152,8 @@ void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment* seg
       const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
-        if (wide)
-          values_block<T, R, kMaxCols>(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
-        else
-          values_block<T, R, 1>(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
+        const auto block = wide ? values_block<T, R, kMaxCols> : values_block<T, R, 1>;
+        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
       });
     }
     d += wide ? kMaxCols * VW : VW;

@@ -87,6 +87,8 @@ void add_tile(Plan& plan, const AttentionProblem& p, WorkItem item, bool may_spl
 
 void make_plan(Plan& plan, const AttentionProblem& p) {
   plan.clear();
+  if (p.num_seqs > 0 && p.query_start_loc[0] < 0) plan.error = "attention: query_start_loc is negative";
+  if (plan.error != nullptr) return;
   for (int64_t i = 0; i < p.num_seqs; ++i) {
     const int64_t queries = p.query_start_loc[i + 1] - p.query_start_loc[i], length = p.seq_lens[i];
     if (queries == 0) continue;
@@ -223,7 +225,7 @@ const char* run_attention(const AttentionProblem& problem, const KernelTable& ke
   make_plan(plan, problem);
   if (plan.error != nullptr) return plan.error;
   if (plan.items.empty()) return nullptr;
-  auto* partials = static_cast<float*>(partials_arena.reserve(plan.partial_floats * static_cast<int64_t>(sizeof(float))));
+  auto* partials = static_cast<float*>(partials_arena.reserve(plan.partial_floats * 4));
   AttentionRun run{problem, kernels, plan, partials};
   run_threads(threads, plan.work, static_cast<int64_t>(plan.items.size()), attention_worker, &run);
   return run.bad_block.load() ? "attention: block_tables names a block outside the KV cache" : nullptr;

@@ -75,8 +75,8 @@ PAGELOOM_INLINE float reduce_add(vf v) {
 #endif
 }
 
-// 2^t for t <= 0; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares fit of 2^f over |f| <= 1/2:
-// relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
+// 2^t for t <= 0; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares fit of 2^f over |f| <=
+// 1/2: relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
 template <bool kPrecise>
 PAGELOOM_INLINE vf exp2_neg(vf t) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
@@ -184,7 +184,8 @@ struct Float16 {
   }
 };
 
-// Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as float.
+// Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as
+// float.
 template <class T>
 PAGELOOM_INLINE void store_operand(uint32_t* row, int64_t index, vf v) {
 #if PAGELOOM_NATIVE_BF16

@@ -42,7 +42,7 @@ class CoreClient(Protocol):
         ...
 
     def send(self, message: ToCore) -> None:
-        """Never blocks. Raises `CoreDiedError` when the core is known to be dead."""
+        """Never blocks. The death of a core is told by `recv`; after that, `send` raises `CoreDiedError` too."""
         ...
 
     def recv(self) -> StepOutputs:
@@ -86,7 +86,7 @@ class InProcessClient:
             self._event_loop.call_soon_threadsafe(self._sent.set)
 
     def recv(self) -> StepOutputs:
-        """Turns the loop until there is something to tell. `EngineError` when there is no work: it would wait for ever."""
+        """Turns the loop until there is something to tell. `EngineError` when there is no work to wait for."""
         while self._alive().has_work:
             outputs = self._turn()
             if outputs is not None:
@@ -141,8 +141,8 @@ class ProcessClient:
         hang_timeout_s: float = 300.0,
         heartbeat_s: float = 1.0,
     ) -> None:
-        """A core that neither beats nor turns for `hang_timeout_s` although it has work counts as dead; a single step must
-        take less. `executor`: "module:callable", imported in the core and called with the configuration."""
+        """A core that neither beats nor turns for `hang_timeout_s` although it has work counts as dead: a single step
+        must take less. `executor`: "module:callable", imported in the core and called with the configuration."""
         if hang_timeout_s < 2 * heartbeat_s:
             raise errors.ConfigError(
                 f"hang_timeout_s ({hang_timeout_s}) must be at least two heartbeats ({heartbeat_s} s each)"
@@ -193,12 +193,15 @@ class ProcessClient:
         """Process id of the core."""
         return self._handle.pid
 
+    @property
+    def socket_directory(self) -> str:
+        """Where the sockets are while the core runs."""
+        return self._directory.path
+
     def send(self, message: ToCore) -> None:
         frame = self._encoder.encode(message)
         with self._send_lock:
             self._check_open()
-            if self._handle.wait_end(0):
-                raise self._death()
             self._liveness.sent(time.monotonic())
             self._sender.send(frame, zmq.NOBLOCK)  # connected and without a limit: never full
 
@@ -234,7 +237,7 @@ class ProcessClient:
         while True:
             message = self._next()
             if isinstance(message, CoreReady):
-                # Connecting from this side gives the socket its queue at once, so that `send` never finds it without a peer.
+                # Connecting from this side gives the socket its queue at once: `send` never finds it without a peer.
                 self._sender.connect(self._directory.to_core)
                 self._ready = True
                 return message
@@ -242,7 +245,7 @@ class ProcessClient:
                 self._wait()
 
     def _next(self) -> StepOutputs | CoreReady | None:
-        """What has arrived, or None when there is nothing now. What a core sent before its death comes before the error."""
+        """What has arrived, or None when there is nothing now. What a core sent before it died precedes the error."""
         self._check_open()
         message = self._take()
         if message is None and self._handle.wait_end(0):
@@ -277,16 +280,15 @@ class ProcessClient:
                     self._liveness.progressed(now)
                     return message
 
-    def _wait_s(self) -> float | None:
-        """Until the next look at the heartbeats; an idle core owes none."""
-        return None if self._liveness.idle else min(self._heartbeat_s, self._hang_timeout_s / 4)
+    def _wait_s(self) -> float:
+        """Until the next look at the heartbeats. An idle core owes none, but another thread may send meanwhile."""
+        return self._hang_timeout_s / 4 if self._liveness.idle else self._heartbeat_s
 
     def _wait(self) -> None:
         poller = zmq.Poller()
         poller.register(self._receiver, zmq.POLLIN)
         poller.register(self._handle.sentinel, zmq.POLLIN)
-        wait_s = self._wait_s()
-        poller.poll(None if wait_s is None else 1000 * wait_s)
+        poller.poll(int(1000 * self._wait_s()) + 1)
 
     async def _wait_async(self) -> None:
         """ZeroMQ's descriptor signals changes, not states: it is watched only after a `recv` that found nothing."""
@@ -297,16 +299,14 @@ class ProcessClient:
             if not woken.done():
                 woken.set_result(None)
 
-        descriptors = (self._receiver.getsockopt(zmq.FD), self._handle.sentinel)
+        descriptors = (self._receiver.fileno(), self._handle.sentinel)
         for descriptor in descriptors:
             loop.add_reader(descriptor, wake)
-        wait_s = self._wait_s()
-        timer = None if wait_s is None else loop.call_later(wait_s, wake)
+        timer = loop.call_later(self._wait_s(), wake)
         try:
             await woken
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             for descriptor in descriptors:
                 loop.remove_reader(descriptor)
 
@@ -330,7 +330,7 @@ class ProcessClient:
         known = getattr(errors, message.kind or "", None)
         if not self._ready and isinstance(known, type) and issubclass(known, EngineError):
             return known(message.message)
-        return CoreDiedError(message.traceback)
+        return CoreDiedError(self._died)
 
     def _dead(self, cause: str) -> CoreDiedError:
         self._handle.destroy()

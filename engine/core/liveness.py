@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from engine.core.wire import Heartbeat, Phase
 
 _DOING: dict[Phase, str] = {
@@ -15,7 +17,7 @@ _DOING: dict[Phase, str] = {
 
 
 class Liveness:
-    """What the front end knows about the core's progress; times are seconds of one monotonic clock.
+    """What the front end knows about the core's progress; times are seconds of one monotonic clock. Thread-safe.
 
     An idle core owes nothing. From the moment a message is sent to it until it reports that it is idle again, it owes
     heartbeats, and, once it has started, turns.
@@ -28,31 +30,34 @@ class Liveness:
         self._turns = 0
         self._phase: Phase = "start"
         self._sent = 0
+        self._lock = threading.Lock()
 
     def sent(self, now: float) -> None:
-        """A message went to the core."""
-        self._sent += 1
-        if self._phase == "idle":
-            self._phase = "plan"
-            self._heard_at = self._progress_at = now
+        """A message goes to the core."""
+        with self._lock:
+            self._sent += 1
+            if self._phase == "idle":
+                self._phase = "plan"
+                self._heard_at = self._progress_at = now
 
     def progressed(self, now: float) -> None:
         """A message came that only a turning loop sends."""
-        if self._phase in ("start", "idle"):
-            self._phase = "plan"
-        self._heard_at = self._progress_at = now
+        with self._lock:
+            if self._phase in ("start", "idle"):
+                self._phase = "plan"
+            self._heard_at = self._progress_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        self._heard_at = now
-        started = self._phase == "start" and heartbeat.phase != "start"
-        if heartbeat.turns != self._turns or started:
-            self._turns = heartbeat.turns
-            self._progress_at = now
-        idle = heartbeat.phase == "idle"
-        if idle and heartbeat.received < self._sent:
-            return  # it was idle before it got our latest message
-        if heartbeat.phase != "start" or self._phase == "start":
-            self._phase = heartbeat.phase
+        """A heartbeat came."""
+        with self._lock:
+            self._heard_at = now
+            if heartbeat.turns != self._turns:
+                self._turns = heartbeat.turns
+                self._progress_at = now
+            starting = heartbeat.phase == "start" and self._phase != "start"  # it overlapped with `CoreReady`
+            outdated = heartbeat.phase == "idle" and heartbeat.received < self._sent
+            if not starting and not outdated:
+                self._phase = heartbeat.phase
 
     @property
     def idle(self) -> bool:

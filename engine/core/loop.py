@@ -1,7 +1,8 @@
 """The engine's main loop, one screen long: what a step is and in which order its parts happen (architecture §2, §4).
 
-The loop knows neither sockets nor processes: messages come from `inbox`, outputs leave as `StepOutputs`. It runs in the core
-process (`engine.core.process`) or, for debugging and offline use, in the caller's (`engine.core.client.InProcessClient`).
+The loop knows neither sockets nor processes: messages come from `inbox`, outputs leave as `StepOutputs`. It runs in the
+core process (`engine.core.process`) or, for debugging and offline use, in the caller's
+(`engine.core.client.InProcessClient`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.executor.interface import Executor
 from engine.step import StepPlan, StepResult
 
 Inbox = SimpleQueue[ToCore | SequenceDelta]
-"""What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it is passed on as it is."""
+"""What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
 
@@ -57,7 +58,7 @@ class StepScheduler(Protocol):
 class CoreLoop:
     """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
 
-    Not thread-safe, but for `inbox` (any thread may put) and the counters `turns`, `taken` and `phase` (any thread may read).
+    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken` and `phase` (any thread may read).
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class CoreLoop:
     def turn(self, wait: bool = True) -> StepOutputs | None:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
 
-        With one step ahead, step N+1 is planned and submitted before step N is collected, so everything on the host, from
-        `complete` through publishing to the next `plan`, happens while the device computes.
+        With one step ahead, step N+1 is planned and submitted before step N is collected, so everything on the host,
+        from `complete` through publishing to the next `plan`, happens while the device computes.
         """
         deltas = self._drain(wait)
         if self.stopped:

@@ -1,7 +1,7 @@
-"""The core's I/O thread: receives while a step computes, encodes and sends off the loop's path, and beats while there is work.
+"""The core's I/O thread: receives while a step computes, sends off the loop's path, and beats while there is work.
 
-Four things wake the thread: a frame from the front end, an output of the loop (eventfd), the death of the parent (end of file
-on stdin), and, only while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
+Four things wake the thread: a frame from the front end, an output of the loop (eventfd), the death of the parent
+(pidfd), and, only while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 
@@ -30,13 +31,13 @@ FLUSH_MS = 2000
 class Mailbox:
     """The core's end of both sockets.
 
-    `inbox` is filled from the front end. `publish` may be called from any thread and never blocks; frames leave in order.
+    `inbox` is filled from the front end. `publish` may be called from any thread, never blocks, and keeps the order.
     """
 
     def __init__(
         self, to_core: str, from_core: str, directory: str, parent_fd: int, heartbeat_s: float, hang_timeout_s: float
     ) -> None:
-        """`to_core` and `from_core`: ZeroMQ addresses inside `directory`. `parent_fd`: a pipe whose other end the parent holds."""
+        """`to_core`, `from_core`: ZeroMQ addresses inside `directory`. `parent_fd`: pidfd of the parent."""
         self.inbox: Inbox = Inbox()
         self._directory = directory
         self._parent_fd = parent_fd
@@ -76,7 +77,7 @@ class Mailbox:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by admission: nothing is produced for a request that was not admitted
+        socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds it: every output belongs to an admitted request
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket
 
@@ -93,20 +94,23 @@ class Mailbox:
         poller = zmq.Poller()
         for source in (self._receiver, self._wake_fd, self._parent_fd):
             poller.register(source, zmq.POLLIN)
-        timeout_ms: int | None = self._beat()
+        next_beat = self._beat()
         while True:
+            timeout_ms = None if next_beat is None else max(0, int(1000 * (next_beat - time.monotonic())) + 1)
             ready = dict(poller.poll(timeout_ms))
-            if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
+            if self._parent_fd in ready:
                 self._die_with_parent()
             if self._receiver in ready:
                 self._receive()
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+            closing = self._closing  # read before the outbox: what was published before `close` is sent
             self._send_outbox()
-            if self._closing:
+            if closing:
+                faulthandler.cancel_dump_traceback_later()
                 return
-            if not ready or timeout_ms is None:
-                timeout_ms = self._beat()
+            if next_beat is None or time.monotonic() >= next_beat:
+                next_beat = self._beat()
 
     def _receive(self) -> None:
         while True:
@@ -129,8 +133,8 @@ class Mailbox:
         while self._outbox:
             self._sender.send(self._encoder.encode(self._outbox.popleft()))
 
-    def _beat(self) -> int | None:
-        """Send a heartbeat; the milliseconds until the next one, or None once the core is idle."""
+    def _beat(self) -> float | None:
+        """Send a heartbeat; when the next one is due, or None once the core is idle."""
         loop = self._loop
         if loop is None:
             beat = Heartbeat(turns=0, phase="start", received=self._received)
@@ -146,8 +150,8 @@ class Mailbox:
             faulthandler.cancel_dump_traceback_later()
             return None
         # Runs without the GIL: ends a core in which no Python can run any more, even when the parent is gone.
-        faulthandler.dump_traceback_later(1.5 * self._hang_timeout_s + self._heartbeat_s, exit=True, file=sys.__stderr__)
-        return max(1, int(1000 * self._heartbeat_s))
+        faulthandler.dump_traceback_later(1.5 * self._hang_timeout_s + self._heartbeat_s, exit=True)
+        return time.monotonic() + self._heartbeat_s
 
     def _die_with_parent(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -167,7 +171,7 @@ def _request_id(frame: bytes) -> str:
 
 
 def stop_on_sigterm(inbox: Inbox) -> None:
-    """SIGTERM ends a serving core as `Shutdown` does. `SimpleQueue.put` is reentrant, so a signal handler may call it."""
+    """SIGTERM ends a serving core as `Shutdown` does. A signal handler may call `SimpleQueue.put`: it is reentrant."""
 
     def handle(signum: int, frame: object) -> None:
         inbox.put(Shutdown())

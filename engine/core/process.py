@@ -1,7 +1,7 @@
 """The core process: `python -m engine.core.process`, with a `CoreStart` as one line of JSON on stdin.
 
-A plain subprocess, so that nothing is pickled and a user's script needs no `__main__` guard. Stdin stays open as long as the
-parent lives: its end of file is how the core learns that it is alone.
+A plain subprocess, so that nothing is pickled and a user's script needs no `__main__` guard. It never outlives the
+parent that `CoreStart` names.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ logger = logging.getLogger(__name__)
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 
 SWITCH_INTERVAL_S = 0.0002
-"""How long the loop may keep the interpreter while the executor's thread wants to launch work. Python's default, 5 ms, would
-let a busy host side stall the device for as long as a whole step takes."""
+"""How long the loop may keep the interpreter while the executor's thread wants to launch work. Python's default, 5 ms,
+would let a busy host side stall the device for as long as a whole step takes."""
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """All that a core process needs to know; written by the parent, never by anything that a request carries."""
 
     config: EngineConfig
+    parent_pid: int
     to_core: str
     """address that the core binds"""
     from_core: str
@@ -57,6 +58,8 @@ class _TerminatedError(BaseException):
 def main() -> int:
     """Run one core to its end; the exit status: 0 after `Shutdown` or SIGTERM, 1 after an error that was reported."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreStart)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to act on
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
@@ -70,8 +73,11 @@ def _run(start: CoreStart) -> int:
     from engine.core.mailbox import Mailbox, stop_on_sigterm
     from engine.core.start import build_core, load_executor
 
+    parent_fd = os.pidfd_open(start.parent_pid)
+    if os.getppid() != start.parent_pid:
+        return 1  # the parent died before we could watch it
     mailbox = Mailbox(
-        start.to_core, start.from_core, start.directory, sys.stdin.fileno(), start.heartbeat_s, start.hang_timeout_s
+        start.to_core, start.from_core, start.directory, parent_fd, start.heartbeat_s, start.hang_timeout_s
     )
     try:
         executor = load_executor(start.executor, start.config)

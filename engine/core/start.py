@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a loop that is ready to serve: load, fit the KV cache into what is left, allocate, warm up."""
+"""From an `EngineConfig` to a loop that is ready: load, fit the KV cache into what is left, allocate, warm up."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from engine.config import EngineConfig
 from engine.core.process import STACK_DUMP_SIGNAL, CoreStart
 from engine.errors import ConfigError
 
-TAIL_LINES = 60
-TAIL_QUOTED = 20
+TAIL_LINES = 40
 MAX_ADDRESS_BYTES = 100
 """of the 107 that a Unix socket's path may have"""
 
@@ -48,7 +47,7 @@ class SocketDirectory:
 
 
 class CoreHandle:
-    """One running core process. All methods may be called from any thread; `destroy` once, at the end."""
+    """One running core process. After `destroy` only `report` and `exit_cause` make sense."""
 
     def __init__(
         self,
@@ -62,6 +61,7 @@ class CoreHandle:
     ) -> None:
         start = CoreStart(
             config=config,
+            parent_pid=os.getpid(),
             to_core=directory.to_core,
             from_core=directory.from_core,
             directory=directory.path,
@@ -90,11 +90,7 @@ class CoreHandle:
         # A core that died at once is reported by the sentinel, not by this pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-            self._process.stdin.flush()
-
-    @property
-    def destroyed(self) -> bool:
-        return self._destroyed
+            self._process.stdin.close()
 
     def wait_end(self, timeout_s: float) -> bool:
         """True when the process has ended, at once or within the time. Does not reap it."""
@@ -117,17 +113,15 @@ class CoreHandle:
             self._process.wait()
             self._pump.join(timeout=1.0)  # a descendant that left the group may hold the pipe open
             os.close(self.sentinel)
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            if self._process.stdout is not None and not self._pump.is_alive():
+                self._process.stdout.close()
         return self._process.returncode
 
     def report(self, cause: str) -> str:
         """An error message whose last line is `cause`; before it, the last lines of the core's stderr."""
         lines = [f"the engine core (process {self.pid}) died"]
         if self._tail:
-            lines += ["its last output:", *(f"  {line}" for line in list(self._tail)[-TAIL_QUOTED:])]
+            lines += ["its last output:", *(f"  {line}" for line in list(self._tail))]
         return "\n".join([*lines, cause])
 
     def exit_cause(self) -> str:
@@ -135,13 +129,12 @@ class CoreHandle:
         status = self._process.returncode
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"
-            hint = " (the kernel's out-of-memory killer does this: lower --kv-cache-memory)" if name == "SIGKILL" else ""
+            hint = " (the out-of-memory killer does this: lower --kv-cache-memory)" if name == "SIGKILL" else ""
             return f"killed by signal {-status} ({name}){hint}"
-        last = f": {self._tail[-1].strip()}" if status and self._tail else ""
+        if status == 0:
+            return "exited with status 0, unasked: SIGTERM ends a core in this way"
+        last = f": {self._tail[-1].strip()}" if self._tail else ""
         return f"exited with status {status}{last}"
-
-    def tail_length(self) -> int:
-        return len(self._tail)
 
     def _pump_output(self) -> None:
         assert self._process.stdout is not None

@@ -1,4 +1,5 @@
-"""Messages between the front end and the core: the only place where the two meet. msgspec only; no pickle on any socket."""
+"""Messages between the front end and the core: the only place where the two meet. msgspec only; no pickle on any
+socket."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ Phase = Literal["start", "idle", "plan", "submit", "collect", "complete"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """Sent by the core's I/O thread while the core has work, so that the front end can tell a hung loop from a slow one."""
+    """Sent by the core's I/O thread while the core has work, so that the front end can tell a hung loop from a slow
+    one."""
 
     turns: int
     """turns of the loop since it started"""

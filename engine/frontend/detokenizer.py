@@ -1,10 +1,11 @@
 """Token ids to text while they arrive, so that the pieces joined equal the decoding of the whole.
 
-Two things make this more than `decode` of each token: a character may be spread over several tokens, and decoders treat the
-beginning of a text specially (SentencePiece strips its first space). So new ids are decoded behind a few ids of context whose
-text is known already, and text is held back while it ends in an incomplete character. `tokenizers.DecodeStream` follows the
-same idea, but has no way to flush, raises on decoders that rewrite earlier text, and decodes again everything since the last
-complete character, which is quadratic on binary noise; here what is pending is bounded.
+Two things make this more than `decode` of each token: a character may be spread over several tokens, and decoders
+treat the beginning of a text specially (SentencePiece strips its first space). So new ids are decoded behind a few ids
+of context whose text is known already, and text is held back while it ends in an incomplete character.
+`tokenizers.DecodeStream` follows the same idea, but has no way to flush, raises on decoders that rewrite earlier text,
+and decodes again everything since the last complete character, which is quadratic on binary noise; here what is
+pending is bounded.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class IncrementalDetokenizer:
         if text.endswith(_INCOMPLETE):
             return self._cut() if len(self._pending) > _MAX_PENDING else ""
         if text == self._prefix:
-            # Skipped special tokens, or ids without a token. Kept while nothing precedes them: a decoder may yet keep or
-            # strip a space by what comes first.
+            # Skipped special tokens, or ids without a token. Kept while nothing precedes them: a decoder may yet keep
+            # or strip a space by what comes first.
             if self._prefix or len(self._pending) > _MAX_PENDING:
                 self._pending.clear()
             return ""

@@ -1,7 +1,8 @@
 """From the core's per-sequence deltas to the `RequestOutput`s that callers see.
 
-There is no queue of outputs: a request's state grows as deltas come in, and `take` renders it when its consumer is ready. A
-consumer that is slower than the engine therefore gets fewer, larger outputs, and memory stays proportional to the text.
+There is no queue of outputs: a request's state grows as deltas come in, and `take` renders it when its consumer is
+ready. A consumer that is slower than the engine therefore gets fewer, larger outputs, and memory stays proportional to
+the text.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ class OutputProcessor:
             num_cached_tokens=request.cached_tokens,
             metrics=msgspec.structs.replace(request.metrics),
         )
+
+    def finished(self, request_id: str) -> bool:
+        return not self._requests[request_id].running
 
     def error(self, request_id: str) -> EngineError | None:
         """Why the request failed inside the core, if it did."""

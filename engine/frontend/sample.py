@@ -1,7 +1,7 @@
 """One sequence as the user sees it: the core's tokens with their text, log-probabilities and reason to end.
 
-Text is made when somebody looks (`output`), many tokens at a time where nobody looked for a while. Only stop strings force
-it token by token, because the token that completes one must be the last.
+Text is made when somebody looks (`output`), many tokens at a time where nobody looked for a while. Only stop strings
+force it token by token, because the token that completes one must be the last.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Sample:
         self._stop_token: bool = False
         self._text = ""
         self._detokenizer = (
-            IncrementalDetokenizer(
-                tokenizer.backend, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-            )
+            IncrementalDetokenizer(tokenizer.backend, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
             else None
         )

@@ -1,7 +1,8 @@
 """Stop strings over a stream of text whose pieces break anywhere.
 
-Only the longest suffix that could still become a stop string is held back. The match that is complete first wins (of two that
-end together, the longer): that answer does not depend on where the pieces break, and nothing waits longer than it must.
+Only the longest suffix that could still become a stop string is held back. The match that is complete first wins (of
+two that end together, the longer): that answer does not depend on where the pieces break, and nothing waits longer
+than it must.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Text that is now certain. When a stop string completed: what precedes it (with it, if it is to be included)."""
+        """Text that is now certain. When a stop string completed: what precedes it (with it, if it is to be
+        included)."""
         text = self._held + text
         end, stop = self._first_match(text)
         if stop is not None:

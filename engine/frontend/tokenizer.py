@@ -1,8 +1,8 @@
 """Text to token ids and back, and chat templates, for a Hugging Face directory or one GGUF file.
 
-`transformers` is imported only when a tokenizer is loaded (the import takes over a second) and is asked for two things: the
-right `tokenizers.Tokenizer`, and chat templates. Encoding and decoding go straight to that Rust object, which is safe to
-share between threads; the Python wrapper is not (it changes truncation settings on every call).
+`transformers` is imported only when a tokenizer is loaded (the import takes over a second) and is asked for two
+things: the right `tokenizers.Tokenizer`, and chat templates. Encoding and decoding go straight to that Rust object,
+which is safe to share between threads; the Python wrapper is not (it changes truncation settings on every call).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import transformers
 
 ChatMessage = dict[str, Any]
-"""{"role": …, "content": str | list of {"type": "text", "text": …}, …} as in OpenAI's API; templates may read further keys"""
+"""{"role": …, "content": str | list of {"type": "text", "text": …}, …} as in OpenAI's API; templates may read further
+keys"""
 
 _INLINE_CHARS = 512
 """below this, encoding takes less time (about 0.1 ms) than the way to another thread and back"""
@@ -73,9 +74,7 @@ class Tokenizer:
         if len(text) <= _INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
+        return await loop.run_in_executor(self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the tokenizer's vocabulary contribute nothing (models pad their vocabulary)."""

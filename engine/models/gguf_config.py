@@ -46,7 +46,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": _required(header, f"{arch}.block_count"),
+        "num_hidden_layers": _num_layers(header, arch),
         "num_attention_heads": num_heads,
         "num_key_value_heads": header.integer(f"{arch}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
@@ -80,6 +80,13 @@ def _required(header: GgufHeader, key: str) -> int:
         reason = "is missing" if found is None else f"is not one integer ({found!r})"
         raise WeightsError(f"{header.path}: metadata {key} {reason}")
     return value
+
+
+def _num_layers(header: GgufHeader, arch: str) -> int:
+    count = _required(header, f"{arch}.block_count")
+    if f"blk.{count - 1}.attn_norm.weight" not in header.tensors or f"blk.{count}.attn_norm.weight" in header.tensors:
+        raise WeightsError(f"{header.path}: metadata {arch}.block_count is {count}, the tensors are of another number")
+    return count
 
 
 def _head_dim(header: GgufHeader, arch: str, hidden_size: int, num_heads: int) -> int:

@@ -62,7 +62,7 @@ class Noise:
 
     def draw_keys(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys int32 `[m, 2]` from `seed_words` int64 `[m]` and positions int64 `[m]`."""
-        pairs = words.contiguous().view(torch.int32).view(-1, 2)
+        pairs = torch.stack((words, words >> 32), dim=1).to(torch.int32)
         x = positions.to(torch.int32).unsqueeze(1) * self._steps + pairs
         _xor_shift_(x, 16).mul_(_signed(_MULTIPLIER_1, 32))
         _xor_shift_(x, 15).mul_(_signed(_MULTIPLIER_2, 32))

@@ -15,7 +15,7 @@ from attention_backends.reference import ReferenceBackend
 Prepared = Callable[[Isa], CpuBackend]
 
 BLOCK = 16
-EDGE_LENGTHS = [(1, 1), (1, BLOCK - 1), (1, BLOCK), (1, BLOCK + 1), (0, 0), (0, 5), (BLOCK, BLOCK), (BLOCK + 1, BLOCK + 1)]
+EDGE_LENGTHS = [(1, 1), (1, BLOCK - 1), (1, BLOCK), (1, BLOCK + 1), (0, 0), (0, 5), (BLOCK, BLOCK), (BLOCK + 1,) * 2]
 MIXED = [(1, 300), (1, 33), (37, 37), (5, 261), (1, 1), (40, 90), (0, 7), (2, 2)]
 # Output rounding is half a unit in the last place; rounding probabilities (bfloat16 only) adds as much again per key,
 # averaged over keys, relative to the values' magnitude.

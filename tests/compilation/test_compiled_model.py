@@ -1,4 +1,4 @@
-"""A compiled model is the module: same values for every n, weights not baked in, attention called in order, compiled once."""
+"""A compiled model is the module: same values for every n, weights not baked in, attention in order, compiled once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every step finds the smallest graph that holds it, padded tails are harmless, and only what was captured is replayed."""
+"""Every step finds the smallest graph that holds it, tails are harmless, and only what was captured is replayed."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ class Seq:
     known: list[int] = field(default_factory=list)
     """those that follow, as far as they are decided"""
     tables: list[list[int]] = field(default_factory=list)
+    registered: int = 0
+    """blocks that were offered to the index; each is offered once"""
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -90,6 +92,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.kv.adopt(seq.blocks, hit)
         self.free = [block for block in self.free if not any(block in table for table in expected)]
         seq.tokens, seq.known, seq.tables = tokens[: hit.num_tokens], tokens[hit.num_tokens :], expected
+        seq.registered = len(expected[0])
         self.seqs.append(seq)
 
     @precondition(lambda self: self.seqs)
@@ -137,17 +140,20 @@ class KVCacheMachine(RuleBasedStateMachine):
     def register(self, seq: Seq) -> None:
         self.kv.register(seq.blocks, seq.tokens + seq.known)
         if self.caching:
-            for index in range(len(seq.tokens) // self.size):
+            for index in range(seq.registered, len(seq.tokens) // self.size):
                 for group, table in enumerate(seq.tables):
                     if not self.cached(table[index]):
                         self.index.setdefault(self.name(seq, group, index), table[index])
+            seq.registered = len(seq.tokens) // self.size
 
     @precondition(lambda self: self.seqs and len(self.seqs) < 6)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.seqs))
         tables = [table.copy() for table in seq.tables]
-        self.seqs.append(Seq(self.kv.fork(seq.blocks), seq.salt, seq.tokens.copy(), tables=tables))
+        self.seqs.append(
+            Seq(self.kv.fork(seq.blocks), seq.salt, seq.tokens.copy(), tables=tables, registered=seq.registered)
+        )
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data(), twice=st.booleans())

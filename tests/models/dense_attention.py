@@ -1,4 +1,4 @@
-"""Attention over one sequence with dense K and V, as the paper writes it: what a test gives to `Decoder.set_attention`."""
+"""Attention over one sequence with dense K and V, for `Decoder.set_attention`."""
 
 from __future__ import annotations
 

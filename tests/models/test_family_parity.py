@@ -37,9 +37,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
 @pytest.mark.parametrize("case", ["llama_biases", "mistral_window", "qwen3_bias_windows"])
 def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     model = ours(save(make_model(case), tmp_path))
-    torch.testing.assert_close(
-        logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_windows_change_the_logits_of_a_prompt_beyond_them(tmp_path: Path) -> None:

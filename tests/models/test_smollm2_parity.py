@@ -42,6 +42,7 @@ def reference() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_description_equals_the_config_that_transformers_derives(reference: PreTrainedModel) -> None:
     description = describe(str(demo_file()))
     theirs = reference.config
@@ -63,6 +64,7 @@ def test_description_equals_the_config_that_transformers_derives(reference: PreT
     assert description.default_dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_float32_logits_and_64_greedy_tokens_equal_transformers(reference: PreTrainedModel) -> None:
     description = describe(str(demo_file()))
     model = Decoder(description.spec, dtype=torch.float32, max_position=512)

@@ -1,7 +1,8 @@
 """Run by test_input_kernels.py in a process of its own: Triton must be imported with TRITON_INTERPRET=1 already set.
 
-Every Triton kernel and its twin work on copies of the same random tables, and all of memory is compared afterwards, so a
-store outside of what a kernel owns is seen too. Prints one line per case that passed; raises on the first that differs.
+Every Triton kernel and its twin work on copies of the same random tables, and all of memory is compared afterwards, so
+a store outside of what a kernel owns is seen too. Prints one line per case that passed; raises on the first that
+differs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     computed = rng.integers(0, LENGTH - 20, n).astype(np.int32)
     samples = np.ones(n, bool) if decode_only else rng.random(n) < 0.6
     total, max_tokens, max_blocks = int(query.sum()), 256, -(-LENGTH // BLOCK)
-    sizes = StepSizes(n, total, int(samples.sum()), int(rng.integers(n, ROWS + 1)), int(rng.integers(total, max_tokens)))
+    sizes = StepSizes(
+        n, total, int(samples.sum()), int(rng.integers(n, ROWS + 1)), int(rng.integers(total, max_tokens))
+    )
     step = torch.zeros(4, ROWS + 1, dtype=torch.int32)
     step[0, :n] = torch.from_numpy(rng.permutation(ROWS)[:n])
     step[1, :n] = torch.from_numpy(computed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.sampling import Sampler, SampleOutput
+from engine.sampling import SampleOutput, Sampler
 from engine.step import RowParams
 
 M32 = 0xFFFFFFFF
@@ -73,7 +73,7 @@ def kept(processed: np.ndarray, p: RowParams, slack: float = 0.0) -> np.ndarray:
     order = np.argsort(-processed, kind="stable")
     z = scaled(processed, p)[order]
     probs = np.exp(z)
-    stay = probs >= float(np.float32(p.min_p)) * (1 - slack)
+    stay = probs >= min(1.0, float(np.float32(p.min_p)) * (1 - slack))
     if p.top_k > 0:
         stay &= np.arange(len(z)) < p.top_k
     probs = np.where(stay, probs, 0.0)

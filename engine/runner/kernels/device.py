@@ -27,6 +27,40 @@ def apply_staged_writes_kernel(table: tl.tensor, writes: tl.tensor, values: tl.t
     tl.store(table + dst + offsets, tl.load(values + src + offsets, mask=mask), mask=mask)
 
 
+@triton.jit
+def _fill(target: tl.tensor, begin: tl.tensor, end: tl.tensor, value: tl.tensor, BLOCK: tl.constexpr) -> None:
+    for first in range(begin, end, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        filled = tl.zeros([BLOCK], target.dtype.element_ty) + value
+        tl.store(target + offsets, filled.to(target.dtype.element_ty), mask=offsets < end)
+
+
+@triton.jit
+def _fill_samples(
+    indices: tl.tensor, rows: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    _fill(indices, begin, end, 0, BLOCK)
+    _fill(rows, begin, end, 0, BLOCK)
+    _fill(positions, begin, end, 0, BLOCK)
+
+
+@triton.jit
+def _store_sample(
+    index: tl.tensor, row_at: tl.tensor, position: tl.tensor, end: tl.tensor, row: tl.tensor, seq_len: tl.tensor
+) -> None:
+    tl.store(index, (end - 1).to(tl.int64))
+    tl.store(row_at, row)
+    tl.store(position, seq_len.to(tl.int64))
+
+
+@triton.jit
+def _write_slots(
+    target: tl.tensor, table: tl.tensor, positions: tl.tensor, mask: tl.tensor, block_size: tl.tensor
+) -> None:
+    block = tl.load(table + positions // block_size, mask=mask, other=0).to(tl.int64)
+    tl.store(target, block * block_size + positions % block_size, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         "step_stride",
@@ -81,9 +115,7 @@ def prepare_inputs_kernel(
         tl.store(seq_lens + seq, seq_len)
         tl.store(query_start_loc + seq + 1, end)
         if sample >= 0:
-            tl.store(logits_indices + sample, (end - 1).to(tl.int64))
-            tl.store(sample_rows + sample, row)
-            tl.store(sample_positions + sample, seq_len.to(tl.int64))
+            _store_sample(logits_indices + sample, sample_rows + sample, sample_positions + sample, end, row, seq_len)
         for first in range(0, end - start, BLOCK):
             offsets = first + lanes
             mask = offsets < end - start
@@ -93,29 +125,16 @@ def prepare_inputs_kernel(
             tl.store(positions + start + offsets, at, mask=mask)
             for group in tl.static_range(GROUPS):
                 table = tables + group * tables_group_stride + row * tables_row_stride
-                block = tl.load(table + at // block_size, mask=mask, other=0).to(tl.int64)
-                slot = block * block_size + at % block_size
-                tl.store(slots + group * slots_group_stride + start + offsets, slot, mask=mask)
+                _write_slots(slots + group * slots_group_stride + start + offsets, table, at, mask, block_size)
     else:
         tl.store(query_start_loc, 0)
-        for first in range(num_tokens, padded_tokens, BLOCK):
-            offsets = first + lanes
-            mask = offsets < padded_tokens
-            tl.store(input_ids + offsets, tl.zeros([BLOCK], tl.int64), mask=mask)
-            tl.store(positions + offsets, tl.zeros([BLOCK], tl.int64), mask=mask)
-            for group in tl.static_range(GROUPS):
-                tl.store(slots + group * slots_group_stride + offsets, tl.full([BLOCK], -1, tl.int64), mask=mask)
-        for first in range(num_seqs, padded_seqs, BLOCK):
-            offsets = first + lanes
-            mask = offsets < padded_seqs
-            tl.store(seq_lens + offsets, tl.zeros([BLOCK], tl.int32), mask=mask)
-            tl.store(query_start_loc + offsets + 1, tl.zeros([BLOCK], tl.int32) + num_tokens, mask=mask)
-        for first in range(num_samples, padded_seqs, BLOCK):
-            offsets = first + lanes
-            mask = offsets < padded_seqs
-            tl.store(logits_indices + offsets, tl.zeros([BLOCK], tl.int64), mask=mask)
-            tl.store(sample_rows + offsets, tl.zeros([BLOCK], tl.int64), mask=mask)
-            tl.store(sample_positions + offsets, tl.zeros([BLOCK], tl.int64), mask=mask)
+        for group in tl.static_range(GROUPS):
+            _fill(slots + group * slots_group_stride, num_tokens, padded_tokens, -1, BLOCK)
+        _fill(input_ids, num_tokens, padded_tokens, 0, BLOCK)
+        _fill(positions, num_tokens, padded_tokens, 0, BLOCK)
+        _fill(seq_lens, num_seqs, padded_seqs, 0, BLOCK)
+        _fill(query_start_loc + 1, num_seqs, padded_seqs, num_tokens, BLOCK)
+        _fill_samples(logits_indices, sample_rows, sample_positions, num_samples, padded_seqs, BLOCK)
 
 
 @triton.jit(

@@ -1,0 +1,353 @@
+"""`LLM`: a batch of prompts in, a list of outputs out. Names and shapes follow vLLM's offline API."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self, cast
+
+from engine.config import CompileMode, Device, DType, EngineArgs, EngineConfig, GraphMode, ModelConfig, Policy
+from engine.core.client import CoreClient, InProcessClient, ProcessClient
+from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache
+from engine.errors import CoreDiedError, EngineError, InvalidRequestError
+from engine.frontend.admission import Admission, AdmittedRequest, Prompt, default_sampling_params, parse_prompt
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.tokenizer import ChatMessage, Tokenizer
+from engine.request import RequestOutput, SamplingParams
+from engine.resolve import parse_size, resolve_here
+
+logger = logging.getLogger(__name__)
+
+ClientFactory = Callable[[EngineConfig], CoreClient]
+
+
+class LLM:
+    """A model, loaded and ready. Use it as a context manager, or call `shutdown`, to free its memory at a certain time.
+
+    One thread at a time. With `in_process` the core runs in the calling thread (nothing to start, easy to debug);
+    without, in a process of its own, so that tokenizing and detokenizing overlap with the model.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        dtype: DType = "auto",
+        device: Device = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        max_waiting: int = 4096,
+        block_size: int | None = None,
+        kv_cache_memory: int | str | None = None,
+        memory_fraction: float = 0.9,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: Policy = "fcfs",
+        async_scheduling: bool = True,
+        compile: CompileMode = "pieces",
+        graphs: GraphMode | None = None,
+        attention_backend: str | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        max_logprobs: int = 20,
+        cache_dir: str | None = None,
+        load_format: Literal["auto", "dummy"] = "auto",
+        served_model_name: str | None = None,
+        in_process: bool = True,
+    ) -> None:
+        """`model`: a Hugging Face directory or a GGUF file. `kv_cache_memory`: bytes, or "4GiB". See `EngineArgs`."""
+        args = EngineArgs(
+            model=model,
+            served_model_name=served_model_name,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting,
+            block_size=block_size,
+            kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
+            memory_fraction=memory_fraction,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            async_scheduling=async_scheduling,
+            compile=compile,
+            graphs=graphs,
+            attention_backend=attention_backend,
+            threads=threads,
+            seed=seed,
+            max_logprobs=max_logprobs,
+            cache_dir=cache_dir,
+            load_format=load_format,
+        )
+        self._start(args, InProcessClient if in_process else ProcessClient)
+
+    @classmethod
+    def from_args(
+        cls, args: EngineArgs, *, in_process: bool = True, client_factory: ClientFactory | None = None
+    ) -> Self:
+        """The same from a struct. `client_factory` brings another core (tests, other transports) and overrides
+        `in_process`."""
+        llm = cls.__new__(cls)
+        llm._start(args, client_factory or (InProcessClient if in_process else ProcessClient))
+        return llm
+
+    def _start(self, args: EngineArgs, client_factory: ClientFactory) -> None:
+        self._closed = False
+        self._calls = 0
+        self._stats = CoreStats()
+        self.model, self.config = resolve_here(args)
+        self._tokenizer = Tokenizer.load(self.config.model.tokenizer)
+        self._admission = Admission(self.config, self._tokenizer)
+        self._processor = OutputProcessor(self._tokenizer)
+        self._client = client_factory(self.config)
+        self.ready = self._client.start()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer in use; its `hf` is transformers' object."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the recommendation in the model's generation config, else the defaults."""
+        return default_sampling_params(self.model.generation_defaults)
+
+    def stats(self) -> CoreStats:
+        """The core's counters as of its latest step."""
+        return self._stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes before the next request runs."""
+        self._alive().send(ResetPrefixCache())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        Raises `InvalidRequestError` before anything runs when one prompt or its parameters can not be served. A
+        request that fails later, inside the core, fails alone: its output has finish_reason "error" and the cause as
+        stop_reason.
+        """
+        self._alive()
+        arrival = time.monotonic()
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        parsed = [parse_prompt(prompt) for prompt in listed]
+        params = self._per_prompt(sampling_params, len(parsed))
+        if priority is not None and len(priority) != len(parsed):
+            raise InvalidRequestError(f"{len(parsed)} prompts but {len(priority)} priorities", "priority")
+        texts = [p.text for p in parsed if p.token_ids is None and p.text is not None]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        call, self._calls = self._calls, self._calls + 1
+        admitted = []
+        for i, prompt in enumerate(parsed):
+            token_ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
+            try:
+                request = self._admission.admit(
+                    f"{call}.{i}",
+                    prompt.text,
+                    token_ids,
+                    params[i],
+                    priority=priority[i] if priority is not None else 0,
+                    cache_salt=prompt.cache_salt,
+                )
+            except InvalidRequestError as error:
+                if len(parsed) == 1:
+                    raise
+                raise InvalidRequestError(f"prompt {i}: {error}", error.field) from error
+            admitted.append(request)
+        return self._run(admitted, arrival, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of lists)."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[ChatMessage]]", [messages] if one or not messages else messages)
+        texts = [
+            self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)  # the template wrote them out
+        prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def shutdown(self) -> None:
+        """Free the model and its memory; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._tokenizer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _alive(self) -> CoreClient:
+        if self._closed:
+            raise CoreDiedError("this LLM was shut down")
+        return self._client
+
+    def _per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(f"{count} prompts but {len(params)} sampling_params")
+        return params
+
+    def _run(self, admitted: list[AdmittedRequest], arrival: float, use_tqdm: bool) -> list[RequestOutput]:
+        """Keep the core busy without overfilling its bounded queue; whatever interrupts this ends what is in flight."""
+        waiting, in_flight = deque(admitted), 0
+        done: dict[str, RequestOutput] = {}
+        limit = self.config.scheduler.max_waiting
+        bar = _Progress(len(admitted), use_tqdm)
+        with _interrupts_between_steps() as check_interrupt:
+            try:
+                while len(done) < len(admitted):
+                    while waiting and (in_flight == 0 or in_flight + waiting[0].params.n <= limit):
+                        in_flight += self._submit(waiting.popleft(), arrival)
+                    for output in self._step():
+                        done[output.request_id] = output
+                        in_flight -= len(output.outputs)
+                        bar.update(output)
+                    check_interrupt()
+            finally:
+                bar.close()
+                self._abort_in_flight()
+        return [done[request.request_id] for request in admitted]
+
+    def _submit(self, request: AdmittedRequest, arrival: float) -> int:
+        self._processor.add(request, now=arrival)
+        for sequence in request.sequences:
+            self._client.send(sequence)
+        return len(request.sequences)
+
+    def _step(self) -> Iterator[RequestOutput]:
+        """Receive once; the requests that ended."""
+        outputs = self._client.recv()
+        now = time.monotonic()
+        self._stats = outputs.stats
+        progress = self._processor.process(outputs.deltas, now)
+        if progress.aborts:
+            self._client.send(AbortRequests(request_ids=progress.aborts))
+        for request_id in dict.fromkeys(progress.touched):
+            if not self._processor.finished(request_id):
+                continue
+            error = self._processor.error(request_id)
+            output = self._processor.take(request_id)
+            self._processor.remove(request_id, now)
+            if error is not None:
+                logger.warning("request %s failed: %s", request_id, error)
+            if output is not None:
+                yield output
+
+    def _abort_in_flight(self) -> None:
+        now = time.monotonic()
+        core_ids = [
+            core_id
+            for request_id in self._processor.request_ids()
+            for core_id in self._processor.remove(request_id, now)[0]
+        ]
+        if not core_ids:
+            return
+        try:
+            self._client.send(AbortRequests(request_ids=core_ids))
+        except EngineError as error:
+            logger.debug("nothing to abort, the core is gone: %s", error)
+
+
+class _Progress:
+    """vLLM's progress bar: prompts done, and tokens a second so far."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._start = time.monotonic()
+        self._input_tokens = self._output_tokens = 0
+        self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not shown)
+
+    def update(self, output: RequestOutput) -> None:
+        self._input_tokens += len(output.prompt_token_ids)
+        self._output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        self._bar.set_postfix_str(
+            f"input: {self._input_tokens / seconds:.1f} toks/s, output: {self._output_tokens / seconds:.1f} toks/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C takes effect at the next border between steps, where the core is whole; a second one at once.
+
+    Yields the check to make at each border. Outside the main thread, or under a handler of the user's own, nothing
+    changes.
+    """
+    mine = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not mine:
+        yield lambda: None
+        return
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            signal.default_int_handler(number, frame)
+        interrupted = True
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

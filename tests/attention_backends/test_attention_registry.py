@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_backends import registry
+from attention_backends.cpu import CpuBackend
+from attention_backends.interface import Capabilities
+from attention_backends.reference import ReferenceBackend
+from attention_backends.registry import NoBackendError, registered, select
+
+
+def test_the_fastest_backend_that_can_serve_is_chosen_and_prepared(kernel_cache: Path) -> None:
+    chosen = select("cpu", torch.bfloat16, 64, 16, True, True, cache_dir=kernel_cache)
+    assert isinstance(chosen.backend, CpuBackend)
+    assert "portable" in chosen.backend.supported_isas
+    assert "reference" not in chosen.rejected
+
+
+def test_each_rejected_backend_has_its_reason() -> None:
+    chosen = select("cpu", torch.float64, 60, 5, False, False)
+    assert isinstance(chosen.backend, ReferenceBackend)
+    assert all(part in chosen.rejected["cpu"] for part in ("float64", "head_dim 60", "block_size 5"))
+
+
+def test_a_named_backend_that_cannot_serve_is_an_error_with_the_reasons() -> None:
+    with pytest.raises(NoBackendError, match=r"'cpu' cannot serve (.|\n)*cpu: has no head_dim 60"):
+        select("cpu", torch.float32, 60, 16, False, False, name="cpu")
+    with pytest.raises(NoBackendError, match="not on cuda"):
+        select("cuda", torch.float32, 64, 16, False, False, name="cpu")
+    with pytest.raises(NoBackendError, match=r"unknown; registered: .*cpu"):
+        select("cpu", torch.float32, 64, 16, False, False, name="nothing")
+    with pytest.raises(NoBackendError, match=r"no attention backend can serve(.|\n)*cpu:(.|\n)*reference:"):
+        select("meta", torch.float32, 64, 16, False, False)
+
+
+class FailingBackend(ReferenceBackend):
+    speed_rank = 1
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
+
+    def prepare(self, cache_dir: Path | None = None) -> None:
+        raise RuntimeError("its kernels do not load here")
+
+
+def test_backends_from_outside_are_found_and_their_failures_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("failing", f"{__name__}:FailingBackend", registry.GROUP),
+        EntryPoint("absent", "no_such_package.attention:Backend", registry.GROUP),
+        EntryPoint("wrong", "math:sqrt", registry.GROUP),
+    ]
+
+    def only_outside(*, group: str) -> Sequence[EntryPoint]:
+        assert group == "pageloom.attention_backends"
+        return points
+
+    monkeypatch.setattr(registry, "entry_points", only_outside)
+    assert set(registered()) == {"cpu", "reference", "failing", "absent", "wrong"}
+    chosen = select("cpu", torch.float32, 60, 16, False, False)
+    assert chosen.backend.name == "reference"
+    assert chosen.rejected["failing"] == "its kernels do not load here"
+    assert "no_such_package" in chosen.rejected["absent"]
+    assert "not an AttentionBackend" in chosen.rejected["wrong"]
+    needs = select("cpu", torch.float32, 60, 16, True, True)
+    assert needs.rejected["failing"] == "has no sliding window; has no soft cap"
+
+
+def test_importing_the_registry_loads_no_backend() -> None:
+    code = (
+        "import sys; from attention_backends import registry; registry.registered(); "
+        "print('attention_backends.cpu' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"

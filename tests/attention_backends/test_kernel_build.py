@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from attention_backends import build as build_module
+from attention_backends.build import BuildError, build, find_cached
+from attention_backends.cpu import CpuBackend
+
+
+def fake_compiler(folder: Path, body: str) -> str:
+    """A compiler that answers --version and option probes, and then does `body`; $out is the file it should write."""
+    path = folder / "cxx"
+    path.write_text(
+        "#!/bin/sh\n"
+        f'echo run >> "{folder}/calls"\n'
+        '[ "$1" = --version ] && { echo fake 1.0; exit 0; }\n'
+        'case "$*" in *-fsyntax-only*) exit 0;; esac\n'
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done\n'
+        f"{body}\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def calls(folder: Path) -> int:
+    return len((folder / "calls").read_text().splitlines())
+
+
+def test_a_second_build_is_a_look_up(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, 'echo built > "$out"')
+    first = build(tmp_path / "cache", compiler)
+    after_first = calls(tmp_path)
+    assert build(tmp_path / "cache", compiler) == first
+    assert calls(tmp_path) == after_first + 1, "only --version may run again"
+    assert first.path.read_text() == "built\n"
+    assert first.namespace == f"pageloom_cpu_{first.path.stem}"
+    assert find_cached(tmp_path / "cache") == first
+
+
+def test_concurrent_builds_compile_once(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, f'echo unit >> "{tmp_path}/units"; sleep 0.2; echo built > "$out"')
+    threads = [threading.Thread(target=build, args=(tmp_path / "cache", compiler)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len((tmp_path / "units").read_text().splitlines()) <= 7  # 4 ISAs, schedule, binding, link
+    assert len(list((tmp_path / "cache" / "attention-cpu").glob("*.so"))) == 1
+
+
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, 'echo "attention: no such thing" >&2; exit 4')
+    with pytest.raises(BuildError, match=r"failed \(4\)(.|\n)*no such thing"):
+        build(tmp_path / "cache", compiler)
+    assert find_cached(tmp_path / "cache") is None
+    assert [path.suffix for path in (tmp_path / "cache" / "attention-cpu").iterdir()] == [".lock"]
+
+
+def test_without_a_compiler_a_built_library_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(tmp_path / "full", fake_compiler(tmp_path, 'echo built > "$out"'))
+    monkeypatch.setattr(build_module.shutil, "which", lambda _: None)
+    assert build(tmp_path / "full") == built
+    assert CpuBackend.unavailable(tmp_path / "full") is None
+    reason = CpuBackend.unavailable(tmp_path / "empty")
+    assert reason is not None
+    assert "no C++ compiler" in reason
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        build(tmp_path / "empty")
+
+
+def test_changed_sources_and_another_compiler_make_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = fake_compiler(tmp_path, 'echo built > "$out"')
+    first = build(tmp_path / "cache", compiler)
+    (tmp_path / "cxx").write_text((tmp_path / "cxx").read_text().replace("fake 1.0", "fake 2.0"))
+    second = build(tmp_path / "cache", compiler)
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    for path in build_module.CSRC.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+    with (sources / "simd.h").open("a") as header:
+        header.write("// changed\n")
+    monkeypatch.setattr(build_module, "CSRC", sources)
+    assert find_cached(tmp_path / "cache") is None
+    third = build(tmp_path / "cache", compiler)
+    assert len({first.path, second.path, third.path}) == 3
+
+
+def test_a_compiler_that_does_not_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="nowhere"):
+        build(tmp_path, str(tmp_path / "nowhere"))

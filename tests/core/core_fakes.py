@@ -1,0 +1,174 @@
+"""Executors without a model, named by import string so that a real core process can run them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from queue import SimpleQueue
+
+from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.core.wire import AddRequest
+from engine.errors import ConfigError
+from engine.step import LoadReport, RowParams, StepPlan, StepResult, WarmUpReport
+
+TOKEN = 7
+MIB = 1 << 20
+
+
+def tiny_config(*, async_scheduling: bool = True, max_waiting: int = 64, max_num_seqs: int = 8) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            path="none",
+            tokenizer="none",
+            served_name="none",
+            dtype="float32",
+            max_model_len=4096,
+            vocab_size=100,
+            eos_token_ids=(2,),
+            seed=0,
+            load_format="dummy",
+        ),
+        cache=CacheConfig(block_size=16, kv_cache_memory=2 * MIB, memory_fraction=0.9, enable_prefix_caching=True),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=256,
+            max_model_len=4096,
+            max_waiting=max_waiting,
+            async_scheduling=async_scheduling,
+        ),
+        compile=CompileConfig(mode="none", graphs="none", cache_dir="none"),
+        device=DeviceConfig(kind="cpu"),
+        max_logprobs=20,
+    )
+
+
+def request(request_id: str, max_tokens: int = 4, prompt_len: int = 5) -> AddRequest:
+    return AddRequest(
+        request_id=request_id,
+        prompt_token_ids=list(range(prompt_len)),
+        params=RowParams(seed=1),
+        max_tokens=max_tokens,
+    )
+
+
+class FakeExecutor:
+    """A device that takes `step_s` per step in a thread of its own; every sampled token is `TOKEN`."""
+
+    step_s = 0.005
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.log: list[tuple[str, int]] = []
+        self._work: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._done: SimpleQueue[StepResult | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fake-device", daemon=True)
+        self._thread.start()
+
+    def load(self) -> LoadReport:
+        return LoadReport(
+            weight_bytes=MIB,
+            activation_bytes=MIB,
+            workspace_bytes=MIB,
+            block_bytes=1024,
+            device_bytes_total=64 * MIB,
+            device_bytes_free=64 * MIB,
+            attention_backend="fake",
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        assert num_blocks == 2048
+
+    def warm_up(self) -> WarmUpReport:
+        return WarmUpReport(distinct_pieces=3, compiled=1, reused=2)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.log.append(("submit", plan.step_id))
+        self._work.put(plan)
+
+    def collect(self) -> StepResult:
+        result = self._done.get()
+        if isinstance(result, BaseException):
+            raise result
+        self.log.append(("collect", result.step_id))
+        return result
+
+    def compiles_after_ready(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        time.sleep(self.step_s)
+        return StepResult(step_id=plan.step_id, token_ids=[TOKEN for row in plan.rows if row.samples])
+
+    def _run(self) -> None:
+        while (plan := self._work.get()) is not None:
+            try:
+                self._done.put(self.compute(plan))
+            except BaseException as error:
+                self._done.put(error)
+
+
+class Slow(FakeExecutor):
+    step_s = 0.7
+
+
+class Raising(FakeExecutor):
+    def compute(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == 3:
+            try:
+                raise KeyError("the first cause")
+            except KeyError as error:
+                raise RuntimeError("device lost\nin step 3") from error
+        return super().compute(plan)
+
+
+class Hanging(FakeExecutor):
+    def compute(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == 2:
+            time.sleep(3600)
+        return super().compute(plan)
+
+
+class HangingInPlan(FakeExecutor):
+    def submit(self, plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            time.sleep(3600)
+        super().submit(plan)
+
+
+class KillingItself(FakeExecutor):
+    def compute(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == 2:
+            print("last words on stdout", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute(plan)
+
+
+class LeavingWithoutAWord(FakeExecutor):
+    def compute(self, plan: StepPlan) -> StepResult:
+        sys.stderr.write("glibc: something bad\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+
+class NotFitting(FakeExecutor):
+    def load(self) -> LoadReport:
+        raise ConfigError("the model needs 9 GiB, 8 are free: lower --max-model-len")
+
+
+class DyingWhileLoading(FakeExecutor):
+    def load(self) -> LoadReport:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return super().load()
+
+
+class LoadingForEver(FakeExecutor):
+    def load(self) -> LoadReport:
+        time.sleep(3600)
+        return super().load()

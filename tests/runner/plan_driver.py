@@ -1,0 +1,193 @@
+"""Writes plans by hand for runner tests: rows, blocks, chunks and preemptions chosen at random, tokens never sent
+back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from attention_backends.reference import ReferenceBackend
+from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.models.decoder import Decoder
+from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.runner.loading import RunnerParts
+from engine.runner.model_runner import ModelRunner
+from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 64, 4, 24, 60
+SPEC = DecoderSpec(
+    family="llama",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    layers=(LayerSpec(), LayerSpec(window=9)),
+    rope=RopeSpec(rotary_dim=8),
+    norm_eps=1e-5,
+    max_position=64,
+    scale=8**-0.5,
+)
+
+
+def config(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: int = BUDGET) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            path="tiny",
+            tokenizer="tiny",
+            served_name="tiny",
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            vocab_size=SPEC.vocab_size,
+            eos_token_ids=(0,),
+            seed=0,
+            load_format="dummy",
+        ),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=MAX_LEN, max_waiting=8
+        ),
+        compile=CompileConfig(mode="pieces" if mode == "pieces" else "none", graphs="none", cache_dir=str(cache_dir)),
+        device=DeviceConfig(kind="cpu"),
+        max_logprobs=5,
+    )
+
+
+def tiny_decoder(seed: int = 0) -> Decoder:
+    model = Decoder(SPEC, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def tiny_runner(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: int = BUDGET) -> ModelRunner:
+    def parts(_: EngineConfig) -> RunnerParts:
+        return RunnerParts(
+            model=tiny_decoder(), spec=SPEC, dtype=torch.float32, backend=ReferenceBackend(), weight_bytes=1
+        )
+
+    runner = ModelRunner.load(config(cache_dir, mode, rows, budget), parts)
+    runner.allocate(NUM_BLOCKS)
+    return runner
+
+
+@dataclass
+class Sequence:
+    prompt: list[int]
+    num_tokens: int
+    params: RowParams
+    generated: list[int] = field(default_factory=list)
+    planned: int = 0
+    """tokens known or being sampled"""
+    computed: int = 0
+    row: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.generated) == self.num_tokens
+
+
+class PlanDriver:
+    """Runs sequences to their end. `lag`: plan step N + 1 before step N's tokens are known, as the core does."""
+
+    def __init__(self, runner: ModelRunner, rng: random.Random, preempt: float, lag: bool) -> None:
+        self.runner, self.rng, self.preempt, self.lag = runner, rng, preempt, lag
+        self.free_blocks = list(range(NUM_BLOCKS))
+        self.free_rows = list(range(MAX_ROWS))
+        rng.shuffle(self.free_blocks)
+        self.released: list[int] = []
+        self.preemptions = self.steps = 0
+
+    def run(self, sequences: list[Sequence]) -> None:
+        in_flight: tuple[StepPlan, dict[int, Sequence]] | None = None
+        while not all(s.finished for s in sequences):
+            plan, by_row = self._plan(sequences, may_preempt=in_flight is None)
+            pending = self.runner.execute(plan)
+            if in_flight is not None:
+                self._complete(*in_flight)
+            in_flight = (plan, by_row)
+            self._results[plan.step_id] = pending.wait()
+            if not self.lag or not plan.rows or self.rng.random() < 0.3:
+                self._complete(*in_flight)
+                in_flight = None
+            self.steps += 1
+            assert self.steps < 2000
+        plan, _ = self._plan(sequences, may_preempt=False)
+        assert self.runner.execute(plan).wait().token_ids == []
+
+    @property
+    def _results(self) -> dict[int, StepResult]:
+        return self.__dict__.setdefault("results", {})
+
+    def _plan(self, sequences: list[Sequence], may_preempt: bool) -> tuple[StepPlan, dict[int, Sequence]]:
+        if may_preempt:
+            for s in sequences:
+                if s.row is not None and not s.finished and self.rng.random() < self.preempt:
+                    self._release(s)
+                    self.preemptions += 1
+        for s in sequences:
+            if s.row is not None and s.finished:
+                self._release(s)
+        added, appends, scheduled = [], [], []
+        budget = BUDGET
+        for s in sequences:
+            if s.row is None and not s.finished and self.free_rows and self.rng.random() < 0.7:
+                s.row = self.free_rows.pop()
+                known = s.prompt + s.generated
+                s.computed, s.planned = 0, len(known)
+                added.append(NewRow(row=s.row, token_ids=known, prompt_len=len(s.prompt), params=s.params))
+        running = [s for s in sequences if s.row is not None and s.planned < len(s.prompt) + s.num_tokens]
+        for s in sorted(running, key=lambda s: s.planned - s.computed > 1):
+            need = s.planned - s.computed
+            take = min(need, budget, need if self.rng.random() < 0.4 else self.rng.randint(1, need))
+            if take < 1:
+                continue
+            budget -= take
+            missing = -(-(s.computed + take) // BLOCK_SIZE) - len(s.blocks)
+            if missing > 0:
+                new = [self.free_blocks.pop() for _ in range(missing)]
+                assert s.row is not None
+                appends.append(BlockAppend(row=s.row, group=0, start=len(s.blocks), block_ids=new))
+                s.blocks += new
+            samples = take == need
+            assert s.row is not None
+            scheduled.append(ScheduledRow(row=s.row, computed=s.computed, query_len=take, samples=samples))
+            s.computed += take
+            s.planned += samples
+        released, self.released = self.released, []
+        by_row = {s.row: s for s in sequences if s.row is not None}
+        plan = StepPlan(step_id=self.steps, rows=scheduled, released=released, added=added, block_appends=appends)
+        return plan, by_row
+
+    def _release(self, s: Sequence) -> None:
+        assert s.row is not None
+        self.released.append(s.row)
+        self.free_rows.append(s.row)
+        self.free_blocks += s.blocks
+        self.rng.shuffle(self.free_blocks)
+        s.row, s.blocks = None, []
+
+    def _complete(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
+        result = self._results.pop(plan.step_id)
+        assert result.step_id == plan.step_id and not result.faults
+        sampling = [r.row for r in plan.rows if r.samples]
+        for row, token in zip(sampling, result.token_ids, strict=True):
+            by_row[row].generated.append(token)
+        for row, entry in result.logprobs.items():
+            by_row[row].logprobs.append(entry)
+        for row, entries in result.prompt_logprobs.items():
+            by_row[row].prompt_logprobs += entries

@@ -1,0 +1,111 @@
+"""Microseconds of sampling per step, by batch, vocabulary and parameters; the last line of output is JSON.
+
+    python tools/bench_sampling.py [--device cpu] [--threads 2] [--seconds 0.5]
+
+Logits are random with the spread of a language model's (a few likely tokens over a broad tail), so that top-p keeps tens of
+tokens; `top_p_flat` is the opposite, a nucleus of half the vocabulary. `copy` is the time to copy the logits once: the
+machine's own measure. Times include the copy that gives each step fresh logits; the median of the repeats is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.sampling import Sampler
+from engine.step import RowParams
+
+CASES: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_k_50": {"top_k": 50},
+    "top_p_0.9": {"top_p": 0.9},
+    "min_p_0.05": {"min_p": 0.05},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "logprobs_5": {"temperature": 0.0, "logprobs": 5},
+    "top_p_flat": {"top_p": 0.9},
+}
+SHAPES = [(1, 49_152), (64, 49_152), (1, 262_144), (64, 262_144)]
+HISTORY = 512
+
+
+def realistic_logits(batch: int, vocab: int, flat: bool, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(batch, vocab, generator=generator)
+    if not flat:
+        logits.mul_(2.5)
+        peaks = torch.randint(vocab, (batch, 40), generator=generator)
+        logits.scatter_(1, peaks, 12.0 + 3.0 * torch.randn(batch, 40, generator=generator))
+    return logits.to(device)
+
+
+def median_us(step: Callable[[], None], seconds: float, device: torch.device) -> float:
+    def timed() -> float:
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    timed(), timed()
+    times = [timed()]
+    while len(times) < 5 or sum(times) < seconds and len(times) < 1000:
+        times.append(timed())
+    return statistics.median(times) * 1e6
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def bench(case: str, batch: int, vocab: int, device: torch.device, seconds: float) -> dict[str, object]:
+    sampler = Sampler(batch, vocab, device, max_model_len=2 * HISTORY)
+    history = torch.randint(vocab, (batch, 2 * HISTORY), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    for row in range(batch):
+        known = history[row, :HISTORY].tolist()
+        sampler.add(row, RowParams(seed=row, **CASES[case]), known, HISTORY // 2)  # type: ignore[arg-type]
+    for table, row, start, values in sampler.drain_writes():
+        target = sampler.tables()[table]
+        target[row, start : start + len(values)] = torch.tensor(values, dtype=target.dtype, device=device)
+    source = realistic_logits(batch, vocab, case == "top_p_flat", device)
+    logits, tokens = source.clone(), history.to(device)
+    rows, rows_host = torch.arange(batch, device=device), list(range(batch))
+    positions = torch.full((batch,), HISTORY, device=device)
+
+    def step() -> None:
+        logits.copy_(source)
+        sampler.sample(logits, rows, rows_host, positions, tokens)
+
+    copy_us = median_us(lambda: _copy(logits, source), seconds / 5, device)
+    step_us = median_us(step, seconds, device) - copy_us
+    return {"case": case, "batch": batch, "vocab": vocab, "us": round(step_us, 1), "copies": round(step_us / copy_us, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
+    parser.add_argument("--batch", type=int, help="only this batch size")
+    parser.add_argument("--vocab", type=int, help="only this vocabulary")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    results = []
+    for batch, vocab in SHAPES:
+        if args.batch in (None, batch) and args.vocab in (None, vocab):
+            for case in CASES:
+                results.append(bench(case, batch, vocab, device, args.seconds))
+                line = "{case:<12} batch {batch:>3} vocab {vocab:>7} {us:>10} us {copies:>7} copies".format(**results[-1])
+                print(line, file=sys.stderr, flush=True)
+    print(json.dumps({"device": str(device), "threads": args.threads, "torch": torch.__version__, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
