@@ -74,7 +74,7 @@ class ReferenceBackend(AttentionBackend):
 def _gather(
     kv_cache: torch.Tensor, block_table: torch.Tensor, oldest: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, values [end - oldest, num_kv_heads, head_dim] of positions oldest .. end. Older blocks are not looked up."""
+    """Keys, values [end - oldest, num_kv_heads, head_dim] of positions oldest .. end; older blocks are not read."""
     block_size = kv_cache.shape[2]
     first_block = oldest // block_size
     blocks = block_table[first_block : -(-end // block_size)].long()

@@ -244,9 +244,9 @@ class AsyncEngine:
         return self._engine
 
     async def _started(self) -> _Started:
+        self.check_health()
         if self._engine is not None:
             return self._engine
-        self.check_health()
         if self._start_task is None:
             self._start_task = asyncio.get_running_loop().create_task(self._start())
         # A caller that gives up does not stop the start: others wait for it, and `shutdown` takes it down in order.

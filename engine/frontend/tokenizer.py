@@ -74,7 +74,11 @@ class Tokenizer:
         if len(text) <= _INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: self.encode(text, add_special_tokens=add_special_tokens))
+        # Of the two, only the batch form lets go of the interpreter lock while it works.
+        batch = await loop.run_in_executor(
+            self._pool, lambda: self.encode_batch([text], add_special_tokens=add_special_tokens)
+        )
+        return batch[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the tokenizer's vocabulary contribute nothing (models pad their vocabulary)."""
@@ -85,9 +89,10 @@ class Tokenizer:
         if len(token_ids) <= _INLINE_CHARS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        texts: list[str] = await loop.run_in_executor(
+            self._pool, lambda: self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         )
+        return texts[0]
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, its leading space included; bytes that are no whole character show as U+FFFD."""

@@ -22,7 +22,7 @@ from engine.sampling.order import order_keys, prefix_mask, top_ids
 
 NARROW_TOP_K = 1024
 """top-k up to which a row is drawn from its candidates alone"""
-_PROBE = 512
+_PROBE = 256
 _TILE_CPU = 1 << 18
 _TILE_DEVICE = 1 << 24
 """elements of one temporary: half a core's L2 on CPU, 64 MiB of float32 on a GPU"""
@@ -58,9 +58,10 @@ class Filters(msgspec.Struct, frozen=True):
     """the largest top-k among the rows; 0: none"""
 
 
-def row_tiles(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows that keep a temporary of one element per logit small."""
-    step = max(1, (_TILE_CPU if device.type == "cpu" else _TILE_DEVICE) // vocab)
+def row_tiles(rows: int, vocab: int, device: torch.device, coarse: bool = False) -> Iterator[slice]:
+    """Slices of rows that keep a temporary of one element per logit small; `coarse`: where most are smaller than
+    that."""
+    step = max(1, (_TILE_CPU if device.type == "cpu" and not coarse else _TILE_DEVICE) // vocab)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -93,7 +94,7 @@ def draw_narrow(logits: torch.Tensor, rows: DrawRows, filters: Filters, noise: N
             keep &= _nucleus(mass, mass.sum(-1), columns)
         return _draw_candidates(ids, scaled, keep, columns, noise)
 
-    return _tiled(logits, rows, tile)
+    return _tiled(logits, rows, tile, coarse=True)
 
 
 def draw_probed(logits: torch.Tensor, rows: DrawRows, filters: Filters, noise: Noise) -> torch.Tensor:
@@ -105,10 +106,7 @@ def draw_probed(logits: torch.Tensor, rows: DrawRows, filters: Filters, noise: N
         scaled = _scaled(part.gather(1, ids), columns)
         keep = scaled >= columns.log_min_p.unsqueeze(1)
         if filters.top_p:
-            full = _scaled(part, columns)
-            outside = full < columns.log_min_p.unsqueeze(1) if filters.min_p else None
-            full_mass = _mass(full, vocab)
-            total = (full_mass if outside is None else full_mass.masked_fill_(outside, 0)).sum(-1)
+            total = _total_mass(part, columns, filters)
             keep &= _nucleus(_mass(scaled, vocab).masked_fill_(~keep, 0), total, columns)
         tokens = _draw_candidates(ids, scaled, keep, columns, noise)
         if ids.shape[1] < vocab and bool(keep[:, -1].any()):
@@ -116,13 +114,17 @@ def draw_probed(logits: torch.Tensor, rows: DrawRows, filters: Filters, noise: N
             tokens[open_rows] = draw_wide(part[open_rows], columns.select(open_rows), filters, noise)
         return tokens
 
-    return _tiled(logits, rows, tile)
+    return _tiled(logits, rows, tile, coarse=True)
 
 
 def _tiled(
-    logits: torch.Tensor, rows: DrawRows, tile: Callable[[torch.Tensor, DrawRows], torch.Tensor]
+    logits: torch.Tensor,
+    rows: DrawRows,
+    tile: Callable[[torch.Tensor, DrawRows], torch.Tensor],
+    coarse: bool = False,
 ) -> torch.Tensor:
-    tiles = [tile(logits[s], rows.select(s)) for s in row_tiles(logits.shape[0], logits.shape[1], logits.device)]
+    slices = row_tiles(logits.shape[0], logits.shape[1], logits.device, coarse)
+    tiles = [tile(logits[s], rows.select(s)) for s in slices]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
@@ -133,7 +135,20 @@ def _scaled(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
 
 def _mass(scaled: torch.Tensor, vocab: int) -> torch.Tensor:
     unit = 2.0 ** (62 - vocab.bit_length())
-    return scaled.exp().mul_(unit).to(torch.int64).clamp_(min=0)  # NaN converts to the smallest integer
+    return scaled.exp().mul_(unit).to(torch.int64)  # anything for NaN: such a row is a fault whatever is drawn
+
+
+def _total_mass(logits: torch.Tensor, rows: DrawRows, filters: Filters) -> torch.Tensor:
+    """int64 `[m]`: the mass that min-p leaves."""
+
+    def tile(part: torch.Tensor, columns: DrawRows) -> torch.Tensor:
+        scaled = _scaled(part, columns)
+        mass = _mass(scaled, part.shape[1])
+        if filters.min_p:
+            mass.masked_fill_(scaled < columns.log_min_p.unsqueeze(1), 0)
+        return mass.sum(-1)
+
+    return _tiled(logits, rows, tile)
 
 
 def _nucleus(mass: torch.Tensor, total: torch.Tensor, rows: DrawRows) -> torch.Tensor:

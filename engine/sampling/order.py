@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 _ID_MASK = 0x7FFFFFFF
+_BLOCKS = (64, 32, 16)
 _RADIX_LEVELS = ((21, 11), (10, 11), (0, 10))
 """(shift, bits) of the three digits of a 32-bit key, most significant first"""
 
@@ -38,8 +39,8 @@ def _leading_ids(values: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tenso
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """The first `k` (<= vocabulary) token ids of each row in order: `[m, V]` float32 -> `[m, k]` int64."""
     vocab = logits.shape[1]
-    block = 64 if k * 128 <= vocab else 16 if k * 32 <= vocab else 0
-    if not block:
+    block = min(_BLOCKS, key=lambda size: vocab // size + k * size)
+    if k * block * 2 > vocab:
         return _leading_ids(logits, torch.arange(vocab, device=logits.device), k)
     maxima = _block_maxima(logits, block)
     offsets = torch.arange(block, device=logits.device)

@@ -167,18 +167,19 @@ class Scheduler:
         while draft.budget > 0 and self._free_rows:
             seq = self._waiting.first()
             # A preempted sequence whose token is in flight does not know all of its tokens yet.
-            if seq is None or seq.in_flight or (hit := self._find_room(seq, draft.prefill_debt)) is None:
+            if seq is None or seq.in_flight or (hit := self._find_room(seq)) is None:
                 return
             self._waiting.pop()
             self._start(draft, seq, hit)
 
-    def _find_room(self, seq: Sequence, prefill_debt: int) -> PrefixHit | None:
+    def _find_room(self, seq: Sequence) -> PrefixHit | None:
         """What the prefix cache has for the sequence if all of its known tokens fit now beside those that run, else
         None.
 
-        All of them, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
+        All of them, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing. No
+        other prefill is half-way here, for it would have taken the whole budget.
         """
-        room = self._kv.pool.num_free - prefill_debt
+        room = self._kv.pool.num_free
         if self._running:
             room -= self._watermark
             # Looking up a long prompt costs its length: do it again only when there is more room than last time.
@@ -216,15 +217,12 @@ class Scheduler:
             seq.in_flight += 1
             if seq.certain_to_end:
                 self._ending.append(seq)
-        else:
-            draft.prefill_debt += self._kv.blocks_for(len(seq.tokens)) - seq.blocks.num_blocks * self._kv.num_groups
         self._kv.register(seq.blocks, seq.tokens)
 
     def _preempt(self, seq: Sequence) -> None:
         """All of its blocks or none: back to its place in the queue; what it generated becomes part of what it
         prefills."""
         self._leave_device(seq)
-        seq.computed = 0
         seq.status = Status.WAITING
         self._waiting.push(seq)
         self._preemptions += 1

@@ -52,6 +52,7 @@ class Sequence:
         self.status = Status.WAITING
         self.row = -1
         self.computed = 0
+        """set when the sequence starts or resumes; means nothing while it waits"""
         self.in_flight = 0
         """tokens that planned steps sample and that have not arrived"""
         self.cached_tokens: int | None = None

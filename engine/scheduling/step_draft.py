@@ -11,13 +11,11 @@ from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan
 class StepDraft:
     """Collects one `StepPlan`."""
 
-    __slots__ = ("_added", "_appends", "_copies", "_decodes", "_prefills", "budget", "prefill_debt", "tentative")
+    __slots__ = ("_added", "_appends", "_copies", "_decodes", "_prefills", "budget", "tentative")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         """tokens that the step may still take"""
-        self.prefill_debt = 0
-        """blocks that running prefills have yet to take for tokens that are known"""
         self.tentative: dict[Sequence, tuple[int, Growth]] = {}
         """query length and growth of running sequences, in the order of decision; takes budget, changes no sequence"""
         self._decodes: list[tuple[Sequence, ScheduledRow]] = []

@@ -33,8 +33,10 @@ def cpu_backend(kernel_cache: Path) -> Callable[[Isa], CpuBackend]:
     return prepared
 
 
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small cases on a busy machine only wait for a second thread; tests of threads set their own number."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

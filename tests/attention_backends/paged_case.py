@@ -41,7 +41,7 @@ class Case:
         return sum(-(-length // self.block_size) for _, length in self.lengths) + 3
 
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of one merged tensor [tokens + PADDING, (heads + 2 kv heads) * head_dim], like a merged projection's."""
+        """Views of one merged tensor [tokens + PADDING, (heads + 2 kv heads) * head_dim], like a projection's."""
         torch.manual_seed(self.seed)
         widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         merged = torch.randn(self.num_tokens + PADDING, sum(widths) * self.head_dim)

@@ -90,7 +90,7 @@ def test_sharp_softmax_and_large_scores(cpu_backend: Prepared, isa: Isa) -> None
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
-def test_same_bits_on_one_and_on_two_threads(cpu_backend: Prepared, restore_threads: None) -> None:
+def test_same_bits_on_one_and_on_two_threads(cpu_backend: Prepared) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = Case([(1, 4096), (130, 900), (1, 700)], num_heads=9, num_kv_heads=3, dtype=dtype)
         outputs = []

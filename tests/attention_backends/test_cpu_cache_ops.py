@@ -53,7 +53,7 @@ def test_write_touches_only_its_slots(cpu_backend: Prepared, dtype: torch.dtype)
     assert cache[2].count_nonzero() == 0
 
 
-def test_many_tokens_written_by_threads_equal_one_by_one(cpu_backend: Prepared, restore_threads: None) -> None:
+def test_many_tokens_written_by_threads_equal_one_by_one(cpu_backend: Prepared) -> None:
     torch.set_num_threads(2)
     backend = cpu_backend("auto")
     k, v = torch.randn(2, 300, 3, 64).bfloat16()

@@ -129,6 +129,7 @@ def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_wh
     moved = tmp_path / "moved"
     shutil.copytree(cache_dir, moved)
     moved.chmod(0o700)
+    kernels = sorted(moved.rglob("*.so"))
     command = [sys.executable, "-c", SECOND_PROCESS, str(moved), str(torch.get_num_threads())]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     result = subprocess.run(
@@ -136,6 +137,7 @@ def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_wh
     )
     compiled_count, loaded_count, total = result.stdout.split()
     assert (compiled_count, loaded_count) == ("0", str(first.report.distinct_pieces))
+    assert sorted(moved.rglob("*.so")) == kernels, "loading ran the C++ compiler"
     assert float(total) == first.run(*batch(5)).double().sum().item()
 
     damage_all(moved, "artifact.bin", b"not an artifact")

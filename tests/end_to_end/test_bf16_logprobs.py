@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_greedy_parity import smollm2_path
+from smollm2 import smollm2_by_transformers, smollm2_path
 
 from engine import LLM, SamplingParams
 
@@ -15,23 +14,9 @@ CHUNK = 500
 """tokens per prompt; four of them make the 2,000 tokens"""
 
 
-def hf_model(dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    path = Path(smollm2_path())
-    options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
-    try:
-        from transformers.utils.quantization_config import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:
-        pass
-    return AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
-
-
 @torch.inference_mode()
 def hf_logprobs(dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
-    model, rows = hf_model(dtype), []
+    model, rows = smollm2_by_transformers(dtype), []
     for prompt in prompts:
         logits = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
         rows.append(logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])

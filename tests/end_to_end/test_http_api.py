@@ -12,7 +12,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serving import metric, serving
-from test_greedy_parity import smollm2_path
+from smollm2 import smollm2_path
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 

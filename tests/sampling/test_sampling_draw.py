@@ -217,6 +217,28 @@ def test_a_faulty_row_is_flagged_and_harms_no_other(params: RowParams, bad: str)
     assert out.token_ids.tolist() == [0, want]
 
 
+@pytest.mark.parametrize(
+    "extra", [{}, {"top_k": 30}, {"top_k": 3000, "top_p": 0.5}, {"temperature": 0.0}], ids=range(4)
+)
+def test_no_step_waits_for_the_device(extra: dict[str, float]) -> None:
+    """On the meta device there is no data: whatever would look at it raises."""
+    meta = torch.device("meta")
+    sampler = Sampler(8, 5000, meta, 64)
+    full = RowParams(
+        seed=1, min_p=0.1, repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], bad_words=[[1], [1, 2]],
+        min_tokens=3, stop_token_ids=[7], logprobs=2, **({"top_p": 0.9} | extra),
+    )  # fmt: skip
+    for row in range(8):
+        sampler.add(row, full if row % 2 else RowParams(seed=2, **extra), [1, 2, 3], 2)
+    tokens = torch.zeros(8, 64, dtype=torch.int32, device=meta)
+    for rows in (list(range(8)), [1, 3], [0], [1]):
+        index = torch.tensor(rows, device=meta)
+        out = sampler.sample(torch.zeros(len(rows), 5000, device=meta), index, rows, index, tokens)
+        assert out.token_ids.shape == out.faults.shape == (len(rows),)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool(out.faults[0])
+
+
 def test_logits_of_another_shape_or_type_are_refused() -> None:
     sampler = Sampler(2, 10, CPU, 8)
     sampler.add(0, RowParams(seed=0), [1], 1)

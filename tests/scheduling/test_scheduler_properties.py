@@ -100,17 +100,32 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     assert loop.tokens["unimportant"] == generate([0] * 8, 28, set())[0]
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
-    loop = Loop(num_blocks=9, block_size=4, rows=4, max_model_len=33, caching=False)
-    for i in range(6):
-        loop.add(str(i), [i] * 5, 20)
-    while loop.scheduler.has_work:
-        before = loop.scheduler.stats().preemptions
-        planned = len(loop.plans)
+def test_a_preempted_decode_gives_its_share_of_the_step_back() -> None:
+    loop = Loop(num_blocks=9, block_size=4, rows=2, budget=5, caching=False, max_model_len=36, policy="priority")
+    loop.add("low", [0] * 4, 20, priority=1)
+    loop.turn()
+    loop.add("high", [1] * 28, 8, priority=0)
+    loop.run()
+    preempting = next(plan for plan in loop.plans if plan.released)
+    assert [row.query_len for row in preempting.rows] == [4], "only the prefill, for which the decode had to go"
+    assert loop.tokens["low"] == generate([0] * 4, 24, set())[0]
+    assert loop.tokens["high"] == generate([1] * 28, 36, set())[0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nothing_is_admitted_in_a_step_that_preempted(depth: int) -> None:
+    loop = Loop(depth=depth, num_blocks=9, block_size=4, rows=3, max_model_len=33, caching=False, policy="priority")
+    loop.add("middle", [0] * 4, 28, priority=1)
+    loop.add("low", [1] * 14, 10, priority=2)
+    while loop.kv.pool.num_free:
         loop.turn()
-        if loop.scheduler.stats().preemptions > before:
-            assert all(not plan.added for plan in loop.plans[planned:])
-    assert loop.scheduler.stats().preemptions > 0
+    loop.add("high", [2] * 4, 2, priority=0)
+    while not loop.scheduler.stats().preemptions:
+        loop.turn()
+    assert loop.plans[-1].released and not loop.plans[-1].added
+    loop.turn()
+    assert added(loop.plans[-1])[0] == 2, "there was room for it all along"
+    loop.run()
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -1,0 +1,103 @@
+"""A core that says what the test wants: every sequence repeats its prompt, one token a step, until its limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from engine.config import EngineConfig
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    SequenceDelta,
+    StepOutputs,
+    ToCore,
+)
+from engine.errors import CoreDiedError
+
+
+class EchoCore:
+    """Implements the client's protocol. Dead after `die_after` steps; a prompt that begins with `poison` fails alone."""
+
+    def __init__(self, config: EngineConfig, *, die_after: int | None = None, poison: int | None = None) -> None:
+        self.config = config
+        self.running: dict[str, tuple[AddRequest, int]] = {}
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.most_at_once = 0
+        self.steps = 0
+        self.closed = False
+        self.paused = False
+        self.die_after = die_after
+        self.poison = poison
+        self._inbox: deque[ToCore] = deque()
+        self._sent = asyncio.Event()
+
+    def start(self) -> CoreReady:
+        return CoreReady(
+            num_blocks=10,
+            block_size=16,
+            max_model_len=self.config.model.max_model_len,
+            attention_backend="echo",
+            ledger="",
+            distinct_pieces=0,
+            pieces_compiled=0,
+            startup_seconds=0.0,
+        )
+
+    def send(self, message: ToCore) -> None:
+        self._inbox.append(message)
+        self._sent.set()
+
+    def recv(self) -> StepOutputs:
+        self._drain()
+        assert self.running, "recv without work would wait for ever"
+        return self._step()
+
+    async def recv_async(self) -> StepOutputs:
+        while True:
+            await asyncio.sleep(0)
+            self._sent.clear()
+            self._drain()
+            if self.running and not self.paused:
+                return self._step()
+            await self._sent.wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _drain(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, AddRequest):
+                self.added.append(message)
+                self.running[message.request_id] = (message, 0)
+            elif isinstance(message, AbortRequests):
+                self.aborted += message.request_ids
+                for request_id in message.request_ids:
+                    self.running.pop(request_id, None)
+        self.most_at_once = max(self.most_at_once, len(self.running))
+
+    def _step(self) -> StepOutputs:
+        if self.die_after is not None and self.steps >= self.die_after:
+            raise CoreDiedError("Traceback …\nRuntimeError: the disk is on fire")
+        self.steps += 1
+        deltas = [self._next(request, done) for request, done in list(self.running.values())]
+        stats = CoreStats(running=len(self.running), steps=self.steps, kv_blocks_total=10, kv_blocks_used=5)
+        return StepOutputs(deltas=deltas, stats=stats)
+
+    def _next(self, request: AddRequest, done: int) -> SequenceDelta:
+        name, prompt = request.request_id, request.prompt_token_ids
+        if prompt[0] == self.poison:
+            del self.running[name]
+            return SequenceDelta(request_id=name, finish_reason="error", error="NaN logits", error_kind="fault")
+        last = done + 1 == request.max_tokens
+        if last:
+            del self.running[name]
+        else:
+            self.running[name] = (request, done + 1)
+        return SequenceDelta(
+            request_id=name, token_ids=[prompt[done % len(prompt)]], finish_reason="length" if last else None
+        )

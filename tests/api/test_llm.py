@@ -1,0 +1,173 @@
+"""`LLM`: outputs in the order of the prompts, refusal before anything runs, nothing left behind."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_core import EchoCore
+
+from engine import LLM, EngineArgs, SamplingParams
+from engine.config import EngineConfig
+from engine.core.wire import StepOutputs
+from engine.errors import CoreDiedError, InvalidRequestError
+
+TEXTS = ["the quick brown fox", "hello", "jumps over the lazy dog"]
+
+
+def make(path: Path, core: Any = EchoCore, **settings: Any) -> LLM:
+    return LLM.from_args(EngineArgs(model=str(path), device="cpu", **settings), client_factory=core)
+
+
+@pytest.fixture
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with make(tiny_model) as llm:
+        yield llm
+
+
+def core_of(llm: LLM) -> EchoCore:
+    core = llm._client
+    assert isinstance(core, EchoCore)
+    return core
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    params = [SamplingParams(max_tokens=len(tokenizer.encode(t))) for t in TEXTS]
+    outputs = llm.generate(TEXTS, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == TEXTS
+    assert [o.outputs[0].text for o in outputs] == TEXTS
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+
+
+def test_every_prompt_shape_gives_the_same_tokens(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("hello")
+    params = SamplingParams(max_tokens=2)
+    shapes: list[Any] = ["hello", {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    one_by_one = [llm.generate(shape, params, use_tqdm=False)[0].outputs[0].token_ids for shape in shapes]
+    assert one_by_one == [o.outputs[0].token_ids for o in llm.generate(shapes, params, use_tqdm=False)]
+    assert one_by_one[0] == one_by_one[1] == one_by_one[2]
+
+
+def test_one_invalid_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt 1") as caught:
+        llm.generate(["hello", {"prompt_token_ids": [10_000]}, "world"], use_tqdm=False)
+    assert caught.value.field == "prompt"
+    assert core_of(llm).added == []
+    with pytest.raises(InvalidRequestError):
+        llm.generate(TEXTS, [SamplingParams()], use_tqdm=False)
+
+
+def test_a_request_that_fails_in_the_core_fails_alone(tiny_model: Path) -> None:
+    poison = 7
+    with make(tiny_model, lambda config: EchoCore(config, poison=poison)) as llm:
+        outputs = llm.generate(
+            ["hello", {"prompt_token_ids": [poison, 8]}], SamplingParams(max_tokens=3), use_tqdm=False
+        )
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error"]
+    assert outputs[1].outputs[0].stop_reason == "NaN logits"
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_as_room_appears(tiny_model: Path) -> None:
+    with make(tiny_model, max_waiting=3) as llm:
+        outputs = llm.generate(["hello"] * 20, SamplingParams(max_tokens=4, n=2), use_tqdm=False)
+        assert len(outputs) == 20
+        assert core_of(llm).most_at_once <= 3
+
+
+def test_a_stop_string_ends_the_core_request(llm: LLM) -> None:
+    output = llm.generate("hello world", SamplingParams(max_tokens=200, stop="wor"), use_tqdm=False)[0].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("hello ", "stop", "wor")
+    core = core_of(llm)
+    core._drain()
+    assert core.aborted and not core.running
+
+
+def test_chat_renders_the_template_without_further_special_tokens(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": t}] for t in ("hello", "world")]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [o.prompt for o in outputs] == [f"<|user|>{t}</s><|assistant|>" for t in ("hello", "world")]
+    assert llm.get_tokenizer().decode(outputs[0].prompt_token_ids, skip_special_tokens=False) == outputs[0].prompt
+    assert llm.chat(conversations[0], use_tqdm=False)[0].prompt == outputs[0].prompt
+
+
+def test_without_parameters_the_models_recommendation_is_used(llm: LLM) -> None:
+    llm.generate("hello", use_tqdm=False)
+    assert core_of(llm).added[0].params.temperature == 0.25
+    assert core_of(llm).added[0].params.top_k == 7
+
+
+class InterruptedCore(EchoCore):
+    """Ctrl-C arrives in the middle of a step."""
+
+    whole_steps = 0
+
+    def recv(self) -> StepOutputs:
+        if self.steps == 2:
+            _thread.interrupt_main()
+        outputs = super().recv()
+        self.whole_steps += 1
+        return outputs
+
+
+@pytest.mark.timeout(30)
+def test_an_interrupt_ends_what_is_in_flight_between_two_steps(tiny_model: Path) -> None:
+    with make(tiny_model, InterruptedCore) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS, SamplingParams(max_tokens=100), use_tqdm=False)
+        core = core_of(llm)
+        assert isinstance(core, InterruptedCore)
+        assert core.whole_steps == core.steps == 3
+        core._drain()
+        assert not core.running and len(core.aborted) == 3
+        core.steps = 10
+        assert llm.generate("hello", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_a_dead_core_is_reported_and_generate_ends(tiny_model: Path) -> None:
+    with (
+        make(tiny_model, lambda config: EchoCore(config, die_after=2)) as llm,
+        pytest.raises(CoreDiedError, match="fire"),
+    ):
+        llm.generate(TEXTS, SamplingParams(max_tokens=100), use_tqdm=False)
+
+
+def test_after_shutdown_nothing_is_served(tiny_model: Path) -> None:
+    llm = make(tiny_model)
+    llm.shutdown()
+    llm.shutdown()
+    assert core_of(llm).closed
+    with pytest.raises(CoreDiedError):
+        llm.generate("hello")
+
+
+def test_two_engines_live_in_one_process(tiny_model: Path) -> None:
+    with make(tiny_model) as a, make(tiny_model) as b:
+        results: dict[str, list[int]] = {}
+
+        def work(name: str, llm: LLM) -> None:
+            results[name] = llm.generate(TEXTS, SamplingParams(max_tokens=20), use_tqdm=False)[2].outputs[0].token_ids
+
+        threads = [threading.Thread(target=work, args=pair) for pair in (("a", a), ("b", b))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert results["a"] == results["b"]
+
+
+def test_sizes_may_be_written_with_units(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EngineConfig] = []
+
+    def core(config: EngineConfig) -> EchoCore:
+        seen.append(config)
+        return EchoCore(config)
+
+    monkeypatch.setattr("engine.llm.InProcessClient", core)
+    LLM(str(tiny_model), device="cpu", kv_cache_memory="1.5MiB", max_model_len=64).shutdown()
+    assert seen[0].cache.kv_cache_memory == 3 * 2**19
+    assert seen[0].model.max_model_len == 64

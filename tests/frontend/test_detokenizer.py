@@ -1,0 +1,85 @@
+"""Incremental detokenization, piece by piece, is the decoding of the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_front import byte_level_tokenizer, metaspace_tokenizer
+
+from engine.frontend.detokenizer import IncrementalDetokenizer
+
+BYTE_LEVEL = byte_level_tokenizer()
+METASPACE = metaspace_tokenizer()
+SIZE = BYTE_LEVEL.get_vocab_size()
+PADDING = SIZE + 3  # an id that the model has and the tokenizer has not
+
+
+def _pieces(draw_sizes: list[int], ids: list[int]) -> list[list[int]]:
+    pieces, start = [], 0
+    for size in draw_sizes:
+        pieces.append(ids[start : start + size])
+        start += size
+    return [p for p in [*pieces, ids[start:]] if p]
+
+
+def _stream(tokenizer: object, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    return [*(detokenizer.append(piece) for piece in pieces), detokenizer.flush()]
+
+
+ids = st.lists(st.integers(0, PADDING), max_size=120)
+noise = st.lists(st.sampled_from([*BYTE_LEVEL.encode("😀é你").ids, 200, 201, 230]), max_size=200)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=ids | noise, sizes=st.lists(st.integers(1, 40), max_size=30), skip=st.booleans())
+def test_pieces_joined_equal_the_whole_decoded(ids: list[int], sizes: list[int], skip: bool) -> None:
+    prompt = BYTE_LEVEL.encode("hello the").ids
+    whole = BYTE_LEVEL.decode(prompt + ids, skip_special_tokens=skip)
+    assert "hello the" + "".join(_stream(BYTE_LEVEL, prompt, _pieces(sizes, ids), skip)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=ids | noise, skip=st.booleans())
+def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool) -> None:
+    pieces = _stream(BYTE_LEVEL, [0], [[i] for i in ids], skip)
+    prefix = BYTE_LEVEL.decode([0], skip_special_tokens=skip)
+    assert prefix + "".join(pieces) == BYTE_LEVEL.decode([0, *ids], skip_special_tokens=skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(["\u2581hello", "\u2581world", "lo", ",", "\u2581", "h", "😀", "é", "你", "</s>"]), max_size=40
+    ),
+    sizes=st.lists(st.integers(1, 20), max_size=20),
+)
+def test_sentencepiece_spaces_and_byte_tokens_survive(words: list[str], sizes: list[int]) -> None:
+    ids = []
+    for word in words:
+        known = METASPACE.token_to_id(word)
+        ids += [known] if known is not None else [METASPACE.token_to_id(f"<0x{b:02X}>") for b in word.encode()]
+    prompt = [METASPACE.token_to_id(t) for t in ("<s>", "\u2581hello", ",")]
+    whole = METASPACE.decode(prompt + ids, skip_special_tokens=True)
+    assert "hello," + "".join(_stream(METASPACE, prompt, _pieces(sizes, ids))) == whole
+
+
+def test_a_character_over_several_tokens_appears_once_it_is_whole() -> None:
+    emoji = [BYTE_LEVEL.token_to_id(t) for t in BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("🙃")[0][0]]
+    assert len(emoji) == 4
+    assert _stream(BYTE_LEVEL, [0], [[i] for i in emoji]) == ["", "", "", "🙃", ""]
+
+
+def test_an_unfinished_character_is_shown_when_the_sequence_ends() -> None:
+    first = BYTE_LEVEL.token_to_id(BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("🙃")[0][0][0])
+    assert _stream(BYTE_LEVEL, [0], [[first]]) == ["", "\ufffd"]
+
+
+@pytest.mark.timeout(20)
+def test_binary_noise_is_given_out_while_it_comes() -> None:
+    """Bytes that never form a character must neither be held for ever nor be decoded again at every token."""
+    byte = BYTE_LEVEL.token_to_id(BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("é")[0][0][1])
+    pieces = _stream(BYTE_LEVEL, [0], [[byte]] * 5000)
+    assert "".join(pieces) == "\ufffd" * 5000
+    assert max(map(len, pieces)) <= 40

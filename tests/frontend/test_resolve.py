@@ -1,0 +1,143 @@
+"""`resolve` is pure, chooses documented defaults, and refuses what cannot hold, naming the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tiny_front import MACHINE, MAX_POSITION
+
+from engine.config import EngineArgs, EngineConfig
+from engine.errors import ConfigError
+from engine.machine import CudaDevice, Machine, probe_machine
+from engine.models.description import ModelDescription, describe
+from engine.resolve import kv_bytes_per_token, parse_size, resolve
+
+H100 = CudaDevice(name="H100", capability=(9, 0), memory_bytes=80 * 2**30)
+T4 = CudaDevice(name="T4", capability=(7, 5), memory_bytes=16 * 2**30)
+PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, KV heads, head size, bytes of bfloat16
+
+
+def machine(*cuda: CudaDevice) -> Machine:
+    return msgspec.structs.replace(MACHINE, cuda=cuda)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> ModelDescription:
+    return describe(str(tiny_model))
+
+
+def _resolve(model: ModelDescription, *cuda: CudaDevice, **settings: Any) -> EngineConfig:
+    return resolve(EngineArgs(model="models/tiny-llama", **settings), model, machine(*cuda))
+
+
+def test_defaults_on_a_cpu(model: ModelDescription) -> None:
+    config = _resolve(model)
+    assert (config.device.kind, config.device.threads, config.model.dtype) == ("cpu", 4, "bfloat16")
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 2048)
+    assert (config.compile.mode, config.compile.graphs, config.cache.block_size) == ("pieces", "none", 16)
+    assert config.model.max_model_len == config.scheduler.max_model_len == MAX_POSITION
+    assert config.model.path == config.model.tokenizer == "/work/models/tiny-llama"
+    assert (config.model.served_name, config.compile.cache_dir) == ("tiny-llama", "/home/user/.cache/pageloom")
+
+
+def test_defaults_on_a_gpu(model: ModelDescription) -> None:
+    config = _resolve(model, H100)
+    assert (config.device.kind, config.model.dtype) == ("cuda", "bfloat16")
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
+    assert _resolve(model, H100, device="cpu").device.kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("stored", "cuda", "chosen"),
+    [
+        ("float32", (), "bfloat16"),
+        ("float16", (), "bfloat16"),
+        ("float16", (H100,), "float16"),
+        ("float32", (H100,), "bfloat16"),
+        ("bfloat16", (T4,), "float16"),
+    ],
+)
+def test_auto_dtype_is_the_nearest_that_the_device_has(
+    model: ModelDescription, stored: str, cuda: tuple[CudaDevice, ...], chosen: str
+) -> None:
+    described = msgspec.structs.replace(model, default_dtype=stored)
+    assert resolve(EngineArgs(model="m"), described, machine(*cuda)).model.dtype == chosen
+
+
+@pytest.mark.parametrize(
+    ("cuda", "settings", "names"),
+    [
+        ((), {"device": "cuda"}, ["device"]),
+        ((), {"dtype": "float16"}, ["dtype", "device"]),
+        ((T4,), {"dtype": "bfloat16"}, ["dtype", "7.5"]),
+        ((H100,), {"threads": 2}, ["threads", "device"]),
+        ((), {"graphs": "piecewise"}, ["graphs", "device"]),
+        ((H100,), {"graphs": "piecewise", "compile": "none"}, ["graphs", "compile"]),
+        ((), {"max_model_len": MAX_POSITION + 1}, ["max_model_len", str(MAX_POSITION)]),
+        ((), {"max_model_len": 0}, ["max_model_len"]),
+        ((), {"max_num_seqs": 64, "max_num_batched_tokens": 32}, ["max_num_batched_tokens", "max_num_seqs"]),
+        ((), {"kv_cache_memory": PER_TOKEN * 15}, ["kv_cache_memory"]),
+        ((), {"kv_cache_memory": PER_TOKEN * 64, "max_model_len": 65}, ["kv_cache_memory", "max_model_len"]),
+        ((), {"kv_cache_memory": 2**40}, ["kv_cache_memory"]),
+        ((), {"memory_fraction": 0.0}, ["memory_fraction"]),
+        ((), {"block_size": 12}, ["block_size"]),
+        ((), {"max_logprobs": -1}, ["max_logprobs"]),
+        ((), {"seed": 2**63}, ["seed"]),
+        ((), {"max_waiting": 0}, ["max_waiting"]),
+    ],
+)
+def test_contradictions_are_refused_by_name(
+    model: ModelDescription, cuda: tuple[CudaDevice, ...], settings: dict[str, Any], names: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _resolve(model, *cuda, **settings)
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_the_context_shrinks_to_what_the_given_cache_holds(model: ModelDescription) -> None:
+    assert kv_bytes_per_token(model.spec, "bfloat16") == PER_TOKEN
+    assert _resolve(model, kv_cache_memory=PER_TOKEN * 100).model.max_model_len == 96  # whole blocks
+    assert _resolve(model, kv_cache_memory=PER_TOKEN * 10_000).model.max_model_len == MAX_POSITION
+
+
+def test_budget_and_rows_follow_each_other(model: ModelDescription) -> None:
+    assert _resolve(model, max_num_batched_tokens=32).scheduler.max_num_seqs == 32
+    assert _resolve(model, max_num_seqs=4000).scheduler.max_num_batched_tokens == 4000
+
+
+def test_the_configuration_survives_the_way_to_the_core(model: ModelDescription) -> None:
+    config = _resolve(model, H100, graphs="full_decode", max_num_seqs=3)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (5, 5),
+        ("1000", 1000),
+        ("4GiB", 2**32),
+        ("1.5 gib", 3 * 2**29),
+        ("512M", 512 * 10**6),
+        ("1kb", 1000),
+        ("2TiB", 2**41),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 GiBs", "-1", "4XB", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+def test_this_machine_has_a_core_and_memory() -> None:
+    here = probe_machine("cpu")
+    assert here.physical_cores >= 1
+    assert here.memory_bytes > 2**28
+    assert here.cuda == ()
