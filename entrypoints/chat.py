@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from entrypoints.options import add_engine_options, engine_args
+from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
 
 if TYPE_CHECKING:
     from engine import AsyncEngine
@@ -23,15 +23,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="talk to this server (http://host:port) instead of loading a model")
     parser.add_argument("--api-key", help="for --url")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, help="default: what the model's authors recommend, else 1")
+    parser.add_argument("--max-tokens", type=int, default=512, help="per answer")
     parser.add_argument("--quick", metavar="MESSAGE", help="send one message, print the answer, exit")
     add_engine_options(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.url:
+        engine_options = argparse.ArgumentParser()
+        add_engine_options(engine_options)
+        names = {action.dest for action in engine_options._actions} - {"help"}
+        refuse_without_effect(parser, options, names, "with --url: the server's own settings hold")
+    else:
+        refuse_without_effect(parser, options, ["api_key"], "without --url")
     import asyncio
 
     from engine.errors import EngineError
@@ -46,18 +54,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _local(options: argparse.Namespace) -> int:
-    from engine import AsyncEngine, SamplingParams
+    import msgspec
+
+    from engine import AsyncEngine
 
     engine: AsyncEngine = AsyncEngine(engine_args(options, options.model))
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
 
     async def reply(messages: Messages) -> AsyncIterator[str]:
+        params = msgspec.structs.replace(engine.default_sampling_params(), max_tokens=options.max_tokens)
+        if options.temperature is not None:
+            params = msgspec.structs.replace(params, temperature=options.temperature)
         ids = await engine.apply_chat_template(messages, add_generation_prompt=True)
         async for output in engine.generate({"prompt_token_ids": ids}, params, delta=True):
             yield output.outputs[0].text
 
-    await engine.start()
     try:
+        await engine.start()
         return await _converse(options, reply)
     finally:
         await engine.shutdown()
@@ -72,14 +84,10 @@ async def _remote(options: argparse.Namespace) -> int:
     async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=None) as client:
 
         async def reply(messages: Messages) -> AsyncIterator[str]:
-            body = {
-                "messages": messages,
-                "temperature": options.temperature,
-                "max_tokens": options.max_tokens,
-                "stream": True,
-            }
-            if options.model:
-                body["model"] = options.model
+            body: dict[str, object] = {"messages": messages, "max_tokens": options.max_tokens, "stream": True}
+            if options.temperature is not None:
+                body["temperature"] = options.temperature
+            body["model"] = model
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise EngineError(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
@@ -87,10 +95,17 @@ async def _remote(options: argparse.Namespace) -> int:
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
-                    for choice in json.loads(data).get("choices", []):
+                    chunk = json.loads(data)
+                    if chunk.get("error"):
+                        raise EngineError(str(chunk["error"].get("message")))
+                    for choice in chunk.get("choices", []):
                         yield choice["delta"].get("content") or ""
 
-        return await _converse(options, reply)
+        try:
+            model = options.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+            return await _converse(options, reply)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{options.url}: {str(error) or type(error).__name__}") from error
 
 
 async def _converse(options: argparse.Namespace, reply: Reply) -> int:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
 
 def size_bytes(text: str) -> int:
     """'4GiB', '512M', '1000000' → bytes."""
-    number = text.strip().lower().removesuffix("b")
-    unit = number.lstrip("0123456789.")
+    from engine.resolve import parse_size  # not at the top: --help is instant
+
     try:
-        value = float(number[: len(number) - len(unit)]) * _UNITS[unit.strip()]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4GiB, 512M or a number of bytes") from None
-    return int(value)
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def refuse_without_effect(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str], because: str
+) -> None:
+    """Exits with a usage error when one of the options `names` was set although it would do nothing."""
+    for action in parser._actions:
+        if action.dest in names and getattr(options, action.dest) != action.default:
+            parser.error(f"{'/'.join(action.option_strings)} has no effect {because}")
 
 
 def default_cache_dir() -> str:

@@ -16,9 +16,35 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name", help="the model's name in the API; default: its directory or file name")
     parser.add_argument("--api-key", help="required of clients as `Authorization: Bearer KEY`")
+    parser.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=[],
+        metavar="JSON",
+        help="""web pages whose scripts may call this server, as '["https://a.example"]' or '["*"]'""",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long SIGTERM and Ctrl-C let running requests go on before they are ended",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)
     return parser
+
+
+def _origins(text: str) -> list[str]:
+    import json
+
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list) or not all(isinstance(o, str) for o in origins):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
+    return origins
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,33 +59,19 @@ def main(argv: list[str] | None = None) -> int:
     except EngineError as error:
         print(f"engine-serve: {error}", file=sys.stderr)
         return 1
+    except asyncio.CancelledError:  # SIGTERM while starting
+        return 143
     except KeyboardInterrupt:
         return 130
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    import uvicorn
-
     from engine import AsyncEngine
-    from entrypoints.server.app import create_app
+    from entrypoints.server.run import listen, serve_engine
 
-    engine = AsyncEngine(engine_args(options, options.model))
-    await engine.start()
-    try:
-        app = create_app(engine, engine.served_name, options.api_key)
-        config = uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            log_level=options.log_level,
-            access_log=False,
-            timeout_keep_alive=60,
-        )
-        server = uvicorn.Server(config)
-        await server.serve()
-        return 0 if server.started else 1
-    finally:
-        await engine.shutdown()
+    listener = listen(options.host, options.port)  # first: a taken port is told before the model is loaded
+    with listener:
+        return await serve_engine(AsyncEngine(engine_args(options, options.model)), listener, options)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,20 @@ import argparse
 import json
 import sys
 
-from entrypoints.options import add_engine_options, engine_args
+from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+
+
+_RANDOM_ONLY = {
+    "throughput": {"input_len", "output_len", "num_prompts", "range_ratio"},
+    "serve": {"input_len", "output_len", "num_prompts", "range_ratio", "request_rate", "vocab_size", "seed"},
+}
+"""a named workload fixes these"""
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def _names(text: str) -> list[str]:
@@ -14,16 +27,16 @@ def _names(text: str) -> list[str]:
 
 
 def _shape_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
-    parser.add_argument("--input-len", type=int, default=input_len, help="prompt tokens per request")
-    parser.add_argument("--output-len", type=int, default=output_len, help="generated tokens per request")
+    parser.add_argument("--input-len", type=_count, default=input_len, help="prompt tokens per request")
+    parser.add_argument("--output-len", type=_count, default=output_len, help="generated tokens per request")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
 
 
 def _many_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", type=_names, metavar="W1,W2", help="named workloads instead of a random one")
-    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-prompts", type=_count, default=64)
     parser.add_argument("--range-ratio", type=float, default=0.0, help="lengths vary by this share around their mean")
-    parser.add_argument("--reps", type=int, default=1, help="repeats; the median is printed")
+    parser.add_argument("--reps", type=_count, default=1, help="repeats; the median is printed")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,16 +46,18 @@ def build_parser() -> argparse.ArgumentParser:
     latency = commands.add_parser("latency", help="time of one batch, in process")
     latency.add_argument("model", nargs="?")
     _shape_options(latency, input_len=32, output_len=128)
-    latency.add_argument("--batch-size", type=int, default=8)
+    latency.add_argument("--batch-size", type=_count, default=8)
     latency.add_argument("--warmup", type=int, default=2)
-    latency.add_argument("--reps", type=int, default=5)
+    latency.add_argument("--reps", type=_count, default=5)
     add_engine_options(latency)
+    latency.set_defaults(parser=latency)
 
     throughput = commands.add_parser("throughput", help="many requests at once, in process")
     throughput.add_argument("model", nargs="?")
     _shape_options(throughput, input_len=128, output_len=128)
     _many_options(throughput)
     add_engine_options(throughput)
+    throughput.set_defaults(parser=throughput)
 
     serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
     serve.add_argument("--base-url", default="http://127.0.0.1:8000")
@@ -56,11 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
     _shape_options(serve, input_len=128, output_len=64)
     _many_options(serve)
+    serve.set_defaults(parser=serve)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
+    if getattr(options, "workload", None):
+        refuse_without_effect(options.parser, options, _RANDOM_ONLY[options.command], "with --workload")
     from engine.errors import EngineError
 
     try:
@@ -77,6 +95,12 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
         from entrypoints.bench import http_load
 
         return http_load.serve(options)
+    if options.command == "throughput" and options.workload:
+        from entrypoints.bench.workloads import workload
+
+        for name in options.workload:
+            if any(r.arrival_s for r in workload(name)):
+                raise ValueError(f"{name} has arrival times, and offline all requests arrive at once: use `serve`")
     from engine import LLM
     from entrypoints.bench import offline
 

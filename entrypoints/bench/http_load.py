@@ -8,8 +8,9 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from engine.errors import EngineError
 from entrypoints.bench.metrics import Figures, Record, figures, median_of, table
-from entrypoints.bench.workloads import WARM_UP_REPEAT, BenchRequest, random_workload, workload
+from entrypoints.bench.workloads import WARM_UP_REPEAT, WARM_UP_SEED, BenchRequest, random_workload, workload
 
 if TYPE_CHECKING:
     import httpx
@@ -31,7 +32,7 @@ class LoadClient:
         records = await asyncio.gather(*(self._one(client, r, start, bar) for r in requests))
         good = [r for r in records if r.error is None]
         if not good:
-            raise SystemExit(f"every request failed; the first: {records[0].error}")
+            raise EngineError(f"every request failed; the first: {records[0].error}")
         return figures(records, min(r.submitted for r in good), max(r.finished for r in good))
 
     async def _one(self, client: httpx.AsyncClient, request: BenchRequest, start: float, bar: tqdm[None]) -> Record:
@@ -96,16 +97,20 @@ def _served_model(options: argparse.Namespace) -> str:
     import httpx
 
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    reply = httpx.get(options.base_url.rstrip("/") + "/v1/models", headers=headers, timeout=10, trust_env=False)
-    reply.raise_for_status()
-    return str(reply.json()["data"][0]["id"])
+    url = options.base_url.rstrip("/") + "/v1/models"
+    try:
+        reply = httpx.get(url, headers=headers, timeout=10, trust_env=False).raise_for_status()
+        return str(reply.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"{url} names no model ({error!r}); is the server up? --model names one") from error
 
 
 def serve(options: argparse.Namespace) -> list[dict[str, object]]:
     """Each named workload, or one random one, against the server: the median over the repeats after a warm-up."""
     model = _served_model(options)
     results: list[dict[str, object]] = []
-    asyncio.run(_run(options, model, workload("WARM", WARM_UP_REPEAT), progress=False))
+    warm_up = workload("WARM", WARM_UP_REPEAT) if options.workload else _random(options, -1)[:4]
+    asyncio.run(_run(options, model, warm_up, progress=False))
     for name in options.workload or ["random"]:
         runs = []
         if name in ("W1", "W5"):
@@ -127,6 +132,6 @@ def _random(options: argparse.Namespace, repeat: int) -> list[BenchRequest]:
         options.output_len,
         rate,
         options.vocab_size,
-        options.seed + repeat,
+        options.seed + repeat if repeat >= 0 else WARM_UP_SEED,
         options.range_ratio,
     )

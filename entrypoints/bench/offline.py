@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from entrypoints.bench.metrics import Figures, Record, figures, median_of, table
-from entrypoints.bench.workloads import WARM_UP_REPEAT, BenchRequest, random_workload, workload
+from entrypoints.bench.workloads import WARM_UP_REPEAT, WARM_UP_SEED, BenchRequest, random_workload, workload
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -43,7 +43,8 @@ def _record(output: RequestOutput, request: BenchRequest) -> Record:
 def throughput(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]:
     """Each named workload, or one random one: the median over the repeats after a warm-up."""
     results: list[dict[str, object]] = []
-    run_once(llm, workload("WARM", WARM_UP_REPEAT), progress=False)
+    warm_up = workload("WARM", WARM_UP_REPEAT) if options.workload else _random(llm, options, -1)[:4]
+    run_once(llm, warm_up, progress=False)
     for name in options.workload or ["random"]:
         runs = []
         if name in ("W1", "W5"):
@@ -65,7 +66,7 @@ def _random(llm: LLM, options: argparse.Namespace, repeat: int) -> list[BenchReq
         options.output_len,
         None,
         vocab,
-        options.seed + repeat,
+        options.seed + repeat if repeat >= 0 else WARM_UP_SEED,
         options.range_ratio,
     )
 
@@ -81,7 +82,7 @@ def latency(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]:
         return float(run_once(llm, requests, progress=False)["wall_s"])
 
     for i in tqdm(range(options.warmup), desc="Warm-up", disable=not options.progress):
-        once(-1 - i + 2**31)
+        once(WARM_UP_SEED + i)
     rounds = tqdm(range(options.reps), desc="Latency", disable=not options.progress)
     seconds = np.array([once(options.seed + i) for i in rounds])
     result: dict[str, object] = {

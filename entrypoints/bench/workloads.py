@@ -15,6 +15,8 @@ SEED = 0
 FIRST_ID, END_ID = 100, 40000
 """token ids are drawn from [FIRST_ID, END_ID)"""
 WARM_UP_REPEAT = -1
+WARM_UP_SEED = 2**31
+"""of random warm-up requests: no repeat's seed"""
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import AsyncEngine
-from engine.errors import CoreDiedError
+from engine.errors import CoreDiedError, InvalidRequestError
 from entrypoints.server import errors
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import ServerContext
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from entrypoints.server.streaming import ClientLeftError
 
 
 class ApiKeyGuard:
@@ -38,8 +40,13 @@ class ApiKeyGuard:
         await self._app(scope, receive, send)
 
 
-def create_app(engine: AsyncEngine, served_name: str, api_key: str | None = None) -> FastAPI:
-    """The engine must be started; the app shuts it down when it ends."""
+def create_app(
+    engine: AsyncEngine, served_name: str, api_key: str | None = None, allowed_origins: Sequence[str] = ()
+) -> FastAPI:
+    """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call."""
+
+    async def on_client_left(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,28 +55,37 @@ def create_app(engine: AsyncEngine, served_name: str, api_key: str | None = None
 
     app = FastAPI(title="Pageloom", version=version("pageloom"), lifespan=lifespan)
     errors.install(app)
+    app.add_exception_handler(ClientLeftError, on_client_left)
     context = ServerContext(engine, served_name)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
     _operation_routes(app, context)
     if api_key is not None:
         app.add_middleware(ApiKeyGuard, key=api_key)
+    if allowed_origins:  # outermost: a browser's preflight carries no key
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
     started = int(time.time())
 
+    model = {
+        "id": context.served_name,
+        "object": "model",
+        "created": started,
+        "owned_by": "pageloom",
+        "max_model_len": context.engine.max_model_len,
+    }
+
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        model = {
-            "id": context.served_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "pageloom",
-            "max_model_len": context.engine.max_model_len,
-        }
         return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, object]:
+        context.check_model(name)
+        return model
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -90,6 +106,8 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
             ids = await engine.apply_chat_template(
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
                 add_special_tokens=bool(body.add_special_tokens),
             )
         else:
@@ -97,12 +115,16 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
             ids = await engine.tokenize(body.prompt or "", add_special_tokens=special)
         reply: dict[str, object] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            reply["token_strs"] = [engine.detokenize([i]) for i in ids]
+            reply["token_strs"] = [context.texts.text(i) for i in ids]
         return reply
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         context.check_model(body.model)
+        limit = engine.config.model.vocab_size
+        for token in body.tokens:
+            if not 0 <= token < limit:
+                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {limit})", "tokens")
         return {"prompt": engine.detokenize(body.tokens)}
 
 
@@ -123,4 +145,4 @@ def _operation_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)

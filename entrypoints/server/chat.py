@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from engine.request import CompletionOutput, RequestOutput
-from entrypoints.server.context import ServerContext, last
+from engine.errors import InvalidRequestError
+from engine.request import CompletionOutput
+from entrypoints.server.context import Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
-from entrypoints.server.logprobs import ChatLogprobs, chat_logprobs
+from entrypoints.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from entrypoints.server.protocol import ChatCompletionRequest
 from entrypoints.server.responses import (
     ChatChoice,
@@ -23,7 +26,7 @@ from entrypoints.server.responses import (
     new_id,
     now,
 )
-from entrypoints.server.streaming import DONE, EventStream, answer, event, primed
+from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event
 
 
 class ChatHandler:
@@ -33,11 +36,19 @@ class ChatHandler:
         self.context, self.body = context, body
         self.id, self.created = new_id("chatcmpl"), now()
         self.top = (body.top_logprobs or 0) if body.logprobs else None
-        self.params = body.sampling_params(body.token_limit, self.top, None)
-        self.echoed = str(body.messages[-1].get("content") or "") if body.echo else ""
+        limit = context.engine.config.max_logprobs
+        if self.top is not None and not 0 <= self.top <= limit:
+            raise InvalidRequestError(
+                f"top_logprobs must be in [0, {limit}] (--max-logprobs), got {self.top}", "top_logprobs"
+            )
+        recommended = context.engine.model.generation_defaults.get("max_new_tokens")
+        max_tokens = body.token_limit(None if recommended is None else int(recommended))
+        defaults = context.engine.default_sampling_params()
+        self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs)
+        self.echoed = _answer_so_far(body.messages[-1]) if body.echo else ""
         self.usage = UsageCount()
 
-    async def stream(self, *, delta: bool) -> AsyncIterator[RequestOutput]:
+    async def stream(self, *, delta: bool) -> Outputs:
         body = self.body
         token_ids = await self.context.engine.apply_chat_template(
             body.messages,
@@ -52,7 +63,7 @@ class ChatHandler:
     def logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if self.top is None:
             return None
-        return chat_logprobs(part.token_ids, part.logprobs or [], self.top)
+        return chat_logprobs(self.context.texts, part.token_ids, part.logprobs or [], self.top)
 
     async def whole(self) -> ChatCompletion:
         output = await last(await self.stream(delta=False))
@@ -67,17 +78,19 @@ class ChatHandler:
             )
             for part in output.outputs
         ]
-        return ChatCompletion(self.id, self.created, self.context.served_name, choices, usage=self.usage.usage())
+        reply = ChatCompletion(self.id, self.created, self.context.served_name, choices, usage=self.usage.usage())
+        if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
+        return reply
 
     def envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(self.id, self.created, self.context.served_name, choices)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         each = bool(options and options.continuous_usage_stats)
-        outputs = await self.stream(delta=True)
         opened = False
-        try:
+        async with aclosing(await self.stream(delta=True)) as outputs:
             async for output in outputs:
                 if not opened:
                     opened = True
@@ -92,10 +105,6 @@ class ChatHandler:
                     chunk = self.envelope([choice])
                     chunk.usage = self.usage.usage() if each else None
                     yield event(chunk)
-        finally:
-            aclose = getattr(outputs, "aclose", None)
-            if aclose is not None:
-                await aclose()
         if options and options.include_usage:
             final = self.envelope([])
             final.usage = self.usage.usage()
@@ -103,9 +112,19 @@ class ChatHandler:
         yield DONE
 
 
+def _answer_so_far(message: dict[str, Any]) -> str:
+    """What `echo` puts before the answer: the last message, if it is the assistant's own."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+
+
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
     context.check_model(body.model)
     handler = ChatHandler(context, body)
     if body.stream:
-        return EventStream(await answer(request, primed(handler.chunks())))
+        return EventStream(await answer(request, Primed(handler.chunks()).prime()))
     return json_response(await answer(request, handler.whole()))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from engine.errors import InvalidRequestError
-from engine.request import CompletionOutput, LogprobsAt, RequestOutput
-from entrypoints.server.context import EnginePrompt, ServerContext, last
+from engine.request import CompletionOutput, RequestOutput
+from entrypoints.server.context import EnginePrompt, Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
-from entrypoints.server.logprobs import completion_logprobs
+from entrypoints.server.logprobs import CompletionLogprobs, CompletionScores, PromptLogprobs, prompt_logprobs
 from entrypoints.server.protocol import CompletionRequest
 from entrypoints.server.responses import Completion, CompletionChoice, UsageCount, new_id, now
-from entrypoints.server.streaming import DONE, EventStream, answer, event, merge, primed
+from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event, merge
 
 
 class CompletionHandler:
@@ -24,59 +24,87 @@ class CompletionHandler:
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         self.context, self.body = context, body
         self.id, self.created = new_id("cmpl"), now()
-        self.echo = bool(body.echo)
-        self.score_only = self.echo and body.max_tokens == 0
+        self.score_only = bool(body.echo) and body.max_tokens == 0
         """echo with max_tokens 0 scores the prompt: one token is generated and not sent"""
-        want_prompt = (
-            body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if self.echo else None)
+        self.echo_scores = bool(body.echo) and body.logprobs is not None
+        wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+        self.params = body.sampling_params(
+            context.engine.default_sampling_params(),
+            1 if self.score_only else body.max_tokens,
+            body.logprobs,
+            max(wanted, default=None),
         )
-        if body.prompt_logprobs is not None and not self.echo:
-            raise InvalidRequestError("prompt_logprobs are returned with echo; set echo to true", "prompt_logprobs")
-        max_tokens = 1 if self.score_only else body.max_tokens
-        self.params = body.sampling_params(max_tokens, body.logprobs, want_prompt)
-        self.prompts: list[EnginePrompt] = [
-            p if isinstance(p, str) else {"prompt_token_ids": p} for p in body.prompts()
-        ]
+        self.prompts = body.prompts()
         self.usage = UsageCount()
-        self.offsets: dict[int, int] = {}
+        self.prompt_scores: dict[int, PromptLogprobs] = {}
+        self.held: dict[int, list[CompletionOutput]] = {}
+        self.scores: dict[int, CompletionScores] = {}
         self.started: set[int] = set()
 
-    def streams(self, *, delta: bool) -> list[AsyncIterator[RequestOutput]]:
-        return [
-            self.context.generate(p, self.params, self.body, f"{self.id}-{i}", delta=delta)
-            for i, p in enumerate(self.prompts)
-        ]
+    async def stream(self, prompt_index: int, *, delta: bool) -> AsyncGenerator[RequestOutput, None]:
+        given = self.prompts[prompt_index]
+        prompt: EnginePrompt = given if isinstance(given, str) else {"prompt_token_ids": given}
+        if isinstance(given, str) and self.body.add_special_tokens is False:
+            ids = await self.context.engine.tokenize(given, add_special_tokens=False)
+            prompt = {"prompt": given, "prompt_token_ids": ids}
+        name = f"{self.id}-{prompt_index}"
+        async with aclosing(self.context.generate(prompt, self.params, self.body, name, delta=delta)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def streams(self, *, delta: bool) -> list[Outputs]:
+        return [self.stream(i, delta=delta) for i in range(len(self.prompts))]
 
     def choice(self, prompt_index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
         """The choice (or, when streaming, what is new of it) for one sample."""
         index = prompt_index * self.params.n + part.index
-        text, tokens = part.text, list(zip(part.token_ids, part.logprobs or ()))
-        scored: list[tuple[int, LogprobsAt | None]] = [(t, at) for t, at in tokens]
-        if self.score_only:
-            text, scored = "", []
-        if self.echo and index not in self.started:
-            text = self._prompt_text(output) + text
-            scored = self._prompt_scores(output) + scored
+        text = "" if self.score_only else part.text
+        echoed = None
+        if self.body.echo and index not in self.started:
+            echoed = self._prompt_text(output)
+            text = echoed + text
         self.started.add(index)
         choice = CompletionChoice(index, text, None, part.finish_reason, part.stop_reason)
+        if self.score_only and part.finished:
+            choice.finish_reason, choice.stop_reason = "length", None
         if self.body.logprobs is not None:
-            offset = self.offsets.get(index, 0)
-            choice.logprobs, self.offsets[index] = completion_logprobs(scored, self.body.logprobs, offset)
+            choice.logprobs = self._logprobs(index, prompt_index, output, part, echoed)
         return choice
+
+    def _logprobs(
+        self, index: int, prompt_index: int, output: RequestOutput, part: CompletionOutput, echoed: str | None
+    ) -> CompletionLogprobs:
+        if index not in self.scores:
+            skip = self.body.skip_special_tokens
+            self.scores[index] = CompletionScores(
+                self.context.texts, self.body.logprobs or 0, skip_special_tokens=skip
+            )
+        ids = output.prompt_token_ids
+        prompt = None
+        if echoed is not None:
+            prompt = (echoed, ids, self.prompt_scores.get(prompt_index) or [None] * len(ids))
+        if self.score_only:
+            return self.scores[index].next([], [], prompt)
+        return self.scores[index].next(part.token_ids, part.logprobs or [], prompt)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
         return self.context.engine.detokenize(output.prompt_token_ids)
 
-    def _prompt_scores(self, output: RequestOutput) -> list[tuple[int, LogprobsAt | None]]:
-        ids = output.prompt_token_ids
-        return list(zip(ids, output.prompt_logprobs or [None] * len(ids)))
-
-    def count(self, prompt_index: int, output: RequestOutput) -> None:
+    def take(self, prompt_index: int, output: RequestOutput) -> list[CompletionOutput]:
+        """Count an output and return what of it may be shown. The scores of an echoed prompt come once, with any
+        sample: until they are there, the others are held back."""
         self.usage.add(prompt_index, output)
         if self.score_only:
             self.usage.drop_completion(sum(len(o.token_ids) for o in output.outputs))
+        if output.prompt_logprobs is not None:
+            self.prompt_scores[prompt_index] = output.prompt_logprobs
+        parts = [*self.held.pop(prompt_index, ()), *output.outputs]
+        if self.echo_scores and prompt_index not in self.prompt_scores and not output.finished:
+            self.held[prompt_index] = parts
+            return []
+        return parts
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(self.id, self.created, self.context.served_name, choices)
@@ -89,25 +117,27 @@ class CompletionHandler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        choices = []
         for i, output in enumerate(outputs):
-            self.count(i, output)
-        completion = self.envelope([self.choice(i, o, part) for i, o in enumerate(outputs) for part in o.outputs])
+            made = [self.choice(i, output, part) for part in self.take(i, output)]
+            if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                shown = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
+                for choice in made:
+                    choice.prompt_logprobs = shown
+            choices += made
+        completion = self.envelope(choices)
         completion.usage = self.usage.usage()
         return completion
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         each = bool(options and options.continuous_usage_stats)
-        outputs = merge(self.streams(delta=True))
-        try:
+        async with aclosing(merge(self.streams(delta=True))) as outputs:
             async for i, output in outputs:
-                self.count(i, output)
-                for part in output.outputs:
+                for part in self.take(i, output):
                     chunk = self.envelope([self.choice(i, output, part)])
                     chunk.usage = self.usage.usage() if each else None
                     yield event(chunk)
-        finally:
-            await outputs.aclose()
         if options and options.include_usage:
             final = self.envelope([])
             final.usage = self.usage.usage()
@@ -119,5 +149,5 @@ async def create_completion(context: ServerContext, body: CompletionRequest, req
     context.check_model(body.model)
     handler = CompletionHandler(context, body)
     if body.stream:
-        return EventStream(await answer(request, primed(handler.chunks())))
+        return EventStream(await answer(request, Primed(handler.chunks()).prime()))
     return json_response(await answer(request, handler.whole()))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import cast
 
 from fastapi import HTTPException
 
 from engine import AsyncEngine, SamplingParams
-from engine.request import LogprobsAt, RequestOutput
+from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.protocol import SamplingFields
+from entrypoints.server.token_text import TokenTexts
 
-EnginePrompt = str | dict[str, list[int]]
+EnginePrompt = str | Mapping[str, object]
+Outputs = AsyncGenerator[RequestOutput, None]
 
 
-@dataclass(frozen=True)
 class ServerContext:
-    engine: AsyncEngine
-    served_name: str
+    """The engine must be started."""
+
+    def __init__(self, engine: AsyncEngine, served_name: str) -> None:
+        self.engine = engine
+        self.served_name = served_name
+        self.texts = TokenTexts(engine.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """OpenAI clients must name a model; a wrong name is a 404, none means the one served."""
@@ -27,19 +33,18 @@ class ServerContext:
 
     def generate(
         self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool
-    ) -> AsyncIterator[RequestOutput]:
-        return self.engine.generate(
+    ) -> Outputs:
+        stream = self.engine.generate(
             prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt, delta=delta
         )
+        return cast(Outputs, stream)  # it is a generator, so that it can be closed
 
 
-async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+async def last(stream: Outputs) -> RequestOutput:
     """The final state of a request whose outputs are cumulative."""
     final: RequestOutput | None = None
-    async for output in stream:
-        final = output
+    async with aclosing(stream):
+        async for output in stream:
+            final = output
     assert final is not None, "a stream ends with a finished output"
     return final
-
-
-PromptLogprobs = list[LogprobsAt | None] | None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +42,31 @@ def model_not_found(name: str, served: str) -> ErrorBody:
     return error_body(message, "invalid_request_error", "model", "model_not_found")
 
 
+def _validation_body(errors: Sequence[Mapping[str, Any]], content_type: str) -> ErrorBody:
+    """The first error of pydantic's, with the alternatives that it lists for a field of several types."""
+    first = errors[0]
+    context = first.get("ctx") or {}
+    if first["type"] == "json_invalid":
+        return error_body(f"the body is not valid JSON: {context.get('error')}", "invalid_request_error")
+    if first["type"] == "refused":
+        return error_body(str(first["msg"]), "invalid_request_error", context["param"])
+    path = [part for part in first["loc"] if part != "body"]
+    if not path:
+        hint = "" if "json" in content_type else "; send it with Content-Type: application/json"
+        return error_body(f"the body must be a JSON object{hint}", "invalid_request_error")
+    if first["type"] == "extra_forbidden":
+        text = "unrecognized request argument"
+    else:
+        text = " or ".join(dict.fromkeys(str(e["msg"]) for e in errors if e["loc"][:2] == first["loc"][:2]))
+    where = ".".join(str(part) for part in path if not _names_an_alternative(part))
+    return error_body(f"{where}: {text}", "invalid_request_error", str(path[0]))
+
+
+def _names_an_alternative(part: object) -> bool:
+    """pydantic puts the type that it tried into the path."""
+    return isinstance(part, str) and (part in ("str", "int", "bool") or "[" in part)
+
+
 def install(app: FastAPI) -> None:
     """Route every exception through `describe`."""
 
@@ -47,17 +74,9 @@ def install(app: FastAPI) -> None:
         status, body, headers = describe(error)
         return JSONResponse(body, status, headers)
 
-    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+    async def on_validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body"]
-        param = where[0] if where and not where[0].isdigit() else None
-        text = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            text = "unrecognized request argument"
-        return JSONResponse(
-            error_body(f"{'.'.join(where)}: {text}" if where else text, "invalid_request_error", param), 400
-        )
+        return JSONResponse(_validation_body(error.errors(), request.headers.get("content-type", "")), 400)
 
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

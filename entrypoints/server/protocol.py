@@ -6,9 +6,10 @@ cannot do is accepted only at its neutral value, and otherwise refused by name.
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine import SamplingParams
 from engine.errors import InvalidRequestError
@@ -29,8 +30,8 @@ class SamplingFields(BaseModel):
 
     model: str | None = None
     n: int | None = 1
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     seed: int | None = None
@@ -40,6 +41,8 @@ class SamplingFields(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     """an opaque end-user name; OpenAI defines no effect on the answer"""
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -57,22 +60,25 @@ class SamplingFields(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
+    def _check_streaming(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
+            raise _refusal("stream_options", "stream_options is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refusal("prompt_logprobs", "prompt_logprobs are only given when stream is false")
         return self
 
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Raises `InvalidRequestError` naming the field."""
+        """Where the client left out what a model's authors may recommend, `defaults` hold (as vLLM). Raises
+        `InvalidRequestError` naming the field."""
         return SamplingParams(
             n=_or(self.n, 1),
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, 0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=_or(self.top_k, defaults.top_k),
+            min_p=_or(self.min_p, defaults.min_p),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             seed=self.seed,
@@ -102,9 +108,9 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
         if self.best_of is not None and self.best_of != _or(self.n, 1):
-            raise ValueError("best_of is supported only when it equals n")
+            raise _refusal("best_of", "best_of is supported only when it equals n")
         if self.suffix:
-            raise ValueError("suffix is not supported")
+            raise _refusal("suffix", "suffix is not supported")
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -130,24 +136,34 @@ class ChatCompletionRequest(SamplingFields):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """means nothing without tools"""
+    modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
         if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise ValueError('response_format is supported only as {"type": "text"}')
+            raise _refusal("response_format", 'response_format is supported only as {"type": "text"}')
         if self.tools:
-            raise ValueError("tools are not supported")
+            raise _refusal("tools", "tools are not supported")
         if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice needs tools, which are not supported")
+            raise _refusal("tool_choice", "tool_choice needs tools, which are not supported")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed when logprobs is true")
+            raise _refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("continue_final_message needs add_generation_prompt to be false")
+            raise _refusal("continue_final_message", "continue_final_message needs add_generation_prompt to be false")
         return self
 
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+    def token_limit(self, recommended: int | None) -> int | None:
+        """Most tokens to generate: the client's figure, else the model's recommendation; None: what the context
+        holds."""
+        if self.max_completion_tokens is None:
+            return _or(self.max_tokens, recommended)
+        if self.max_completion_tokens < 1:
+            raise InvalidRequestError(
+                f"max_completion_tokens must be at least 1, got {self.max_completion_tokens}", "max_completion_tokens"
+            )
+        return self.max_completion_tokens
 
 
 class TokenizeRequest(BaseModel):
@@ -159,12 +175,14 @@ class TokenizeRequest(BaseModel):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise _refusal("prompt", "give either prompt or messages")
         return self
 
 
@@ -172,6 +190,11 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
     tokens: list[int]
+
+
+def _refusal(param: str, message: str) -> PydanticCustomError:
+    """A validation error of the whole body that names the field at fault."""
+    return PydanticCustomError("refused", "{reason}", {"reason": message, "param": param})
 
 
 def _or(value: T | None, default: T) -> T:

@@ -6,9 +6,10 @@ import time
 import uuid
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from engine.request import RequestOutput
-from entrypoints.server.logprobs import ChatLogprobs, CompletionLogprobs
+from entrypoints.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -28,6 +29,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -60,6 +62,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     object: str = "chat.completion"
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,62 +57,67 @@ async def answer(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return await _first_of(work, request.receive)
 
 
+class Primed:
+    """Chunks whose first is already computed, so that an early error can still become an HTTP status. Closing it
+    closes the chunks, also when none was sent."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        self._chunks = chunks
+        self._first: bytes | None = None
+
+    async def prime(self) -> Primed:
+        try:
+            self._first = await anext(self._chunks)
+        except StopAsyncIteration:
+            self._first = None
+        return self
+
+    async def send_to(self, send: Send) -> None:
+        """Everything as body messages."""
+        if self._first is not None:
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+
 class EventStream(Response):
-    """Sends the chunks of `chunks` as they come; closes the iterator when they end or the client leaves."""
+    """Sends chunks as they come; closes them when they end or the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: Primed) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientLeftError, OSError):
-            await _first_of(self._send_all(send), receive)
+        try:
+            with contextlib.suppress(ClientLeftError, OSError):
+                await _first_of(self._send_all(send), receive)
+        finally:
+            await self._chunks.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await send(start)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._chunks.send_to(send)
+        except OSError:
+            raise  # the connection, not the work
         except Exception as error:  # the status line is gone: the error travels as an event
             await send({"type": "http.response.body", "body": event(describe(error)[1]), "more_body": True})
-        finally:
-            aclose = getattr(self._chunks, "aclose", None)
-            if aclose is not None:
-                await aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def primed(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """`chunks` with its first element already computed, so that an early error can still become an HTTP status."""
-    try:
-        first = await anext(chunks)
-    except StopAsyncIteration:
-        first = b""
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            yield first
-            async for chunk in chunks:
-                yield chunk
-        finally:
-            aclose = getattr(chunks, "aclose", None)
-            if aclose is not None:
-                await aclose()
-
-    return rest()
-
-
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Items of several iterators as they come, each with its iterator's index; all are closed when this one is."""
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several generators as they come, each with its generator's index; all are closed when this one is."""
     queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(maxsize=64)
 
-    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
-            async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]  # all callers pass generators
+            async with contextlib.aclosing(stream) as items:
                 async for item in items:
                     await queue.put((index, item, None))
             await queue.put((index, None, None))

@@ -19,7 +19,7 @@ from engine.errors import CoreDiedError
 
 
 class EchoCore:
-    """Implements the client's protocol. Dead after `die_after` steps; a prompt that begins with `poison` fails alone."""
+    """Implements the client's protocol. Dead after `die_after` steps; prompts that begin with `poison` fail alone."""
 
     def __init__(self, config: EngineConfig, *, die_after: int | None = None, poison: int | None = None) -> None:
         self.config = config

@@ -153,7 +153,7 @@ def test_errors_reach_the_stream_concerned_and_no_other(tiny_model: Path) -> Non
         await anext(stream)
         with pytest.raises(InvalidRequestError, match="in flight"):
             await anext(engine.generate("hello", SamplingParams(), "twice"))
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
     run(tiny_model, body, poison=7)
 
@@ -230,7 +230,7 @@ def test_metrics_tell_what_happened(tiny_model: Path) -> None:
         await collect(engine, "hello", max_tokens=4, n=2)
         stream = engine.generate("hello", SamplingParams(max_tokens=10_000))
         await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         value = engine.metrics.registry.get_sample_value
         labels = {"model_name": "tiny-llama"}
         assert value("pageloom_request_success_total", {**labels, "finished_reason": "length"}) == 2

@@ -90,18 +90,35 @@ def test_chat_logprobs_n_and_seed(client: openai.OpenAI) -> None:
         assert all(row == sorted(row, reverse=True) for row in top)
 
 
-def test_completions_logprobs_echo_and_stop(client: openai.OpenAI) -> None:
-    prompt = "The capital of France is"
+def test_completions_logprobs_and_stop(client: openai.OpenAI) -> None:
     reply = client.completions.create(
-        model="smollm2", prompt=prompt, temperature=0, max_tokens=24, logprobs=3, echo=True, stop=["Eiffel", "."]
+        model="smollm2",
+        prompt="The capital of France is",
+        temperature=0,
+        max_tokens=24,
+        logprobs=3,
+        stop=["Eiffel", "."],
     )
     valid(reply)
     choice = reply.choices[0]
-    assert choice.text.startswith(prompt) and "." not in choice.text
-    assert choice.finish_reason == "stop"
+    assert "." not in choice.text and choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs)
+
+
+def test_echo_scores_the_prompt_after_its_first_token(client: openai.OpenAI) -> None:
+    """The first token has no log-probability: null, as OpenAI's own API sends it."""
+    prompt = "The capital of France is"
+    reply = client.completions.create(
+        model="smollm2", prompt=prompt, temperature=0, max_tokens=2, logprobs=1, echo=True
+    )
+    choice = reply.choices[0]
+    assert choice.text.startswith(prompt)
     assert choice.logprobs is not None and choice.logprobs.tokens is not None
-    assert choice.logprobs.token_logprobs is not None and choice.logprobs.token_logprobs[0] is None
-    assert "".join(choice.logprobs.tokens).startswith(prompt)
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert "".join(choice.logprobs.tokens) == choice.text
 
 
 def test_streamed_completions_of_many_prompts(client: openai.OpenAI) -> None:
@@ -126,8 +143,8 @@ def test_streamed_completions_of_many_prompts(client: openai.OpenAI) -> None:
         ({"prompt": [5] * 4000}, "prompt"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"frobnicate": 1}, "frobnicate"),
-        ({"best_of": 3}, None),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"best_of": 3}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"model": "other"}, "model"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_front import MAX_POSITION, Front
@@ -13,13 +14,13 @@ from engine.frontend.admission import default_sampling_params, parse_prompt
 from engine.request import SamplingParams
 
 
-def _refusal(front: Front, token_ids: list[int], priority: int = 0, **params: object) -> InvalidRequestError:
+def _refusal(front: Front, token_ids: list[int], priority: int = 0, **params: Any) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        front.admission.admit("r", None, token_ids, SamplingParams(**params), priority=priority)  # type: ignore[arg-type]
+        front.admission.admit("r", None, token_ids, SamplingParams(**params), priority=priority)
     return caught.value
 
 
-def _one(front: Front, **params: object) -> AddRequest:
+def _one(front: Front, **params: Any) -> AddRequest:
     return front.admit("hello", **params).sequences[0]
 
 
@@ -40,7 +41,7 @@ def _one(front: Front, **params: object) -> AddRequest:
     ],
 )
 def test_what_can_never_be_served_is_refused_by_field(
-    front: Front, token_ids: list[int], params: dict[str, object], field: str, mentions: str
+    front: Front, token_ids: list[int], params: dict[str, Any], field: str, mentions: str
 ) -> None:
     error = _refusal(front, token_ids, **params)
     assert error.field == field
@@ -99,9 +100,9 @@ def test_greedy_and_top_k_arrive_normalised(front: Front) -> None:
 @pytest.mark.parametrize(
     "prompt", [5, None, {}, {"text": "x"}, {"prompt": 3}, {"prompt_token_ids": "ab"}, {"prompt": "a", "x": 1}]
 )
-def test_other_prompt_shapes_are_refused(prompt: object) -> None:
+def test_other_prompt_shapes_are_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_prompt(prompt)  # type: ignore[arg-type]
+        parse_prompt(prompt)
     assert caught.value.field == "prompt"
 
 

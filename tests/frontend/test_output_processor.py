@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from engine.request import Logprob, RequestOutput
 from engine.step import TokenLogprobs
 
 
-def _run(front: Front, text: str, chunk: int = 1, **params: object) -> tuple[RequestOutput, list[str], int]:
+def _run(front: Front, text: str, chunk: int = 1, **params: Any) -> tuple[RequestOutput, list[str], int]:
     """Generate `text`; the final output, what the core is told to abort, and how many tokens it had given by then."""
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("hello", **params)
@@ -73,7 +75,7 @@ def test_min_tokens_hold_for_stop_strings_too(front: Front) -> None:
     ],
 )
 def test_the_ending_token_is_in_the_ids_and_not_in_the_text(
-    front: Front, params: dict[str, object], text: str, reason: int | None
+    front: Front, params: dict[str, Any], text: str, reason: int | None
 ) -> None:
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("x", **params)
@@ -93,7 +95,7 @@ def test_the_ending_token_is_in_the_ids_and_not_in_the_text(
 )
 def test_deltas_joined_equal_the_cumulative_output(front: Front, ids: list[int], looks: set[int], stop: bool) -> None:
     """However rarely the consumer looks."""
-    params: dict[str, object] = {"stop": "he"} if stop else {}
+    params: dict[str, Any] = {"stop": "he"} if stop else {}
     joined, finals = "", []
     for delta_mode in (True, False):
         processor = OutputProcessor(front.tokenizer)

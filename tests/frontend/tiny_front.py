@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -85,31 +86,30 @@ def save_model(path: Path, *, chat_template: str | None = TEMPLATE, vocab_size: 
     return path
 
 
-def config_of(path: Path, **settings: object) -> EngineConfig:
-    return resolve(EngineArgs(model=str(path), device="cpu", **settings), describe(str(path)), MACHINE)  # type: ignore[arg-type]
+def config_of(path: Path, **settings: Any) -> EngineConfig:
+    return resolve(EngineArgs(model=str(path), device="cpu", **settings), describe(str(path)), MACHINE)
 
 
 class Front:
     """Tokenizer and admission of one tiny model."""
 
-    def __init__(self, path: Path, **settings: object) -> None:
+    def __init__(self, path: Path, **settings: Any) -> None:
         self.config = config_of(path, **settings)
         self.tokenizer = FrontTokenizer.load(str(path))
         self.admission = Admission(self.config, self.tokenizer)
 
-    def admit(self, prompt: str, request_id: str = "r", **params: object) -> AdmittedRequest:
+    def admit(self, prompt: str, request_id: str = "r", **params: Any) -> AdmittedRequest:
         return self.admission.admit(
             request_id,
             prompt,
             self.tokenizer.encode(prompt),
-            SamplingParams(**params),  # type: ignore[arg-type]
+            SamplingParams(**params),
         )
 
 
-def deltas(core_id: str, token_ids: list[int], **last: object) -> list[SequenceDelta]:
+def deltas(core_id: str, token_ids: list[int], **last: Any) -> list[SequenceDelta]:
     """One delta a token; `last` goes to the final one."""
     cut = len(token_ids) - 1
     return [
-        SequenceDelta(request_id=core_id, token_ids=[t], **(last if i == cut else {}))  # type: ignore[arg-type]
-        for i, t in enumerate(token_ids)
+        SequenceDelta(request_id=core_id, token_ids=[t], **(last if i == cut else {})) for i, t in enumerate(token_ids)
     ]

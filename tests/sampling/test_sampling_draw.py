@@ -225,8 +225,8 @@ def test_no_step_waits_for_the_device(extra: dict[str, float]) -> None:
     meta = torch.device("meta")
     sampler = Sampler(8, 5000, meta, 64)
     full = RowParams(
-        seed=1, min_p=0.1, repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], bad_words=[[1], [1, 2]],
-        min_tokens=3, stop_token_ids=[7], logprobs=2, **({"top_p": 0.9} | extra),
+        seed=1, min_p=0.1, frequency_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4],
+        bad_words=[[1], [5, 2]], min_tokens=3, stop_token_ids=[7], logprobs=2, **({"top_p": 0.9} | extra),
     )  # fmt: skip
     for row in range(8):
         sampler.add(row, full if row % 2 else RowParams(seed=2, **extra), [1, 2, 3], 2)
