@@ -1,4 +1,5 @@
-"""What `compilation` gives to a runner. It knows nothing of engines, models or attention: an nn.Module, op names, functions."""
+"""What `compilation` gives to a runner. It knows nothing of engines, models or attention: an nn.Module, op names,
+functions."""
 
 from __future__ import annotations
 

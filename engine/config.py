@@ -1,7 +1,7 @@
 """Configuration as a value: what a door collects (`EngineArgs`) and what the rooms receive (`EngineConfig`).
 
-`EngineArgs` is parsed once at a door; `engine.resolve.resolve` turns it, once, into an `EngineConfig`, which is passed down
-by constructor and crosses the process border as JSON. No room reads the environment.
+`EngineArgs` is parsed once at a door; `engine.resolve.resolve` turns it, once, into an `EngineConfig`, which is passed
+down by constructor and crosses the process border as JSON. No room reads the environment.
 """
 
 from __future__ import annotations

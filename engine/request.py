@@ -1,7 +1,7 @@
 """What a user asks for and what comes back: names and shapes follow vLLM's, so that switching is one import.
 
-Torch-free. Validation of ranges happens in `SamplingParams.__post_init__`; what depends on the model (vocabulary, context
-length) is checked by `engine.frontend.admission`.
+Torch-free. Validation of ranges happens in `SamplingParams.__post_init__`; what depends on the model (vocabulary,
+context length) is checked by `engine.frontend.admission`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to continue one prompt. Defaults are vLLM's.
 
-    ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is the
-    number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id to a bias
-    in [-100, 100]. Raises `InvalidRequestError` naming the field.
+    ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is
+    the number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id
+    to a bias in [-100, 100]. Raises `InvalidRequestError` naming the field.
     """
 
     n: int = 1

@@ -4,9 +4,11 @@ Torch-free. A *row* is a sequence's place in the device tables from the moment i
 preempted. Nothing that the device already holds is sent again: a plan carries differences.
 
 Invariants
-- A row that is in `released` holds nothing any more; it may be in `added` of the same plan again (release is applied first).
-- `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N samples for
-  a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host never sends it.
+- A row that is in `released` holds nothing any more; it may be in `added` of the same plan again (release is applied
+  first).
+- `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N
+  samples for a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host
+  never sends it.
 - Order of application on the device: released, added, block_appends, block_copies, swaps, then the forward pass.
 """
 
@@ -103,8 +105,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[int, TokenLogprobs] = {}
     """row → the sampled position, for rows that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that asked.
-    The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
+    """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that
+    asked. The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
     faults: list[int] = []
     """rows whose logits held NaN (or nothing allowed): their token is not to be used"""
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,7 +43,7 @@ class SleepingDevice:
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._work: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[StepPlan, Callable[[], None]] | None] = SimpleQueue()
         self._done: SimpleQueue[StepResult] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -64,8 +65,8 @@ class SleepingDevice:
     def warm_up(self) -> WarmUpReport:
         return WarmUpReport()
 
-    def submit(self, plan: StepPlan) -> None:
-        self._work.put(plan)
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
+        self._work.put((plan, done))
 
     def collect(self) -> StepResult:
         return self._done.get()
@@ -78,9 +79,11 @@ class SleepingDevice:
         self._thread.join()
 
     def _run(self) -> None:
-        while (plan := self._work.get()) is not None:
+        while (work := self._work.get()) is not None:
+            plan, done = work
             time.sleep(self._step_s)
             self._done.put(StepResult(step_id=plan.step_id, token_ids=[0 for _ in plan.rows]))
+            done()
 
 
 class BusyScheduler:

@@ -8,6 +8,7 @@ core process (`engine.core.process`) or, for debugging and offline use, in the c
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -28,7 +29,16 @@ from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.executor.interface import Executor
 from engine.step import StepPlan, StepResult
 
-Inbox = SimpleQueue[ToCore | SequenceDelta]
+
+class StepDone(Enum):
+    """What the executor puts into the inbox when a step can be collected."""
+
+    STEP_DONE = 0
+
+
+STEP_DONE = StepDone.STEP_DONE
+
+Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -73,6 +83,11 @@ class CoreLoop:
         self._executor = executor
         self._depth = 1 if async_scheduling else 0
         self._in_flight = 0
+        """steps submitted and not collected"""
+        self._finished = 0
+        """those of them that can be collected without waiting"""
+        self._nothing_to_do = False
+        """the last turn neither planned nor collected: only a message can change that"""
         self._empty_plans = 0
 
     @property
@@ -91,36 +106,50 @@ class CoreLoop:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
 
         With one step ahead, step N+1 is planned and submitted before step N is collected, so everything on the host,
-        from `complete` through publishing to the next `plan`, happens while the device computes.
+        from `complete` through publishing to the next `plan`, happens while the device computes. While a step computes
+        and there is nothing to plan, the turn waits for the step and for messages at once: an abort frees its blocks,
+        and a new request is planned, without waiting for the step to end.
         """
         deltas = self._drain(wait)
         if self.stopped:
+            return None
+        plan = self._plan_ahead()
+        collects = self._finished > 0
+        if collects:
+            deltas += self._collect()
+        self._nothing_to_do = plan is None and not collects
+        self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
+        if not self._nothing_to_do:
+            self.turns += 1
+        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas else None
+
+    def _plan_ahead(self) -> StepPlan | None:
+        if self._in_flight > self._depth:
             return None
         self.phase = "plan"
         plan = self._scheduler.plan()
         if plan is not None:
             self.phase = "submit"
-            self._executor.submit(plan)
+            self._executor.submit(plan, lambda: self.inbox.put(STEP_DONE))
             self._in_flight += 1
-        collects = self._in_flight > (self._depth if plan is not None else 0)
-        if collects:
-            self.phase = "collect"
-            result = self._executor.collect()
-            self._in_flight -= 1
-            self.phase = "complete"
-            deltas += self._scheduler.complete(result)
-        self._guard_against_stall(progress=collects or plan is not None or bool(deltas))
-        self.turns += 1
-        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas else None
+        return plan
+
+    def _collect(self) -> list[SequenceDelta]:
+        self.phase = "collect"
+        result = self._executor.collect()
+        self._in_flight -= 1
+        self._finished -= 1
+        self.phase = "complete"
+        return self._scheduler.complete(result)
 
     def _drain(self, wait: bool) -> list[SequenceDelta]:
         deltas: list[SequenceDelta] = []
-        if not self.has_work:
-            self.phase = "idle"
-            if wait:
-                message = self.inbox.get()
-                self.phase = "plan"
-                deltas += self._apply(message)
+        waits_for_step = self._in_flight > 0 and self._nothing_to_do
+        if waits_for_step or (wait and not self.has_work):
+            self.phase = "collect" if waits_for_step else "idle"
+            message = self.inbox.get()
+            self.phase = "plan"
+            deltas += self._apply(message)
         while not self.stopped:
             try:
                 message = self.inbox.get_nowait()
@@ -129,7 +158,10 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta) -> list[SequenceDelta]:
+    def _apply(self, message: ToCore | SequenceDelta | StepDone) -> list[SequenceDelta]:
+        if message is STEP_DONE:
+            self._finished += 1
+            return []
         self.taken += 1
         match message:
             case AddRequest():

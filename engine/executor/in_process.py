@@ -81,10 +81,15 @@ class InProcessExecutor:
     def warm_up(self) -> WarmUpReport:
         return self._call(lambda: self._loaded().warm_up())
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self._refuse_when_closed()
         self._uncollected += 1
-        self._work.put(lambda: self._done.put(self._step(plan)))
+
+        def work() -> None:
+            self._done.put(self._step(plan))
+            done()
+
+        self._work.put(work)
 
     def collect(self) -> StepResult:
         if not self._uncollected:

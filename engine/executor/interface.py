@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
@@ -25,8 +26,9 @@ class Executor(Protocol):
         """Compile and capture; after this nothing compiles."""
         ...
 
-    def submit(self, plan: StepPlan) -> None:
-        """Start a step and return at once."""
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
+        """Start a step and return at once. `done` is called once, from any thread, when `collect` has this step's
+        result (or its exception) at hand or, on a device that runs behind, under way."""
         ...
 
     def collect(self) -> StepResult:

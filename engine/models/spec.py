@@ -1,7 +1,7 @@
 """DecoderSpec: all that makes one decoder-only transformer different from another, as data. Torch-free.
 
-A *family* (`engine/models/families/*.py`) is a pure function from a Hugging Face config (a dict) to a `DecoderSpec` and a
-weight-name map; `engine.models.decoder.Decoder` builds the one module from it.
+A *family* (`engine/models/families/*.py`) is a pure function from a Hugging Face config (a dict) to a `DecoderSpec`
+and a weight-name map; `engine.models.decoder.Decoder` builds the one module from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import msgspec
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding, "neox" halves. `kind` names the frequency rule; `params` are its numbers as in the HF config."""
+    """Rotary embedding, "neox" halves. `kind` names the frequency rule; `params` are its numbers as in the HF
+    config."""
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: float = 10000.0

@@ -8,7 +8,6 @@ import sys
 
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
 
-
 _RANDOM_ONLY = {
     "throughput": {"input_len", "output_len", "num_prompts", "range_ratio"},
     "serve": {"input_len", "output_len", "num_prompts", "range_ratio", "request_rate", "vocab_size", "seed"},

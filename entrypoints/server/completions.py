@@ -76,9 +76,7 @@ class CompletionHandler:
     ) -> CompletionLogprobs:
         if index not in self.scores:
             skip = self.body.skip_special_tokens
-            self.scores[index] = CompletionScores(
-                self.context.texts, self.body.logprobs or 0, skip_special_tokens=skip
-            )
+            self.scores[index] = CompletionScores(self.context.texts, self.body.logprobs or 0, skip_special_tokens=skip)
         ids = output.prompt_token_ids
         prompt = None
         if echoed is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from typing import cast
 
 from fastapi import HTTPException
 
@@ -34,10 +33,11 @@ class ServerContext:
     def generate(
         self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool
     ) -> Outputs:
-        stream = self.engine.generate(
+        stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt, delta=delta
         )
-        return cast(Outputs, stream)  # it is a generator, so that it can be closed
+        assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
+        return stream
 
 
 async def last(stream: Outputs) -> RequestOutput:

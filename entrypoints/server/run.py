@@ -1,8 +1,8 @@
 """From a listening socket and an engine to a server that answers, and its orderly end.
 
-uvicorn waits for running requests without a limit, and knows nothing of the engine. Here a signal ends running requests
-(after `--shutdown-timeout`): their clients get an error instead of a broken connection. A dead core ends the process, so
-that whoever supervises it starts another.
+uvicorn waits for running requests without a limit, and knows nothing of the engine. Here a signal ends running
+requests (after `--shutdown-timeout`): their clients get an error instead of a broken connection. A dead core ends the
+process, so that whoever supervises it starts another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -62,7 +63,7 @@ class FakeExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.log: list[tuple[str, int]] = []
-        self._work: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[StepPlan, Callable[[], None]] | None] = SimpleQueue()
         self._done: SimpleQueue[StepResult | BaseException] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake-device", daemon=True)
         self._thread.start()
@@ -84,9 +85,9 @@ class FakeExecutor:
     def warm_up(self) -> WarmUpReport:
         return WarmUpReport(distinct_pieces=3, compiled=1, reused=2)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self.log.append(("submit", plan.step_id))
-        self._work.put(plan)
+        self._work.put((plan, done))
 
     def collect(self) -> StepResult:
         result = self._done.get()
@@ -107,11 +108,13 @@ class FakeExecutor:
         return StepResult(step_id=plan.step_id, token_ids=[TOKEN for row in plan.rows if row.samples])
 
     def _run(self) -> None:
-        while (plan := self._work.get()) is not None:
+        while (work := self._work.get()) is not None:
+            plan, done = work
             try:
                 self._done.put(self.compute(plan))
             except BaseException as error:
                 self._done.put(error)
+            done()
 
 
 class Slow(FakeExecutor):
@@ -136,10 +139,10 @@ class Hanging(FakeExecutor):
 
 
 class HangingInPlan(FakeExecutor):
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         if plan.step_id == 2:
             time.sleep(3600)
-        super().submit(plan)
+        super().submit(plan, done)
 
 
 class KillingItself(FakeExecutor):

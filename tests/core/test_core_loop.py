@@ -6,10 +6,11 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
+from queue import SimpleQueue
 
 import msgspec
 import pytest
-from core_fakes import TOKEN, FakeExecutor, request, tiny_config
+from core_fakes import TOKEN, FakeExecutor, Slow, request, tiny_config
 
 from engine.core.client import CoreClient, InProcessClient
 from engine.core.loop import MAX_EMPTY_PLANS, CoreLoop
@@ -136,6 +137,28 @@ def test_an_aborted_request_ends_at_once_and_its_blocks_are_free():
         outputs = client.recv()
     assert outputs.stats.kv_blocks_used == 0
     client.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_abort_frees_blocks_while_a_long_step_still_computes(async_scheduling):
+    config = tiny_config(async_scheduling=async_scheduling)
+    executor = Slow(config)
+    loop, _ = build_core(config, executor)
+    published: SimpleQueue[StepOutputs] = SimpleQueue()
+    thread = threading.Thread(target=loop.run, args=(published.put,))
+    thread.start()
+    loop.inbox.put(request("a", max_tokens=1000))
+    published.get(timeout=10)
+    time.sleep(0.1)  # a step has begun
+    start = time.monotonic()
+    loop.inbox.put(AbortRequests(request_ids=["a"]))
+    outputs = published.get(timeout=10)
+    assert time.monotonic() - start < Slow.step_s / 2
+    assert [d.finish_reason for d in outputs.deltas] == ["abort"]
+    assert outputs.stats.kv_blocks_used == 0
+    loop.inbox.put(Shutdown())
+    thread.join(10)
+    executor.close()
 
 
 def test_run_stops_at_shutdown_and_leaves_what_is_running():

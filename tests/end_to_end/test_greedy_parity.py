@@ -65,6 +65,7 @@ def check(model: str, variant: Variant, prompts: list[list[int]], expected: list
         assert stats.kv_blocks_used == 0
         assert (stats.preemptions > 0) == variant.preempts
         assert stats.compiles_after_ready == 0
+        assert llm.ready.distinct_pieces <= 5
 
 
 @pytest.fixture(scope="module", params=list(TINY_FAMILIES))

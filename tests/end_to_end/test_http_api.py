@@ -193,10 +193,8 @@ def test_closed_connections_free_all_blocks_within_a_second(base: str) -> None:
     asyncio.run(leave())
     left = time.monotonic()
     while metric(base, "pageloom_kv_cache_usage_ratio") > 0 or metric(base, "pageloom_num_requests_waiting") > 0:
-        assert time.monotonic() - left < 1.0 + 3.0, "blocks are still held"
+        assert time.monotonic() - left < 1.0, "blocks are still held"
         time.sleep(0.02)
-    freed_s = time.monotonic() - left
+    print(f"all blocks free {time.monotonic() - left:.2f} s after the last client left")
     reply = httpx.post(f"{base}/v1/completions", json={"model": "smollm2", "prompt": "Hi", "max_tokens": 4}, timeout=60)
     assert reply.status_code == 200
-    assert freed_s < 4.0, freed_s
-    print(f"all blocks free after {freed_s:.2f} s")

@@ -26,6 +26,10 @@ REPORT = LoadReport(
 )
 
 
+def nothing() -> None:
+    """What is called when a step is done."""
+
+
 def config(threads: int = 1) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
@@ -109,7 +113,7 @@ def test_everything_runs_in_one_other_thread_in_order() -> None:
         executor.allocate(3)
         assert executor.warm_up().distinct_pieces == 7
         for step in range(20):
-            executor.submit(plan(step))
+            executor.submit(plan(step), nothing)
         assert [executor.collect().step_id for _ in range(20)] == list(range(20))
     finally:
         executor.close()
@@ -124,8 +128,8 @@ def test_submit_returns_while_the_step_before_still_computes() -> None:
     gate = threading.Event()
     executor = loaded(FakeRunner(lambda plan: gate.wait(20) and None))
     try:
-        executor.submit(plan(0))
-        executor.submit(plan(1))  # would hang if submit waited
+        executor.submit(plan(0), nothing)
+        executor.submit(plan(1), nothing)  # would hang if submit waited
         gate.set()
         assert [executor.collect().step_id for _ in range(2)] == [0, 1]
     finally:
@@ -137,7 +141,7 @@ def test_a_failed_step_raises_at_its_own_collect_with_its_traceback() -> None:
     executor = loaded(FakeRunner(break_down(1)))
     try:
         for step in range(3):
-            executor.submit(plan(step))
+            executor.submit(plan(step), nothing)
         assert executor.collect().step_id == 0
         with pytest.raises(ArithmeticError) as caught:
             executor.collect()
@@ -175,13 +179,13 @@ def test_close_joins_the_thread_drops_what_waits_and_may_be_repeated() -> None:
     runner = FakeRunner(step)
     executor = loaded(runner)
     for number in range(5):
-        executor.submit(plan(number))
+        executor.submit(plan(number), nothing)
     entered.wait(20)
     executor.close()
     executor.close()
     assert runner.order == [0]
     assert not any(thread.name == "runner" for thread in threading.enumerate())
-    for call in (lambda: executor.submit(plan(9)), executor.collect, executor.load):
+    for call in (lambda: executor.submit(plan(9), nothing), executor.collect, executor.load):
         with pytest.raises(EngineError, match="closed"):
             call()
 
@@ -200,7 +204,7 @@ def test_collect_without_a_step_is_an_error_not_a_hang() -> None:
 def test_waiting_uses_no_processor_time() -> None:
     executor = loaded(FakeRunner(lambda plan: time.sleep(0.3)))
     try:
-        executor.submit(plan(0))
+        executor.submit(plan(0), nothing)
         before = time.process_time()
         executor.collect()
         assert time.process_time() - before < 0.1

@@ -81,7 +81,7 @@ def test_steps_submitted_ahead_equal_steps_taken_one_by_one(config: EngineConfig
             for first in range(0, 9, ahead):
                 batch = plans[first : first + ahead]
                 for plan in batch:
-                    executor.submit(plan)
+                    executor.submit(plan, lambda: None)
                 tokens += [token for _ in batch for token in executor.collect().token_ids]
             assert executor.compiles_after_ready() == 0
         finally:

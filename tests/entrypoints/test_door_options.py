@@ -1,0 +1,74 @@
+"""The command lines: quick help, options that act or are refused."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from engine.config import EngineArgs
+from entrypoints.options import add_engine_options, engine_args, size_bytes
+
+
+@pytest.mark.parametrize("door", ["entrypoints.serve", "entrypoints.chat", "entrypoints.bench.cli"])
+def test_help_imports_nothing_heavy(door: str) -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module({door!r}, run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'msgspec', 'httpx', 'zmq'}\n"
+        "sys.exit(','.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+def test_every_engine_option_is_a_setting_and_every_setting_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    options = {action.dest for action in parser._actions} - {"help"}
+    settings = {f.name for f in msgspec.structs.fields(EngineArgs)} - {"model", "served_model_name"}
+    assert options == settings
+
+
+def test_defaults_of_options_are_those_of_the_settings() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    made = engine_args(parser.parse_args(["--cache-dir", "c"]), "m")
+    assert made == EngineArgs(model="m", cache_dir="c")
+
+
+def test_sizes_are_read_in_both_units() -> None:
+    assert [size_bytes(t) for t in ("4GiB", "512M", "1000", "1.5kib")] == [4 * 2**30, 512 * 10**6, 1000, 1536]
+    for wrong in ("4 apples", "", "GiB"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            size_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("door", "arguments", "option"),
+    [
+        ("chat", ["--url", "http://127.0.0.1:1", "--dtype", "float32"], "--dtype"),
+        ("chat", ["--url", "http://127.0.0.1:1", "--no-prefix-caching"], "--no-prefix-caching"),
+        ("chat", ["--api-key", "k"], "--api-key"),
+        ("bench", ["throughput", "--workload", "W1", "--input-len", "3"], "--input-len"),
+        ("bench", ["serve", "--workload", "W1", "--request-rate", "3"], "--request-rate"),
+        ("bench", ["serve", "--num-prompts", "0"], "--num-prompts"),
+        ("serve", ["--allowed-origins", "*"], "--allowed-origins"),
+    ],
+)
+def test_an_option_without_effect_is_refused_by_name(
+    door: str, arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from entrypoints import chat, serve
+    from entrypoints.bench import cli
+
+    main = {"chat": chat.main, "bench": cli.main, "serve": serve.main}[door]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and option in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""The server as a process: its ready line, its end by signals, a taken port, a core that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+PROGRAM = Path(__file__).with_name("scripted_server.py")
+
+
+@contextlib.contextmanager
+def process(model: Path, *settings: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """(process, base URL, lines of its log so far) of a server that is ready."""
+    command = [sys.executable, str(PROGRAM), str(model), "0", *settings]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log: list[str] = []
+    try:
+        assert server.stdout is not None and server.stderr is not None
+        port = server.stdout.readline().split()[-1]
+        stderr = server.stderr
+        threading.Thread(target=lambda: log.extend(stderr), daemon=True).start()
+        deadline = time.monotonic() + 30
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, log
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).raise_for_status()
+                break
+            time.sleep(0.05)
+        yield server, f"http://127.0.0.1:{port}", log
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_running_requests_with_an_error_and_the_process_with_0(
+    tiny_server_model: Path, number: int
+) -> None:
+    with process(tiny_server_model, "stall_at=2") as (server, base, log):
+        body = {"prompt": "x", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=20) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.send_signal(number)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert server.wait(timeout=15) == 0, log
+        assert not any("Traceback" in line for line in log), log
+
+
+def test_a_core_that_dies_ends_the_process_with_its_cause(tiny_server_model: Path) -> None:
+    with process(tiny_server_model, "die_at=1") as (server, base, log):
+        reply = httpx.post(f"{base}/v1/completions", json={"prompt": "x"}, timeout=20)
+        assert reply.status_code == 500 and reply.json()["error"]["code"] == "engine_dead"
+        assert server.wait(timeout=15) == 1
+        time.sleep(0.2)
+        assert any("the core was killed by the script" in line for line in log), log
+
+
+def test_the_ready_line_says_what_is_served(tiny_server_model: Path) -> None:
+    with process(tiny_server_model) as (_, base, log):
+        ready = [line for line in log if "ready:" in line]
+        assert len(ready) == 1
+        assert all(part in ready[0] for part in (base, "tiny", "256 tokens", "64 blocks of 16"))
+
+
+def test_a_broken_connection_frees_its_request(tiny_server_model: Path) -> None:
+    """Over real TCP: the socket closes, the engine's gauge of unfinished requests returns to none."""
+    with process(tiny_server_model, "stall_at=0") as (_, base, _log):
+        host, port = base.removeprefix("http://").split(":")
+        body = b'{"prompt": "x", "max_tokens": 50}'
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            time.sleep(0.3)
+        deadline = time.monotonic() + 5
+        wanted = 'pageloom_request_success_total{finished_reason="abort",model_name="tiny"} 1.0'
+        while wanted not in httpx.get(f"{base}/metrics", timeout=5).text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    from entrypoints.serve import main
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        started = time.monotonic()
+        assert main([str(tmp_path / "no-model"), "--port", str(taken.getsockname()[1])]) == 1
+        assert time.monotonic() - started < 10
+
+
+def test_sockets_send_tokens_without_waiting_for_acknowledgements() -> None:
+    """asyncio sets TCP_NODELAY only on sockets that name their protocol."""
+    from entrypoints.server.run import listen
+
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
