@@ -32,7 +32,9 @@ _X86_VARIANTS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
+_KERNEL_SOURCE = {"amx": "amx_kernel.cpp"}
 _LINK = ("-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
 
 
@@ -114,7 +116,7 @@ def _compile(compiler: str, folder: Path, target: Path) -> None:
         scratch = Path(scratch_name)
         variants = {name: flags for name, flags in _variants().items() if _accepts(compiler, flags)}
         units: list[tuple[str, str, Sequence[str]]] = [
-            (f"kernel_{name}", "attention_kernel.cpp", ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"))
+            (f"kernel_{name}", _KERNEL_SOURCE.get(name, "attention_kernel.cpp"), ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"))
             for name, flags in variants.items()
         ]
         have = [f"-DPAGELOOM_HAVE_{name.upper()}" for name in variants]

@@ -12,8 +12,8 @@ import torch
 from attention_backends.build import build, default_cache_dir, find_cached, find_compiler
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
 
-Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16"]
-ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16")
+Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
+ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx")
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 1024
@@ -39,7 +39,8 @@ class CpuBackend(AttentionBackend):
     """float32, bfloat16 and float16 caches; sums in float32 (bfloat16 products in hardware where the CPU has them).
 
     `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that
-    is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one.
+    is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one, and so does what AMX is
+    not for: other dtypes than bfloat16, and rows too few to fill a tile (decode).
     """
 
     name = "cpu"

@@ -235,7 +235,7 @@ void combine(const AttentionProblem& p, const WorkItem& item, const float* parti
   }
 }
 
-const KernelTable kTable = {VW, scratch_bytes, attend, combine};
+const KernelTable kTable = {VW, kRowTile, scratch_bytes, attend, combine};
 
 }  // namespace
 

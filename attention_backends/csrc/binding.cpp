@@ -7,6 +7,12 @@
 
 #include <vector>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "schedule.h"
 
 using torch::headeronly::ScalarType;
@@ -15,7 +21,18 @@ using torch::stable::Tensor;
 namespace pageloom {
 namespace {
 
-enum Isa : int64_t { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Bf16 = 4 };
+enum Isa : int64_t { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Bf16 = 4, kAmx = 5, kWidest = kAmx };
+
+#if defined(PAGELOOM_HAVE_AMX) && defined(__linux__)
+// Whether the CPU has bf16 tiles, and the kernel lets this process (all its threads) use their registers.
+bool tiles_allowed() {
+  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // leaf 7, EDX
+  constexpr unsigned long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kBf16Bit) || !(edx & kTileBit)) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 const KernelTable* table_of(int64_t isa) {
   switch (isa) {
@@ -36,19 +53,26 @@ const KernelTable* table_of(int64_t isa) {
     case kAvx512Bf16:
       return __builtin_cpu_supports("avx512bf16") && table_of(kAvx512) != nullptr ? kernels_avx512bf16() : nullptr;
 #endif
+#if defined(PAGELOOM_HAVE_AMX) && defined(__linux__)
+    case kAmx: {
+      static const bool available = table_of(kAvx512Bf16) != nullptr && tiles_allowed();
+      return available ? kernels_amx() : nullptr;
+    }
+#endif
 #endif
     default: return nullptr;
   }
 }
 
-// The widest kernels at or below `isa` (kAuto: any) whose vectors divide a block.
-const KernelTable& pick(int64_t isa, int64_t block_size) {
-  for (int64_t i = isa == kAuto ? kAvx512Bf16 : isa; i >= kPortable; --i) {
+// The widest kernels at or below `isa` (kAuto: any) that have the cache's type and whose vectors divide a block.
+const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
+  for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i) {
     const KernelTable* table = table_of(i);
     STD_TORCH_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
-    if (table != nullptr && block_size % table->vector_tokens == 0) return *table;
+    if (i == kAmx && cache.dtype != Dtype::kBFloat16) continue;
+    if (table != nullptr && cache.block_size % table->vector_tokens == 0) return *table;
   }
-  STD_TORCH_CHECK(false, "attention: block size ", block_size, " is not a multiple of 4");
+  STD_TORCH_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
 }
 
 void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
@@ -147,7 +171,7 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   p.window = window;
   p.scale = static_cast<float>(scale);
   p.soft_cap = static_cast<float>(soft_cap);
-  const char* error = run_attention(p, pick(isa, cache.block_size), torch_threads());
+  const char* error = run_attention(p, pick(isa, cache), torch_threads());
   STD_TORCH_CHECK(error == nullptr, error);
 }
 
@@ -176,7 +200,7 @@ void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
 
 int64_t supported_isas() {
   int64_t mask = 0;
-  for (int64_t isa = kPortable; isa <= kAvx512Bf16; ++isa) mask |= table_of(isa) != nullptr ? int64_t{1} << isa : 0;
+  for (int64_t isa = kPortable; isa <= kWidest; ++isa) mask |= table_of(isa) != nullptr ? int64_t{1} << isa : 0;
   return mask;
 }
 

@@ -73,12 +73,13 @@ struct WorkItem {
 
 // A partial result of one item: rows x (accumulator[padded_dim], maximum, sum), unnormalised.
 inline constexpr int64_t kPartialExtra = 16;
-inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys
+inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
 inline constexpr int64_t kKeyTile = 128;  // keys between two rescalings of the accumulator
 inline constexpr int64_t kSplit = 256;    // keys per part of a split sequence; never depends on threads or batch
 
 struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this
+  int64_t row_tile;       // the most rows of an item
   int64_t (*scratch_bytes)(const AttentionProblem&);
   // False if a block-table entry points outside the cache: nothing is read there.
   bool (*attend)(const AttentionProblem&, const WorkItem&, void* scratch, float* partial);
@@ -90,5 +91,6 @@ const KernelTable* kernels_portable();
 const KernelTable* kernels_avx2();
 const KernelTable* kernels_avx512();
 const KernelTable* kernels_avx512bf16();
+const KernelTable* kernels_amx();  // for bfloat16 caches; the caller has leave to use tiles, and AVX-512-BF16
 
 }  // namespace pageloom

@@ -85,7 +85,7 @@ void add_tile(Plan& plan, const AttentionProblem& p, WorkItem item, bool may_spl
   }
 }
 
-void make_plan(Plan& plan, const AttentionProblem& p) {
+void make_plan(Plan& plan, const AttentionProblem& p, int64_t row_tile) {
   plan.clear();
   if (p.num_seqs > 0 && p.query_start_loc[0] < 0) plan.error = "attention: query_start_loc is negative";
   if (plan.error != nullptr) return;
@@ -96,9 +96,9 @@ void make_plan(Plan& plan, const AttentionProblem& p) {
       plan.error = "attention: a sequence has more queries than its length (query_start_loc, seq_lens)";
       return;
     }
-    const int64_t rows = queries * p.group, tiles = (rows + kRowTile - 1) / kRowTile;
+    const int64_t rows = queries * p.group, tiles = (rows + row_tile - 1) / row_tile;
     for (int64_t tile = tiles - 1; tile >= 0; --tile) {  // the longest first
-      const int64_t begin = tile * kRowTile, end = std::min(rows, begin + kRowTile);
+      const int64_t begin = tile * row_tile, end = std::min(rows, begin + row_tile);
       const int64_t oldest = length - queries + begin / p.group, newest = length - queries + (end - 1) / p.group;
       WorkItem item{};
       item.seq = static_cast<int32_t>(i);
@@ -222,7 +222,7 @@ void copy_worker(void* context) {
 const char* run_attention(const AttentionProblem& problem, const KernelTable& kernels, const Threads& threads) {
   static thread_local Plan plan;
   static thread_local Arena partials_arena;
-  make_plan(plan, problem);
+  make_plan(plan, problem, kernels.row_tile);
   if (plan.error != nullptr) return plan.error;
   if (plan.items.empty()) return nullptr;
   auto* partials = static_cast<float*>(partials_arena.reserve(plan.partial_floats * 4));

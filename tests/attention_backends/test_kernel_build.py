@@ -47,7 +47,7 @@ def test_concurrent_builds_compile_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len((tmp_path / "units").read_text().splitlines()) <= 7  # 4 ISAs, schedule, binding, link
+    assert len((tmp_path / "units").read_text().splitlines()) <= 8  # 5 ISAs, schedule, binding, link
     assert len(list((tmp_path / "cache" / "attention-cpu").glob("*.so"))) == 1
 
 

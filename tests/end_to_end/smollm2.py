@@ -18,12 +18,12 @@ def smollm2_path() -> str:
     return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
 
 
-def smollm2_by_transformers(dtype: torch.dtype) -> PreTrainedModel:
-    """As `from_pretrained(gguf_file=...)` would load it, without the accelerate package that it asks for."""
+def smollm2_by_transformers() -> PreTrainedModel:
+    """In float32, as `from_pretrained(gguf_file=...)` would load it, without the accelerate package that it asks for."""
     file = Path(smollm2_path())
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
     model.tie_weights()
-    return model.to(dtype)
+    return model

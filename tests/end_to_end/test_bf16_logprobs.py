@@ -15,8 +15,8 @@ CHUNK = 500
 
 
 @torch.inference_mode()
-def hf_logprobs(dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
-    model, rows = smollm2_by_transformers(dtype), []
+def hf_logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:
+    rows = []
     for prompt in prompts:
         logits = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
         rows.append(logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
@@ -39,9 +39,10 @@ def test_bf16_error_is_no_larger_than_transformers(request: pytest.FixtureReques
             if at is not None
         ]
     )
-    exact = hf_logprobs(torch.float32, prompts)
+    reference = smollm2_by_transformers()
+    exact = hf_logprobs(reference, prompts)
     assert ours.shape == exact.shape
     our_error = (ours - exact).abs().mean().item()
-    their_error = (hf_logprobs(torch.bfloat16, prompts) - exact).abs().mean().item()
+    their_error = (hf_logprobs(reference.bfloat16(), prompts) - exact).abs().mean().item()
     print(f"mean |error|: ours {our_error:.5f}, transformers {their_error:.5f}, ratio {our_error / their_error:.3f}")
     assert our_error <= 1.25 * their_error

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from oracle import first_difference, greedy
 from smollm2 import smollm2_by_transformers, smollm2_path
 from tiny_families import TINY_FAMILIES, save_tiny
@@ -84,7 +83,7 @@ def test_tiny_families_equal_transformers(tiny: tuple[str, Any, Any], index: int
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[str, Any, Any]:
-    path, model = smollm2_path(), smollm2_by_transformers(torch.float32)
+    path, model = smollm2_path(), smollm2_by_transformers()
     prompts = prompt_ids(32, 700, model.config.vocab_size)
     return path, prompts, [greedy(model, p, COUNT) for p in prompts]
 
