@@ -19,7 +19,7 @@ def smollm2_path() -> str:
 
 
 def smollm2_by_transformers() -> PreTrainedModel:
-    """In float32, as `from_pretrained(gguf_file=...)` would load it, without the accelerate package that it asks for."""
+    """In float32, as `from_pretrained(gguf_file=...)` would load it, but without the accelerate package."""
     file = Path(smollm2_path())
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
