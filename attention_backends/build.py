@@ -116,7 +116,11 @@ def _compile(compiler: str, folder: Path, target: Path) -> None:
         scratch = Path(scratch_name)
         variants = {name: flags for name, flags in _variants().items() if _accepts(compiler, flags)}
         units: list[tuple[str, str, Sequence[str]]] = [
-            (f"kernel_{name}", _KERNEL_SOURCE.get(name, "attention_kernel.cpp"), ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"))
+            (
+                f"kernel_{name}",
+                _KERNEL_SOURCE.get(name, "attention_kernel.cpp"),
+                ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"),
+            )
             for name, flags in variants.items()
         ]
         have = [f"-DPAGELOOM_HAVE_{name.upper()}" for name in variants]

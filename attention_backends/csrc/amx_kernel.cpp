@@ -15,7 +15,7 @@ constexpr float kFloor = -1e30f;   // the running maximum starts here, so that -
 constexpr int64_t kTile = 16;      // rows of a tile, and 32-bit lanes of its rows
 constexpr int64_t kPassRows = 32;  // two tiles of rows meet two tiles of keys: every loaded tile is used twice
 constexpr int64_t kKeys = 256;     // keys between two rescalings of the accumulator
-constexpr int64_t kRows = 192;     // rows of an item: they share one copy of its pages into tile order
+constexpr int64_t kRows = 384;     // rows of an item: they share one copy of its pages into tile order
 constexpr int64_t kMinRows = 12;   // fewer leave most of a tile empty
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -14,6 +14,7 @@ namespace pageloom {
 namespace {
 
 constexpr int64_t kSerialWork = 1 << 15;  // lane operations below which waking threads costs more than it saves
+constexpr int64_t kFewItems = 32;         // a sequence of fewer items is cut finer, so that all threads have some
 
 // Grows, never shrinks: one per thread, so that a steady state allocates nothing.
 class Arena {
@@ -57,7 +58,8 @@ struct Plan {
 
 void add_tile(Plan& plan, const AttentionProblem& p, WorkItem item, bool may_split) {
   const int64_t rows = item.row_end - item.row_begin;
-  const int64_t first_part = item.kv_begin / kSplit, last_part = (item.kv_end - 1) / kSplit;
+  const int64_t keys = rows > 32 ? 4 * kSplit : kSplit;  // adding up a part costs as much as 30 keys of all its rows
+  const int64_t first_part = item.kv_begin / keys, last_part = (item.kv_end - 1) / keys;
   const bool split = may_split && last_part > first_part;
   plan.work += p.cache.num_kv_heads * (item.kv_end - item.kv_begin) * p.cache.padded_dim * (2 + rows) / 16;
   for (int64_t head = 0; head < p.cache.num_kv_heads; ++head) {
@@ -78,8 +80,8 @@ void add_tile(Plan& plan, const AttentionProblem& p, WorkItem item, bool may_spl
     part.split_group = static_cast<int32_t>(plan.groups.size());
     plan.groups.push_back(group);
     for (int64_t i = first_part; i <= last_part; ++i, ++part.part) {
-      part.kv_begin = static_cast<int32_t>(std::max<int64_t>(item.kv_begin, i * kSplit));
-      part.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, (i + 1) * kSplit));
+      part.kv_begin = static_cast<int32_t>(std::max<int64_t>(item.kv_begin, i * keys));
+      part.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, (i + 1) * keys));
       plan.items.push_back(part);
     }
   }
@@ -96,9 +98,12 @@ void make_plan(Plan& plan, const AttentionProblem& p, int64_t row_tile) {
       plan.error = "attention: a sequence has more queries than its length (query_start_loc, seq_lens)";
       return;
     }
-    const int64_t rows = queries * p.group, tiles = (rows + row_tile - 1) / row_tile;
+    const int64_t rows = queries * p.group;
+    const bool few = rows > row_tile && (rows + row_tile - 1) / row_tile * p.cache.num_kv_heads < kFewItems;
+    const int64_t size = few ? std::max(kRowTile, row_tile / 2) : row_tile;
+    const int64_t tiles = (rows + size - 1) / size;
     for (int64_t tile = tiles - 1; tile >= 0; --tile) {  // the longest first
-      const int64_t begin = tile * row_tile, end = std::min(rows, begin + row_tile);
+      const int64_t begin = tile * size, end = std::min(rows, begin + size);
       const int64_t oldest = length - queries + begin / p.group, newest = length - queries + (end - 1) / p.group;
       WorkItem item{};
       item.seq = static_cast<int32_t>(i);
@@ -165,6 +170,27 @@ void write_token(const CacheLayout& cache, int64_t head, int64_t slot, const T* 
   }
 }
 
+// Four 16-bit tokens of consecutive slots, the first a multiple of 4: K in transposes of 4 x 4 lanes, V in whole lanes.
+void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, const uint16_t* k, int64_t k_stride,
+                       const uint16_t* v, int64_t v_stride) {
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+  uint32_t* keys = cache.k_of(block, head) + offset;
+  for (int64_t d = 0; d < cache.head_dim; d += 8) {
+    Four in[4];
+    for (int i = 0; i < 4; ++i) memcpy(&in[i], k + i * k_stride + d, 16);
+    const Four a = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5), b = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
+    const Four e = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7), f = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
+    const Four out[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+                         __builtin_shufflevector(e, f, 0, 1, 4, 5), __builtin_shufflevector(e, f, 2, 3, 6, 7)};
+    for (int i = 0; i < 4; ++i) memcpy(keys + (d / 2 + i) * cache.block_size, &out[i], 16);
+  }
+  for (int64_t pair = 0; pair < 2; ++pair, v += 2 * v_stride) {
+    uint32_t* values = cache.v_of(block, head) + (offset / 2 + pair) * cache.padded_dim;
+    for (int64_t d = 0; d < cache.head_dim; ++d) values[d] = v[d] | static_cast<uint32_t>(v[v_stride + d]) << 16;
+  }
+}
+
 struct WriteRun {
   const CacheLayout& cache;
   TokenView k, v;
@@ -186,6 +212,16 @@ void write_range(WriteRun& run, int64_t begin, int64_t end) {
     }
     const T* k = static_cast<const T*>(run.k.data) + t * run.k.token_stride;
     const T* v = static_cast<const T*>(run.v.data) + t * run.v.token_stride;
+    if constexpr (sizeof(T) == 2) {
+      const int64_t* next = run.slots + t;
+      if (t + 4 <= end && slot % 4 == 0 && next[1] == slot + 1 && next[2] == slot + 2 && next[3] == slot + 3) {
+        for (int64_t head = 0; head < run.cache.num_kv_heads; ++head)
+          write_four_tokens(run.cache, head, slot, k + head * run.k.head_stride, run.k.token_stride,
+                            v + head * run.v.head_stride, run.v.token_stride);
+        t += 3;
+        continue;
+      }
+    }
     for (int64_t head = 0; head < run.cache.num_kv_heads; ++head)
       write_token<T>(run.cache, head, slot, k + head * run.k.head_stride, v + head * run.v.head_stride);
   }

@@ -10,6 +10,7 @@ import torch
 from paged_case import Case
 
 from attention_backends.cpu import ISAS, CpuBackend, Isa
+from attention_backends.interface import AttentionLayer
 from attention_backends.reference import ReferenceBackend
 
 Prepared = Callable[[Isa], CpuBackend]
@@ -76,6 +77,27 @@ def test_window_smaller_and_larger_than_a_block(cpu_backend: Prepared, window: i
 def test_long_context_decode_and_chunk(cpu_backend: Prepared, dtype: torch.dtype, window: int | None) -> None:
     lengths = [(1, 4096), (1, 4095), (70, 4096), (1, 257), (1, 256)]
     assert_matches_oracle(Case(lengths, num_heads=9, num_kv_heads=3, dtype=dtype, window=window), cpu_backend("auto"))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_row_counts_at_the_edges_of_tiles(cpu_backend: Prepared, isa: Isa, window: int | None) -> None:
+    """3 rows a query: 12 rows, 16 +- 1, 32 +- 1 and 384 are where items change kernels, tiles, passes and parts."""
+    lengths = [(n, n + prefix) for n, prefix in ((3, 7), (4, 300), (5, 11), (6, 255), (10, 1), (11, 256), (16, 1100))]
+    lengths += [(128, 128), (128, 1060), (129, 300), (300, 301)]
+    assert_matches_oracle(
+        Case(lengths, num_heads=3, num_kv_heads=1, dtype=torch.bfloat16, window=window), cpu_backend(isa)
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_a_negative_scale_is_a_scale(cpu_backend: Prepared, isa: Isa) -> None:
+    class Negative(Case):
+        @property
+        def layer(self) -> AttentionLayer:
+            return replace(super().layer, scale=-0.1)
+
+    assert_matches_oracle(Negative(MIXED, dtype=torch.bfloat16), cpu_backend(isa))
 
 
 def test_whole_prompt_of_4096(cpu_backend: Prepared) -> None:
