@@ -39,8 +39,8 @@ class CpuBackend(AttentionBackend):
     """float32, bfloat16 and float16 caches; sums in float32 (bfloat16 products in hardware where the CPU has them).
 
     `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that
-    is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one, and so does what AMX is
-    not for: other dtypes than bfloat16, and rows too few to fill a tile (decode).
+    is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one, and so does what AMX
+    is not for: other dtypes than bfloat16, and rows too few to fill a tile (decode).
     """
 
     name = "cpu"

@@ -75,7 +75,7 @@ struct WorkItem {
 inline constexpr int64_t kPartialExtra = 16;
 inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
 inline constexpr int64_t kKeyTile = 128;  // keys between two rescalings of the accumulator
-inline constexpr int64_t kSplit = 256;    // keys per part of a split sequence (4 times that for many rows); never depends on threads or batch
+inline constexpr int64_t kSplit = 256;    // keys per part (4x for many rows); never depends on threads or batch
 
 struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this

@@ -179,8 +179,10 @@ void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, con
   for (int64_t d = 0; d < cache.head_dim; d += 8) {
     Four in[4];
     for (int i = 0; i < 4; ++i) memcpy(&in[i], k + i * k_stride + d, 16);
-    const Four a = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5), b = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
-    const Four e = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7), f = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
+    const Four a = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
+    const Four b = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
+    const Four e = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7);
+    const Four f = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
     const Four out[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
                          __builtin_shufflevector(e, f, 0, 1, 4, 5), __builtin_shufflevector(e, f, 2, 3, 6, 7)};
     for (int i = 0; i < 4; ++i) memcpy(keys + (d / 2 + i) * cache.block_size, &out[i], 16);
