@@ -39,7 +39,7 @@ def test_defaults_on_a_cpu(model: ModelDescription) -> None:
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 2048)
     assert (config.compile.mode, config.compile.graphs, config.cache.block_size) == ("pieces", "none", 16)
     assert config.model.max_model_len == config.scheduler.max_model_len == MAX_POSITION
-    assert config.model.path == config.model.tokenizer == "/work/models/tiny-llama"
+    assert config.model.path == config.model.tokenizer == "/data/models/tiny-llama"
     assert (config.model.served_name, config.compile.cache_dir) == ("tiny-llama", "/home/user/.cache/pageloom")
 
 

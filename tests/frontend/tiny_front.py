@@ -27,7 +27,7 @@ TEXTS = [
     "stop words and other words, 你好 wörld 😀 😀 é",
     "hello hello world",
 ]
-MACHINE = Machine(physical_cores=4, memory_bytes=2**34, home="/home/user", working_directory="/work")
+MACHINE = Machine(physical_cores=4, memory_bytes=2**34, home="/home/user", working_directory="/data")
 
 
 def byte_level_tokenizer() -> Tokenizer:
