@@ -5,7 +5,6 @@ wrappers.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,15 +27,6 @@ inductor_lock = threading.RLock()
 """Inductor's directories and settings belong to the process: one compilation at a time, whoever asks."""
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-
-
-def use_cache_dir(path: Path) -> None:
-    """For the entry of a process, once, before anything is compiled: what torch compiles by itself later (kernels tuned
-    at their first call, the host's own torch.compile) also goes below `path` instead of a shared temporary directory.
-
-    torch reads this place from the environment only, so it is written there; `compile_model` needs no such call.
-    """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path / "inductor")
 
 
 @contextmanager
