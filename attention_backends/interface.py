@@ -18,7 +18,8 @@ import torch
 class AttentionLayer:
     """What one layer's attention is. `window` w: query at position p sees keys in (p - w, p]; None sees all of [0, p].
 
-    `soft_cap` c: scores become c * tanh(score / c) after scaling (Gemma 2). Scores are `scale * q.k`.
+    `soft_cap` c: scores become c * tanh(score / c) after scaling (Gemma 2). Scores are `scale * q.k`. An 8-bit cache
+    holds k / k_scale and v / v_scale.
     """
 
     num_heads: int
@@ -27,6 +28,10 @@ class AttentionLayer:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    """float32 [num_heads]: a logit of each head that joins the softmax and carries no value (GPT-OSS)"""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,11 @@ class Capabilities:
     """None: any"""
     block_sizes: frozenset[int] | None = None
     """None: any"""
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    """cache dtypes beside that of the queries, which always serves"""
     window: bool = False
     soft_cap: bool = False
+    sinks: bool = False
     capture_safe: bool = False
     """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
 
@@ -67,7 +75,13 @@ class AttentionBatch:
     num_decodes: int = 0
     """the first num_decodes sequences have one query each"""
     query_lens_host: Sequence[int] = field(default=())
+    """of the real sequences; a padded batch has more of them (`num_seqs`), with length 0 at the end"""
     seq_lens_host: Sequence[int] = field(default=())
+    graph_size: int | None = None
+    """Not None: a decode of this many sequences (= num_seqs, padding included, one token each) that is about to be
+    captured in, or replayed from, one CUDA graph over the whole model. Its metadata must live in buffers that belong to
+    this size, and nothing that `forward` passes by value (grids, pointers) may depend on lengths. Capture-safe backends
+    only. Sequences of length 0 must leave finite numbers (zeros) in their rows of `out`."""
 
 
 class AttentionBackend(ABC):
@@ -115,11 +129,19 @@ class AttentionBackend(ABC):
 
         q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous,
         the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
-        touched.
+        touched. The cache's dtype is that of q, or one of `Capabilities.kv_dtypes`.
         """
 
     @abstractmethod
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
         """Only the write half of `forward`."""
 
     @abstractmethod
@@ -127,3 +149,13 @@ class AttentionBackend(ABC):
         """Copy block source → destination in every layer, one call (copy-on-write).
 
         Destinations are distinct from sources."""
+
+    def swap_blocks(
+        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy block source → destination in every layer between the device's caches and host caches of the same block
+        shape, in either direction. Work that is queued on the current stream afterwards sees the result; the host may
+        read it after synchronising with that stream."""
+        for source, destination in zip(sources, destinations, strict=True):
+            for from_block, to_block in pairs:
+                destination[to_block].copy_(source[from_block], non_blocking=True)

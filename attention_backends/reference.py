@@ -8,6 +8,7 @@ import torch
 
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
 
+FP8_MAX = 448.0
 QUERY_CHUNK = 256  # bounds the score matrix: 256 queries x context, not context x context
 
 
@@ -22,8 +23,10 @@ class ReferenceBackend(AttentionBackend):
         return Capabilities(
             devices=frozenset({"cpu", "cuda", "xpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
+            kv_dtypes=frozenset({torch.float8_e4m3fn}),
             window=True,
             soft_cap=True,
+            sinks=True,
         )
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -45,30 +48,49 @@ class ReferenceBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, AttentionBatch)
         num_tokens = metadata.num_tokens
-        self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, metadata.slot_mapping[:num_tokens])
+        slots = metadata.slot_mapping[:num_tokens]
+        self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, slots, layer.k_scale, layer.v_scale)
         # An oracle may read lengths back from the device; a backend that serves may not.
         starts = metadata.query_start_loc[: metadata.num_seqs + 1].tolist()
         lengths = metadata.seq_lens[: metadata.num_seqs].tolist()
         for seq, length in enumerate(lengths):
             begin, end = starts[seq], starts[seq + 1]
+            if length == 0:
+                out[begin:end] = 0
+                continue
             for first in range(begin, end, QUERY_CHUNK):
                 last = min(first + QUERY_CHUNK, end)
                 positions = range(length - (end - first), length - (end - last))
                 oldest = 0 if layer.window is None else max(0, positions[0] - layer.window + 1)
                 keys, values = _gather(kv_cache, metadata.block_tables[seq], oldest, positions[-1] + 1)
+                if kv_cache.dtype == torch.float8_e4m3fn:
+                    keys, values = keys * layer.k_scale, values * layer.v_scale
                 out[first:last] = _attend(q[first:last], keys, values, positions[0], oldest, layer).to(out.dtype)
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
         real = slot_mapping >= 0
         slots, block_size = slot_mapping[real], kv_cache.shape[2]
         blocks, offsets = slots // block_size, slots % block_size
-        kv_cache[blocks, 0, offsets] = k[: slot_mapping.shape[0]][real]
-        kv_cache[blocks, 1, offsets] = v[: slot_mapping.shape[0]][real]
+        for half, (tensor, scale) in enumerate(((k, k_scale), (v, v_scale))):
+            values = tensor[: slot_mapping.shape[0]][real]
+            if kv_cache.dtype == torch.float8_e4m3fn:
+                values = (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(kv_cache.dtype)
+                kv_cache.view(torch.uint8)[blocks, half, offsets] = values.view(torch.uint8)  # no fp8 index_put
+            else:
+                kv_cache[blocks, half, offsets] = values
 
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         for cache in kv_caches:
             for source, destination in pairs:
-                cache[destination] = cache[source]
+                cache[destination].copy_(cache[source])
 
 
 def _gather(
@@ -78,7 +100,10 @@ def _gather(
     block_size = kv_cache.shape[2]
     first_block = oldest // block_size
     blocks = block_table[first_block : -(-end // block_size)].long()
-    pages = kv_cache[blocks].double()
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        pages = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype).double()
+    else:
+        pages = kv_cache[blocks].double()
     tokens = slice(oldest - first_block * block_size, end - first_block * block_size)
     return pages[:, 0].flatten(0, 1)[tokens], pages[:, 1].flatten(0, 1)[tokens]
 
@@ -97,5 +122,10 @@ def _attend(
     hidden = key_at > query_at
     if layer.window is not None:
         hidden |= key_at <= query_at - layer.window
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(scores).view(layer.num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
     return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, head_dim)

@@ -49,10 +49,12 @@ def select(
     needs_soft_cap: bool,
     name: str | None = None,
     cache_dir: Path | None = None,
+    kv_dtype: torch.dtype | None = None,
+    needs_sinks: bool = False,
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
-    Raises NoBackendError with every reason.
+    `kv_dtype`: of the cache; None: `dtype`. Raises NoBackendError with every reason.
     """
     points = registered()
     if name is not None and name not in points:
@@ -65,6 +67,10 @@ def select(
             continue
         able = backend_class.capabilities()
         reasons = _refusals(able, device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
+        if kv_dtype not in (None, dtype) and kv_dtype not in able.kv_dtypes:
+            reasons.append(f"has no {kv_dtype} KV cache")
+        if needs_sinks and not able.sinks:
+            reasons.append("has no attention sinks")
         if not reasons and (missing := backend_class.unavailable(cache_dir)) is not None:
             reasons.append(missing)
         if reasons:
