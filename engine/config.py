@@ -13,6 +13,7 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
+KVCacheDType = Literal["auto", "fp8"]
 GraphMode = Literal["none", "piecewise", "full_decode", "both"]
 Policy = Literal["fcfs", "priority"]
 
@@ -30,6 +31,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     max_waiting: int = 4096
     block_size: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
+    """auto: the model's dtype; fp8: e4m3, half the memory (GPU backends that read it)"""
     kv_cache_memory: int | None = None
     """bytes"""
     memory_fraction: float = 0.9
@@ -63,6 +66,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """tokens per block"""
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
+    """of keys and values"""
     kv_cache_memory: int | None
     """bytes; None: what `memory_fraction` of the device leaves after weights and activations"""
     memory_fraction: float

@@ -7,6 +7,7 @@ Defaults that are choices
 - max_model_len: what the model was trained for, cut to what an explicit `kv_cache_memory` can hold.
 - max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long
   enough to run at the machine's speed and short enough not to stall those who decode.
+- kv_cache_dtype "auto": the model's dtype, exact. fp8 halves the cache and is for GPUs only: no CPU kernel reads it.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
 - served_model_name: the directory's name, or the file's without ".gguf".
 - threads: physical cores, since a second hyper-thread shares the vector units of the first.
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 RealDType = Literal["bfloat16", "float16", "float32"]
+CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -49,7 +51,8 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
     dtype = _dtype(args, model.default_dtype, kind, machine)
     _check_ranges(args, model.spec.vocab_size)
     block_size = args.block_size if args.block_size is not None else 16
-    max_model_len = _max_model_len(args, model.spec, model.max_position, dtype, block_size)
+    kv_dtype = _kv_dtype(args, dtype, kind)
+    max_model_len = _max_model_len(args, model.spec, model.max_position, kv_dtype, block_size)
     return EngineConfig(
         model=ModelConfig(
             path=_absolute(args.model, machine),
@@ -64,7 +67,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             seed=args.seed,
             load_format=args.load_format,
         ),
-        cache=_cache(args, block_size, kind, machine),
+        cache=_cache(args, block_size, kv_dtype, kind, machine),
         scheduler=_scheduler(args, kind, max_model_len),
         compile=CompileConfig(
             mode=args.compile,
@@ -131,6 +134,16 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
     return args.dtype
 
 
+def _kv_dtype(args: EngineArgs, dtype: RealDType, kind: Kind) -> CacheDType:
+    if args.kv_cache_dtype == "auto":
+        return dtype
+    if kind == "cpu":
+        raise ConfigError("kv_cache_dtype='fp8' needs device='cuda': no CPU kernel reads fp8; leave it at 'auto'")
+    if dtype == "float32":
+        raise ConfigError("kv_cache_dtype='fp8' needs dtype='bfloat16' or 'float16', got 'float32'")
+    return "float8_e4m3fn"
+
+
 def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
     for name in (
         "max_model_len",
@@ -160,7 +173,7 @@ def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _DTYPE_BYTES[dtype]
 
 
-def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: RealDType, block_size: int) -> int:
+def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int) -> int:
     wanted = args.max_model_len
     if wanted is not None and wanted > max_position:
         raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
@@ -178,7 +191,7 @@ def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype
     return min(length, fits)
 
 
-def _cache(args: EngineArgs, block_size: int, kind: Kind, machine: Machine) -> CacheConfig:
+def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine) -> CacheConfig:
     memory = machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
     if args.kv_cache_memory is not None and args.kv_cache_memory > memory:
         raise ConfigError(
@@ -186,6 +199,7 @@ def _cache(args: EngineArgs, block_size: int, kind: Kind, machine: Machine) -> C
         )
     return CacheConfig(
         block_size=block_size,
+        dtype=dtype,
         kv_cache_memory=args.kv_cache_memory,
         memory_fraction=args.memory_fraction,
         enable_prefix_caching=args.enable_prefix_caching,

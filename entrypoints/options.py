@@ -51,6 +51,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
     )
     group.add_argument("--block-size", type=int, help="tokens per KV block")
+    group.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the memory (GPU)")
     group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
     group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")

@@ -41,6 +41,7 @@ class RunnerParts:
     model: CausalModel
     spec: DecoderSpec
     dtype: torch.dtype
+    """of weights and activations"""
     backend: AttentionBackend
     weight_bytes: int
 
@@ -71,6 +72,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
             needs_soft_cap=spec.soft_cap is not None,
             name=config.device.attention_backend,
             cache_dir=Path(config.compile.cache_dir),
+            kv_dtype=getattr(torch, config.cache.dtype),
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error

@@ -46,7 +46,9 @@ class ModelRunner:
         self._model = parts.model
         self._run: Callable[..., torch.Tensor] = parts.model
         self._kernels = select_kernels(device)
-        self._attention = PagedAttention(parts.backend, attention_layers(parts.spec), parts.dtype)
+        self._attention = PagedAttention(
+            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype)
+        )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, _NUM_GROUPS, device)
         self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len)
         self._writes = StagedWrites([*self._table.staged_tables(), *self._sampler.tables()], self._kernels, device)

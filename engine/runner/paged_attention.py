@@ -33,6 +33,7 @@ class PagedAttention:
     """Every layer's KV cache and the current step's metadata, bound to one backend."""
 
     def __init__(self, backend: AttentionBackend, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
+        """`dtype`: of keys and values in the cache."""
         self.backend = backend
         self._layers = list(layers)
         self._dtype = dtype

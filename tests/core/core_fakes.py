@@ -32,7 +32,9 @@ def tiny_config(*, async_scheduling: bool = True, max_waiting: int = 64, max_num
             seed=0,
             load_format="dummy",
         ),
-        cache=CacheConfig(block_size=16, kv_cache_memory=2 * MIB, memory_fraction=0.9, enable_prefix_caching=True),
+        cache=CacheConfig(
+            dtype="float32", block_size=16, kv_cache_memory=2 * MIB, memory_fraction=0.9, enable_prefix_caching=True
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=256,

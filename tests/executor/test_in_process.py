@@ -43,7 +43,9 @@ def config(threads: int = 1) -> EngineConfig:
             seed=0,
             load_format="dummy",
         ),
-        cache=CacheConfig(block_size=4, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False),
+        cache=CacheConfig(
+            dtype="float32", block_size=4, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False
+        ),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, max_waiting=1),
         compile=CompileConfig(mode="none", graphs="none", cache_dir=str(Path("/nonexistent"))),
         device=DeviceConfig(kind="cpu", threads=threads),

@@ -48,7 +48,9 @@ def config(tmp_path: Path) -> EngineConfig:
             seed=0,
             load_format="dummy",
         ),
-        cache=CacheConfig(block_size=16, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False),
+        cache=CacheConfig(
+            dtype="float32", block_size=16, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False
+        ),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, max_waiting=1),
         compile=CompileConfig(mode="none", graphs="none", cache_dir=str(tmp_path / "cache")),
         device=DeviceConfig(kind="cpu", attention_backend="reference"),

@@ -50,6 +50,19 @@ def test_defaults_on_a_gpu(model: ModelDescription) -> None:
     assert _resolve(model, H100, device="cpu").device.kind == "cpu"
 
 
+def test_the_cache_keeps_the_models_dtype_or_fp8_on_a_gpu(model: ModelDescription) -> None:
+    assert _resolve(model).cache.dtype == "bfloat16"
+    assert _resolve(model, dtype="float32").cache.dtype == "float32"
+    half = _resolve(model, H100, kv_cache_memory=PER_TOKEN * 32)
+    eighth = _resolve(model, H100, kv_cache_memory=PER_TOKEN * 32, kv_cache_dtype="fp8")
+    assert eighth.cache.dtype == "float8_e4m3fn"
+    assert eighth.model.max_model_len == 2 * half.model.max_model_len == 64
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' needs device='cuda'"):
+        _resolve(model, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="needs dtype='bfloat16' or 'float16'"):
+        _resolve(model, H100, kv_cache_dtype="fp8", dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("stored", "cuda", "chosen"),
     [

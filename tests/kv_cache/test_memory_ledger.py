@@ -29,7 +29,9 @@ def report(total: int = 80 * GIB, free: int = 78 * GIB, weights: int = 16 * GIB,
 
 
 def cache(memory: int | None = None, fraction: float = 0.9) -> CacheConfig:
-    return CacheConfig(block_size=16, kv_cache_memory=memory, memory_fraction=fraction, enable_prefix_caching=True)
+    return CacheConfig(
+        dtype="float32", block_size=16, kv_cache_memory=memory, memory_fraction=fraction, enable_prefix_caching=True
+    )
 
 
 def limits(max_model_len: int = 8192, max_num_seqs: int = 256) -> SchedulerConfig:

@@ -48,7 +48,11 @@ def config(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: in
             load_format="dummy",
         ),
         cache=CacheConfig(
-            block_size=BLOCK_SIZE, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=None,
+            memory_fraction=0.5,
+            enable_prefix_caching=False,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=MAX_LEN, max_waiting=8
