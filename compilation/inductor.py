@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from compilation.errors import CompileError
+from compilation.interface import PieceFunction
 from compilation.split import Piece, storage_of
 from compilation.trace import value_of
 
 log = logging.getLogger(__name__)
-
-PieceFunction = Callable[[list[Any]], Sequence[Any]]
-"""Boxed call `[size, *inputs] -> outputs`; may clear the list to free inputs early."""
 
 inductor_lock = threading.RLock()
 """Inductor's directories and settings belong to the process: one compilation at a time, whoever asks."""

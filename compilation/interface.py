@@ -3,12 +3,26 @@ functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from compilation.errors import CompileError
+
+PieceFunction = Callable[[list[Any]], Sequence[Any]]
+"""Boxed call `[size, *inputs] -> outputs`; may clear the list to free inputs early."""
+
+BoundFunction = Callable[..., Any]
+"""called in the place of a split op, with the op's own arguments"""
+
+WrapPiece = Callable[[PieceFunction], PieceFunction]
+WrapCall = Callable[[BoundFunction], BoundFunction]
+Rewire = Callable[[WrapPiece, WrapCall], Callable[..., torch.Tensor]]
+"""The same flat program with every distinct piece and every bound function wrapped once; wrappers are called in the
+program's order, and values are dropped at the same places as in `run`."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +45,21 @@ class CompileReport:
     seconds: float
 
 
+def _no_pieces(wrap_piece: WrapPiece, wrap_call: WrapCall) -> Callable[..., torch.Tensor]:
+    raise CompileError("a model that is not compiled has no pieces to capture; compile it in pieces")
+
+
 @dataclass(frozen=True)
 class CompiledModel:
-    """`run(*inputs)` computes what `module(*inputs)` would, with bound functions in the place of the split ops."""
+    """`run(*inputs)` computes what `module(*inputs)` would, with bound functions in the place of the split ops.
+
+    `rewire` makes a second program beside it, for who must see or record each step; CompileError under mode "none".
+    """
 
     run: Callable[..., torch.Tensor]
     report: CompileReport
+    rewire: Rewire = _no_pieces
 
 
-BoundOps = Mapping[str, Callable[..., Any]]
-"""op name ("namespace::name") → function called in its place, with the op's own arguments"""
+BoundOps = Mapping[str, BoundFunction]
+"""op name ("namespace::name") → function called in its place"""

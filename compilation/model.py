@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from compilation.errors import CompileError
 from compilation.inductor import (
-    PieceFunction,
     compile_piece,
     inductor_directories,
     inductor_lock,
@@ -21,7 +20,7 @@ from compilation.inductor import (
     load_piece,
     without_wrappers,
 )
-from compilation.interface import BoundOps, CompiledModel, CompileReport, CompileSettings
+from compilation.interface import BoundOps, CompiledModel, CompileReport, CompileSettings, PieceFunction
 from compilation.key import KeyMaterial, environment_material, piece_material
 from compilation.split import Piece, split
 from compilation.stitch import stitch
@@ -70,11 +69,12 @@ def compile_model(
         samples = _Samples(traced, example_inputs)
         compiled = {kind: builder.build(piece, samples.of(piece)) for kind, piece in distinct.items()}
     functions = {piece: compiled[kind] for piece, kind in kinds.items()}
-    run = stitch(traced, steps, functions, bind)
+    program = stitch(traced, steps, functions, bind)
+    run = program.run()
     seconds = time.perf_counter() - start
     report = CompileReport(len(pieces), len(distinct), builder.compiled, len(distinct) - builder.compiled, seconds)
     log.info("%s", report)
-    return CompiledModel(run=run, report=report)
+    return CompiledModel(run=run, report=report, rewire=program.rewire)
 
 
 class _Builder:

@@ -8,16 +8,44 @@ names that this file invents; nothing of a model or a user enters it. Weights an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from compilation.inductor import PieceFunction
+from compilation.interface import BoundFunction, PieceFunction, WrapCall, WrapPiece
 from compilation.split import Call, Piece
 from compilation.trace import Traced
 
-BoundFunction = Callable[..., Any]
+
+@dataclass(frozen=True)
+class Stitched:
+    """The generated code and the globals that it names; programs made of it share nothing but those."""
+
+    code: CodeType
+    values: Mapping[str, Any]
+    pieces: frozenset[str]
+    """names among `values` that are pieces"""
+    calls: frozenset[str]
+    """names among `values` that are bound functions"""
+
+    def run(self) -> Callable[..., Tensor]:
+        """`run(*inputs) -> Tensor`. A value is dropped at its last use: a piece frees or reuses its memory at once."""
+        return self._program(dict(self.values))
+
+    def rewire(self, wrap_piece: WrapPiece, wrap_call: WrapCall) -> Callable[..., Tensor]:
+        """`run` with its functions wrapped; `run` itself never pays for the possibility."""
+        values = dict(self.values)
+        values.update({name: wrap_piece(values[name]) for name in self.pieces})
+        values.update({name: wrap_call(values[name]) for name in self.calls})
+        return self._program(values)
+
+    def _program(self, values: dict[str, Any]) -> Callable[..., Tensor]:
+        exec(self.code, values)
+        run: Callable[..., Tensor] = values["run"]
+        return run
 
 
 def stitch(
@@ -25,8 +53,8 @@ def stitch(
     steps: Sequence[Piece | Call],
     functions: Mapping[Piece, PieceFunction],
     bind: Mapping[str, BoundFunction],
-) -> Callable[..., Tensor]:
-    """`run(*inputs) -> Tensor`. A value is dropped at its last use: a piece frees or reuses its memory at once."""
+) -> Stitched:
+    """The program of `steps`, its pieces and bound functions among its globals."""
     program = _Program(traced)
     last_use = _last_uses(traced, steps)
     for index, step in enumerate(steps):
@@ -72,6 +100,8 @@ class _Program:
             self._names[node] = f"w{index}"
             self._globals[f"w{index}"] = weight
         self._parameters = ", ".join(parameters)
+        self._pieces: set[str] = set()
+        self._calls: set[str] = set()
         self._lines = ["n = i0.size(0)"]
         if len(parameters) > 1:
             differs = " or ".join(f"{name}.size(0) != n" for name in parameters[1:])
@@ -79,6 +109,7 @@ class _Program:
 
     def piece(self, step: Piece, function: PieceFunction, dead: Sequence[fx.Node]) -> None:
         name = self._constant("p", function)
+        self._pieces.add(name)
         inputs = ", ".join(["n", *(self._names[node] for node in step.inputs)])
         self._lines.append(f"a = [{inputs}]")
         self._drop([node for node in dead if node not in step.outputs])
@@ -88,13 +119,14 @@ class _Program:
 
     def call(self, step: Call, function: BoundFunction, dead: Sequence[fx.Node]) -> None:
         name = self._constant("f", function)
+        self._calls.add(name)
         arguments = [self._argument(value) for value in step.args]
         arguments += [f"{key}={self._argument(value)}" for key, value in step.kwargs.items()]
         target = "" if step.result is None else f"{self._new(step.result)} = "
         self._lines.append(f"{target}{name}({', '.join(arguments)})")
         self._drop(dead)
 
-    def finish(self) -> Callable[..., Tensor]:
+    def finish(self) -> Stitched:
         """Gradients are off within; a caller in inference mode or under no_grad pays only for the question."""
         body = "\n        ".join([*self._lines, f"return {self._names[self._traced.output]}"])
         source = (
@@ -105,9 +137,8 @@ class _Program:
             "    finally:\n"
             "        if grad: _set_grad(True)\n"
         )
-        exec(compile(source, "<compilation.stitch>", "exec"), self._globals)
-        run: Callable[..., Tensor] = self._globals["run"]
-        return run
+        code = compile(source, "<compilation.stitch>", "exec")
+        return Stitched(code, self._globals, frozenset(self._pieces), frozenset(self._calls))
 
     def _new(self, node: fx.Node) -> str:
         return self._names.setdefault(node, f"v{len(self._names)}")

@@ -1,18 +1,16 @@
-"""Every step finds the smallest graph that holds it, tails are harmless, and only what was captured is replayed."""
+"""Every step finds the smallest graph that holds it among those that exist, and capturing has a sensible order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from compilation.errors import CompileError
-from compilation.graphs.dispatcher import Dispatch, Dispatcher, GraphMode
-from compilation.graphs.runner import GraphRunner
+from compilation.graphs.dispatcher import CHEAP_PADDING, TOLERATED_PADDING, Dispatch, Dispatcher, GraphMode, Route
+from compilation.graphs.memory import GRAPH_BYTES, estimate_graph_bytes
 from compilation.graphs.sizes import SizeTable, sizes
 
 
@@ -33,14 +31,19 @@ def test_the_table_gives_the_smallest_size_that_is_large_enough(captured: set[in
     assert SizeTable(tuple(captured)).padded(tokens) == expected
 
 
-def dispatcher(mode: GraphMode, capture_safe: bool = True) -> Dispatcher:
-    return Dispatcher(mode, backend_capture_safe=capture_safe, max_num_seqs=20, max_num_tokens=2048)
+def dispatcher(mode: GraphMode, capture_safe: bool = True, captured: bool = True) -> Dispatcher:
+    made = Dispatcher(mode, backend_capture_safe=capture_safe, max_num_seqs=20, max_num_tokens=2048)
+    if captured:
+        for graph in made.pending():
+            made.mark(*graph)
+    return made
 
 
 @pytest.mark.parametrize(
     ("mode", "tokens", "uniform", "expected"),
     [
         ("none", 3, True, Dispatch("eager", 3)),
+        ("piecewise", 0, True, Dispatch("eager", 0)),
         ("piecewise", 3, True, Dispatch("piecewise", 4)),
         ("piecewise", 100, False, Dispatch("piecewise", 104)),
         ("piecewise", 513, False, Dispatch("eager", 513)),
@@ -63,82 +66,97 @@ def test_a_full_graph_needs_a_capture_safe_backend(mode: GraphMode) -> None:
     assert dispatcher("piecewise", capture_safe=False).piecewise_sizes == sizes()
 
 
-class RecordingGraph:
-    def __init__(self, function: Callable[[], Tensor], output: Tensor) -> None:
-        self.function, self.output, self.replays = function, output, 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.output.copy_(self.function())
+def test_sizes_end_where_a_step_can_end() -> None:
+    small = Dispatcher("both", backend_capture_safe=True, max_num_seqs=5, max_num_tokens=7)
+    assert (small.full_sizes, small.piecewise_sizes) == ((1, 2, 4, 5), (1, 2, 4, 7))
+    assert dispatcher("both").full_sizes == (1, 2, 4, 8, 16, 20)
 
 
-class RecordingCapturer:
-    """Replays by calling the function again into the output of the capture: fixed addresses, like a device's graph."""
-
-    def __init__(self) -> None:
-        self.graphs: list[RecordingGraph] = []
-
-    def capture(self, function: Callable[[], Tensor]) -> tuple[RecordingGraph, Tensor]:
-        output = function().clone()
-        self.graphs.append(RecordingGraph(function, output))
-        return self.graphs[-1], output
-
-
-def lookup(ids: Tensor, slots: Tensor) -> Tensor:
-    """Fails on a row that does not exist, as an embedding would; the sum betrays stale tails."""
-    assert int(ids.max()) < 10 and int(slots[slots >= 0].numel()) <= 8
-    return torch.stack([ids * 2, slots], 1)
-
-
-def runner(capturer: RecordingCapturer) -> GraphRunner:
-    buffers = [torch.full((8,), 999, dtype=torch.int64), torch.full((8,), 999, dtype=torch.int64)]
-    return GraphRunner(lookup, buffers, [0, -1], capturer)
-
-
-def test_replay_equals_eager_and_the_tail_holds_padding_whatever_ran_before() -> None:
-    capturer = RecordingCapturer()
-    graphs = runner(capturer)
-    graphs.capture("piecewise", [2, 8, 4])
-    assert graphs.captured("piecewise") == (2, 4, 8)
-    assert [graph.output.shape[0] for graph in capturer.graphs] == [8, 4, 2]
-    for tokens, size in [(8, 8), (3, 4), (1, 2), (5, 8), (2, 2)]:
-        ids, slots = torch.arange(tokens) + 1, torch.arange(tokens) + 50
-        result = graphs(Dispatch("piecewise", size), ids, slots)
-        assert torch.equal(result, lookup(ids, slots))
-        graph = next(graph for graph in capturer.graphs if graph.output.shape[0] == size)
-        tail = torch.tensor([[0, -1]]).expand(size - tokens, 2)
-        assert torch.equal(graph.output[tokens:], tail)
-    assert sum(graph.replays for graph in capturer.graphs) == 5
-
-
-def test_eager_steps_touch_no_graph() -> None:
-    capturer = RecordingCapturer()
-    graphs = runner(capturer)
-    graphs.capture("full", [4])
-    ids, slots = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
-    assert torch.equal(graphs(Dispatch("eager", 3), ids, slots), lookup(ids, slots))
-    assert capturer.graphs[0].replays == 0
-
-
-def test_nothing_is_captured_late_and_nothing_overflows() -> None:
-    graphs = runner(RecordingCapturer())
-    graphs.capture("full", [4])
-    with pytest.raises(CompileError, match="no piecewise graph of size 4"):
-        graphs(Dispatch("piecewise", 4), torch.zeros(3), torch.zeros(3))
-    with pytest.raises(CompileError, match="5 tokens do not fit"):
-        graphs(Dispatch("full", 4), torch.zeros(5), torch.zeros(5))
-    with pytest.raises(CompileError, match="between 1 and"):
-        graphs.capture("full", [9])
-
-
-def test_every_dispatch_of_a_dispatcher_is_captured_from_its_own_sizes() -> None:
-    dispatch = Dispatcher("both", backend_capture_safe=True, max_num_seqs=5, max_num_tokens=7)
-    graphs = runner(RecordingCapturer())
-    graphs.capture("full", dispatch.full_sizes)
-    graphs.capture("piecewise", dispatch.piecewise_sizes)
-    for tokens in range(1, 8):
+def test_before_anything_is_captured_every_step_is_eager() -> None:
+    empty = dispatcher("both", captured=False)
+    for tokens in range(1, 520):
         for uniform in (True, False):
-            chosen = dispatch.dispatch(tokens, uniform)
-            assert chosen.route != "eager"
-            ids = torch.arange(tokens)
-            assert torch.equal(graphs(chosen, ids, ids), lookup(ids, ids))
+            assert empty.dispatch(tokens, uniform) == Dispatch("eager", tokens)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 90), st.integers(1, 520), st.booleans())
+def test_while_capture_goes_on_only_captured_graphs_with_tolerable_padding_serve(
+    seed: int, count: int, tokens: int, uniform: bool
+) -> None:
+    dispatch = Dispatcher("both", backend_capture_safe=True, max_num_seqs=256, max_num_tokens=8192)
+    everything = dispatch.pending()
+    known = random.Random(seed).sample(everything, count)
+    for graph in known:
+        dispatch.mark(*graph)
+    assert dispatch.pending() == [graph for graph in everything if graph not in known]
+
+    def serving(route: Route, wanted: tuple[int, ...]) -> int | None:
+        size = min((size for name, size in known if name == route and size >= tokens), default=None)
+        exact = min((size for size in wanted if size >= tokens), default=None)
+        return size if size == exact or (size or 0) <= max(CHEAP_PADDING, TOLERATED_PADDING * tokens) else None
+
+    full, piecewise = serving("full", dispatch.full_sizes), serving("piecewise", dispatch.piecewise_sizes)
+    expected = Dispatch("eager", tokens)
+    if piecewise is not None:
+        expected = Dispatch("piecewise", piecewise)
+    if uniform and full is not None:
+        expected = Dispatch("full", full)
+    assert dispatch.dispatch(tokens, uniform) == expected
+
+
+def test_sparse_sizes_serve_every_step_once_all_are_captured() -> None:
+    sparse = Dispatcher("piecewise", backend_capture_safe=False, max_num_seqs=8, max_num_tokens=512, wanted=[4, 512])
+    sparse.mark("piecewise", 512)
+    assert sparse.dispatch(3, False) == Dispatch("eager", 3)
+    assert sparse.dispatch(5, False) == Dispatch("piecewise", 512)
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full_decode", "both"])
+def test_capture_begins_with_the_largest_and_a_handful_gives_every_step_a_graph(mode: GraphMode) -> None:
+    dispatch = Dispatcher(mode, backend_capture_safe=True, max_num_seqs=256, max_num_tokens=8192)
+    order = dispatch.pending()
+    assert len(order) == len(set(order)) == len(dispatch.piecewise_sizes) + len(dispatch.full_sizes)
+    for route in ("piecewise", "full"):
+        of_route = [size for name, size in order if name == route]
+        assert of_route[:1] == sorted(of_route, reverse=True)[:1]
+    for graph in order[: 7 if mode == "both" else 4]:
+        dispatch.mark(*graph)
+    largest = 256 if mode == "full_decode" else 512
+    for tokens in range(1, largest + 1):
+        assert dispatch.dispatch(tokens, uniform_decode=True).route != "eager"
+    for tokens in range(1, 257):
+        assert dispatch.dispatch(tokens, True).route == ("piecewise" if mode == "piecewise" else "full")
+
+
+@given(st.sets(st.integers(1, 600), max_size=20), st.integers(1, 300), st.integers(1, 600))
+def test_every_wanted_graph_is_pending_once_and_then_none(wanted: set[int], seqs: int, tokens: int) -> None:
+    dispatch = Dispatcher(
+        "both", backend_capture_safe=True, max_num_seqs=seqs, max_num_tokens=tokens, wanted=tuple(wanted)
+    )
+    expected = {("piecewise", size) for size in dispatch.piecewise_sizes}
+    expected |= {("full", size) for size in dispatch.full_sizes}
+    order = dispatch.pending()
+    assert set(order) == expected and len(order) == len(expected)
+    for graph in order:
+        dispatch.mark(*graph)
+    assert dispatch.pending() == []
+    for step in range(1, max(wanted, default=0) + 1):
+        exact = min((size for size in dispatch.piecewise_sizes if size >= step), default=None)
+        assert dispatch.dispatch(step, False) == Dispatch("piecewise" if exact else "eager", exact or step)
+
+
+def test_marking_what_is_not_wanted_is_refused() -> None:
+    with pytest.raises(CompileError, match="full graph of size 3 is not wanted under graphs=both"):
+        dispatcher("both").mark("full", 3)
+    with pytest.raises(CompileError, match="not wanted"):
+        dispatcher("piecewise").mark("full", 4)
+
+
+def test_all_graphs_of_an_8b_model_are_estimated_below_a_gibibyte() -> None:
+    hidden, intermediate, layers = 4096, 12288, 36
+    activations = 512 * (2 * (3 * hidden + 3 * intermediate) + 8 * hidden)
+    pieces, wanted = layers + 1, len(sizes())
+    both = estimate_graph_bytes(activations, pieces, wanted, wanted)
+    assert 512 << 20 < both < 1 << 30
+    assert both - estimate_graph_bytes(activations, pieces, wanted, 0) == wanted * (2 * pieces - 1) * GRAPH_BYTES
+    assert estimate_graph_bytes(activations, pieces, 0, 0) == 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from compilation.interface import CompiledModel, CompileSettings
+from compilation.interface import CompiledModel, CompileReport, CompileSettings
 from compilation.model import compile_model
+from compilation.split import Piece, split
+from compilation.stitch import stitch
+from compilation.trace import trace
 
 OP = "toy::attention"
 
@@ -118,3 +122,24 @@ def compiled(
 ) -> CompiledModel:
     settings = CompileSettings("pieces", cache_dir, debug_asserts)
     return compile_model(model, batch(tokens), frozenset({OP}), {OP: attend}, settings)
+
+
+class Interpreted:
+    """A piece run node by node; like a compiled one, it empties its list and drops each value at its last use."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.module = piece.module
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        outputs: Sequence[Any] = fx.Interpreter(self.module).boxed_run(arguments)
+        return outputs
+
+
+def interpreted(model: nn.Module, attend: Callable[..., Any], *inputs: Tensor) -> CompiledModel:
+    """The flat program without Inductor: each operation of a piece is visible from Python."""
+    traced = trace(model, inputs)
+    steps = split(traced, frozenset({OP}))
+    functions = {step: Interpreted(step) for step in steps if isinstance(step, Piece)}
+    program = stitch(traced, steps, functions, {OP: attend})
+    report = CompileReport(len(functions), len(functions), 0, 0, 0.0)
+    return CompiledModel(program.run(), report, program.rewire)
