@@ -61,7 +61,9 @@ class DrawGroup(Group, frozen=True):
     filters: Filters
 
 
-class PenalisedGroup(Group, frozen=True):
+class PenalisedGroup(msgspec.Struct, frozen=True):
+    places: torch.Tensor
+    """positions in the batch, int64 `[n]`"""
     slots: torch.Tensor
     """int64 `[n]`"""
     slots_host: tuple[int, ...]
@@ -74,7 +76,8 @@ class ScoredGroup(Group, frozen=True):
 
 class BatchPlan(msgspec.Struct, frozen=True):
     draws: tuple[DrawGroup, ...]
-    """without greedy rows: argmax serves every row first, and groups overwrite it"""
+    """without greedy rows: argmax serves every row first, and groups overwrite it; one group for the whole batch where
+    rows are not grouped"""
     edits: BatchEdits | None
     penalised: PenalisedGroup | None
     scored: ScoredGroup | None
@@ -84,16 +87,21 @@ class BatchPlan(msgspec.Struct, frozen=True):
         return self.edits is not None or self.penalised is not None
 
 
-def plan_batch(states: Mapping[int, RowState], rows: Sequence[int], device: torch.device) -> BatchPlan:
-    """Raises `KeyError` when a row was never added."""
+def plan_batch(
+    states: Mapping[int, RowState], rows: Sequence[int], device: torch.device, groups_rows: bool
+) -> BatchPlan:
+    """`groups_rows`: see `SamplingKernels`. Raises `KeyError` when a row was never added."""
     batch = [states[row] for row in rows]
 
     def index_of(places: Sequence[int]) -> torch.Tensor | None:
         return None if len(places) == len(batch) else upload(places, torch.int64, device)
 
-    draws = []
-    for kind in ("narrow", "probed", "wide"):
-        draws += _draw_groups(batch, kind, index_of)
+    draws: list[DrawGroup] = []
+    if groups_rows:
+        for kind in ("narrow", "probed", "wide"):
+            draws += _draw_groups(batch, kind, index_of)
+    elif any(s.kind != "greedy" for s in batch):
+        draws.append(DrawGroup(None, "wide", _joined([s.filters for s in batch])))
     penalised = scored = None
     slots = [(at, s.slot) for at, s in enumerate(batch) if s.slot is not None]
     if slots:
@@ -117,9 +125,10 @@ def _draw_groups(
     for plain in (True, False):
         at = [i for i, s in enumerate(batch) if s.kind == kind and (s.filters == Filters()) == plain]
         if at:
-            used = [batch[i].filters for i in at]
-            filters = Filters(
-                min_p=any(f.min_p for f in used), top_p=any(f.top_p for f in used), top_k=max(f.top_k for f in used)
-            )
+            filters = _joined([batch[i].filters for i in at])
             groups.append(DrawGroup(index_of(at), batch[at[0]].kind, filters))
     return groups
+
+
+def _joined(used: Sequence[Filters]) -> Filters:
+    return Filters(min_p=any(f.min_p for f in used), top_p=any(f.top_p for f in used), top_k=max(f.top_k for f in used))

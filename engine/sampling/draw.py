@@ -133,9 +133,14 @@ def _scaled(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     return (logits - rows.maxima.unsqueeze(1)).div_(rows.temperature.unsqueeze(1))
 
 
+def mass_unit(vocab: int) -> int:
+    """The fixed-point mass of the largest probability: a power of two with which a row's total fits int64."""
+    return 1 << (62 - vocab.bit_length())
+
+
 def _mass(scaled: torch.Tensor, vocab: int) -> torch.Tensor:
-    unit = 2.0 ** (62 - vocab.bit_length())
-    return scaled.exp().mul_(unit).to(torch.int64)  # anything for NaN: such a row is a fault whatever is drawn
+    # anything for NaN: such a row is a fault whatever is drawn
+    return scaled.exp().mul_(mass_unit(vocab)).to(torch.int64)
 
 
 def _total_mass(logits: torch.Tensor, rows: DrawRows, filters: Filters) -> torch.Tensor:

@@ -54,6 +54,12 @@ def _pinned(source: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
 
 
+def empty_scores(device: torch.device) -> LogprobTensors:
+    """Scores of no position."""
+    empty = torch.empty((0, 1), dtype=torch.int64, device=device)
+    return LogprobTensors((), (), empty, empty.to(torch.float32), empty[:, 0])
+
+
 def score(logits: torch.Tensor, targets: torch.Tensor, rows: Sequence[int], ks: Sequence[int]) -> LogprobTensors:
     """Score `targets` int64 `[n]` under unmodified logits float32 `[n, V]`, with `ks[j]` alternatives for position
     j."""
@@ -69,6 +75,5 @@ def score(logits: torch.Tensor, targets: torch.Tensor, rows: Sequence[int], ks: 
         logprobs.append(values - part.logsumexp(-1, keepdim=True))
         ranks.append((part > values[:, :1]).sum(-1) + 1)
     if not ids:
-        empty = torch.empty((0, 1), dtype=torch.int64, device=logits.device)
-        return LogprobTensors((), (), empty, empty.to(torch.float32), empty[:, 0])
+        return empty_scores(logits.device)
     return LogprobTensors(tuple(rows), widths, torch.cat(ids), torch.cat(logprobs), torch.cat(ranks))

@@ -110,7 +110,8 @@ class BatchEdits(msgspec.Struct, frozen=True):
             _add(logits, self.edit_at, self.ids, self.values.masked_fill(~active, 0.0))
         if self.last.numel():
             forbidden = self._completes_bad_word(rows, positions, prompt_lens, tokens)
-            _add(logits, self.last_at, self.last, torch.where(forbidden, float("-inf"), 0.0))
+            values = logits.new_zeros(forbidden.shape).masked_fill_(forbidden, float("-inf"))
+            _add(logits, self.last_at, self.last, values)
 
     def _completes_bad_word(
         self, rows: torch.Tensor, positions: torch.Tensor, prompt_lens: torch.Tensor, tokens: torch.Tensor

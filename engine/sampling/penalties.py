@@ -53,12 +53,18 @@ class SeenTokens:
         ids, place = np.unique(history[known], return_inverse=True)
         counts = np.bincount(place.reshape(-1), weights=generated[known], minlength=len(ids))
         self._ids[slot, : len(ids)] = upload(ids, torch.int32, self._device)
-        self._counts[slot, : max(1, len(ids))] = 0
+        self._counts[slot, : max(1, len(ids))].zero_()
         self._counts[slot, : len(ids)] = upload(counts, torch.int32, self._device)
-        self._sizes[slot] = len(ids)
-        self._counted[slot] = len(history)
+        # Through slices: assignment to one element copies a scalar of the host, for which a GPU makes it wait.
+        self._sizes[slot : slot + 1].fill_(len(ids))
+        self._counted[slot : slot + 1].fill_(len(history))
         self._bounds[slot] = len(ids)
         return slot
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids and counts int32 `[slots, capacity]`; how many of a slot are in use, and up to which position its
+        history is counted, int64 `[slots]`. New ones after an `acquire` that grew them."""
+        return self._ids, self._counts, self._sizes, self._counted
 
     def release(self, slot: int) -> None:
         del self._bounds[slot]

@@ -16,22 +16,26 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from engine.sampling.batch import BatchPlan, DrawGroup, PenalisedGroup, RowState, classify, has_penalties, plan_batch
-from engine.sampling.draw import DrawRows, draw_narrow, draw_probed, draw_wide
-from engine.sampling.logprobs import LogprobTensors, score
+from engine.sampling.batch import BatchPlan, RowState, classify, has_penalties, plan_batch
+from engine.sampling.columns import FLOATS, INTS, NUM_FLOATS, NUM_INTS, PROMPT_LEN
+from engine.sampling.kernels import SamplingKernels, StepTensors, select_kernels
+from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.masks import row_edits
-from engine.sampling.noise import Noise, seed_words
-from engine.sampling.order import row_argmax
+from engine.sampling.noise import seed_words
 from engine.sampling.penalties import SeenTokens
+from engine.sampling.upload import upload
 from engine.step import RowParams
 
 TableWrite = tuple[int, int, int, list[float] | list[int]]
 """(table, row, first column, values)"""
 
-_FLOATS, _INTS = 0, 1
-_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY, _NUM_FLOATS = range(7)
-_SEED_WORDS, _TOP_K, _PROMPT_LEN, _NUM_INTS = range(4)
 _KEPT_PLANS = 16
+_WARM_UP = (
+    RowParams(seed=0, temperature=0.0),
+    RowParams(seed=0),
+    RowParams(seed=0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=1),
+)
+"""Between them every variant of every kernel."""
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
@@ -46,17 +50,25 @@ class Sampler:
     """Sampling parameters and history of up to `max_rows` table rows.
 
     The host calls `add` and `release`; parameter columns reach the device tables (`tables`) through whoever applies
-    `drain_writes`, before `sample`. All device work goes to the current stream.
+    `drain_writes`, before `sample`. All device work goes to the current stream. `kernels`: those for `device` unless
+    given.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        max_model_len: int,
+        kernels: SamplingKernels | None = None,
+    ) -> None:
         self._vocab = vocab_size
         self._max_rows = max_rows
         self._device = device
-        self._noise = Noise(vocab_size, device)
+        self._kernels = select_kernels(device, vocab_size) if kernels is None else kernels
         self._seen = SeenTokens(max_rows, vocab_size, max_model_len, device)
-        floats = torch.zeros((max_rows, _NUM_FLOATS), dtype=torch.float32, device=device)
-        self._tables = [floats, torch.zeros((max_rows, _NUM_INTS), dtype=torch.int64, device=device)]
+        floats = torch.zeros((max_rows, NUM_FLOATS), dtype=torch.float32, device=device)
+        self._tables = [floats, torch.zeros((max_rows, NUM_INTS), dtype=torch.int64, device=device)]
         self._writes: list[TableWrite] = []
         self._states: dict[int, RowState] = {}
         self._plans: OrderedDict[tuple[int, ...], BatchPlan] = OrderedDict()
@@ -73,15 +85,15 @@ class Sampler:
         slot = self._seen.acquire(token_ids, prompt_len) if has_penalties(params) else None
         self._states[row] = RowState(params, kind, filters, slot, edits)
         floats = [
-            params.temperature,
+            0.0 if kind == "greedy" else params.temperature,
             params.top_p,
             math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
         ]
-        self._writes.append((_FLOATS, row, 0, floats))
-        self._writes.append((_INTS, row, 0, [seed_words(params.seed), filters.top_k, prompt_len]))
+        self._writes.append((FLOATS, row, 0, floats))
+        self._writes.append((INTS, row, 0, [seed_words(params.seed), filters.top_k, prompt_len]))
 
     def release(self, row: int) -> None:
         """Forget `row`; nothing happens when it is not there."""
@@ -105,7 +117,7 @@ class Sampler:
     @property
     def workspace_bytes(self) -> int:
         """Device memory held now; lists of allowed tokens and biases not counted."""
-        return sum(t.nbytes for t in self._tables) + self._noise.size_bytes + self._seen.size_bytes
+        return sum(t.nbytes for t in self._tables) + self._kernels.size_bytes + self._seen.size_bytes
 
     @property
     def max_workspace_bytes(self) -> int:
@@ -138,73 +150,43 @@ class Sampler:
             if scored.index is None and plan.edits_logits:
                 raw = raw.clone()
         if plan.edits is not None:
-            prompt_lens = self._tables[_INTS][rows, _PROMPT_LEN]
+            prompt_lens = self._tables[INTS][rows, PROMPT_LEN]
             plan.edits.apply(logits, rows, positions, prompt_lens, tokens)
+        step = StepTensors(logits, rows, positions, tokens, self._tables[FLOATS], self._tables[INTS])
         if plan.penalised is not None:
-            self._penalise(plan.penalised, logits, rows, positions, tokens)
-        maxima, token_ids = row_argmax(logits)
-        for group in plan.draws:
-            drawn = self._draw(group, logits, maxima, rows, positions)
-            if group.index is None:
-                token_ids = drawn
-            else:
-                token_ids[group.index] = drawn
-        faults = ~maxima.isfinite()
-        token_ids = token_ids.masked_fill(faults, 0)
+            self._kernels.penalise(step, self._seen, plan.penalised)
+        token_ids, faults = self._kernels.draw(step, plan)
         logprobs = None
         if scored is not None and raw is not None:
-            logprobs = score(raw, scored.select(token_ids), scored.rows, scored.ks)
+            logprobs = self._kernels.score(raw, scored.select(token_ids), scored.rows, scored.ks)
         return SampleOutput(token_ids, faults, logprobs)
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
         """Score known tokens: `logits` float32 `[m, V]`, unmodified; `targets` int64 `[m]`; `k` alternatives each."""
         m = logits.shape[0]
-        return score(logits, targets, range(m), [k] * m)
+        return self._kernels.score(logits, targets, range(m), [k] * m)
+
+    def warm_up(self) -> None:
+        """Run every kernel once on a table of its own, so that none compiles while requests wait. Leaves no trace
+        here."""
+        sampler = Sampler(1, self._vocab, self._device, 8, self._kernels)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        tokens = torch.zeros((1, 8), dtype=torch.int32, device=self._device)
+        for params in _WARM_UP:
+            sampler.add(0, params, [0], 1)
+            for table, row, start, values in sampler.drain_writes():
+                target = sampler._tables[table]
+                target[row, start : start + len(values)] = upload(values, target.dtype, self._device)
+            logits = torch.zeros((1, self._vocab), dtype=torch.float32, device=self._device)
+            sampler.sample(logits, zero, [0], zero + 1, tokens)
 
     def _plan(self, rows_host: Sequence[int]) -> BatchPlan:
         key = tuple(rows_host)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = plan_batch(self._states, key, self._device)
+            plan = self._plans[key] = plan_batch(self._states, key, self._device, self._kernels.groups_rows)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         else:
             self._plans.move_to_end(key)
         return plan
-
-    def _penalise(
-        self,
-        group: PenalisedGroup,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> None:
-        rows, positions = group.select(rows), group.select(positions)
-        last = tokens[rows, (positions - 1).clamp_(min=0)].to(torch.int64)
-        width = self._seen.count_last(group.slots, group.slots_host, last, positions)
-        floats = self._tables[_FLOATS][rows]
-        factors = (floats[:, _REPETITION], floats[:, _PRESENCE], floats[:, _FREQUENCY])
-        index = group.index if group.index is not None else torch.arange(len(rows), device=self._device)
-        self._seen.penalise(logits, index, group.slots, width, factors)
-
-    def _draw(
-        self,
-        group: DrawGroup,
-        logits: torch.Tensor,
-        maxima: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        rows = group.select(rows)
-        floats, ints = self._tables[_FLOATS][rows], self._tables[_INTS][rows]
-        columns = DrawRows(
-            maxima=group.select(maxima),
-            temperature=floats[:, _TEMPERATURE],
-            log_min_p=floats[:, _LOG_MIN_P],
-            top_p=floats[:, _TOP_P],
-            top_k=ints[:, _TOP_K],
-            keys=self._noise.draw_keys(ints[:, _SEED_WORDS], group.select(positions)),
-        )
-        draw = {"narrow": draw_narrow, "probed": draw_probed, "wide": draw_wide}[group.kind]
-        return draw(group.select(logits), columns, group.filters, self._noise)

@@ -15,6 +15,6 @@ def upload(
     """A 1-D tensor of `values`. On a GPU the copy is queued on the current stream from pinned memory: a pageable source
     would make the host wait for everything queued before it."""
     host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda":
+    if device.type == "cuda" and host.numel():
         host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -96,15 +96,24 @@ def assert_is_the_draw(token: int, processed: np.ndarray, p: RowParams, position
 class Table:
     """A request table of the runner's kind, with a sampler on it."""
 
-    def __init__(self, vocab: int, rows: int = 16, max_len: int = 64, device: torch.device = CPU) -> None:
-        self.sampler = Sampler(rows, vocab, device, max_len)
+    def __init__(
+        self,
+        vocab: int,
+        rows: int = 16,
+        max_len: int = 64,
+        device: torch.device = CPU,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.sampler = Sampler(rows, vocab, device, max_len) if sampler is None else sampler
         self.tokens = torch.full((rows, max_len), 7 % vocab, dtype=torch.int32, device=device)
         self.lengths = [0] * rows
+        self.prompt_lens = [0] * rows
         self.device = device
 
     def add(self, row: int, params: RowParams, history: Sequence[int] = (0,), prompt_len: int | None = None) -> None:
         known = len(history)
-        self.sampler.add(row, params, list(history), known if prompt_len is None else prompt_len)
+        self.prompt_lens[row] = known if prompt_len is None else prompt_len
+        self.sampler.add(row, params, list(history), self.prompt_lens[row])
         self.tokens[row, :known] = torch.tensor(history, dtype=torch.int32)
         self.lengths[row] = known
         apply_writes(self.sampler)

@@ -1,0 +1,137 @@
+"""What a sampling step computes over the vocabulary, behind one interface: torch on CPU, Triton on CUDA.
+
+The torch path is the CPU implementation and the oracle of the Triton kernels at once. Both give the same tokens: hash,
+order, masses and penalties are integer or correctly rounded arithmetic; only exp and log may differ in their last
+bits, which shows where two scores, or a prefix and its target, differ by less than that. Triton is imported only when
+a CUDA device asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from engine.sampling.batch import BatchPlan, PenalisedGroup
+from engine.sampling.draw import mass_unit
+from engine.sampling.logprobs import LogprobTensors
+from engine.sampling.penalties import SeenTokens
+
+
+class StepTensors(msgspec.Struct, frozen=True):
+    """What one step reads, all on the device."""
+
+    logits: torch.Tensor
+    """float32 `[m, V]`, contiguous; penalties change it in place"""
+    rows: torch.Tensor
+    """int64 `[m]`: where each place of the batch stands in the tables"""
+    positions: torch.Tensor
+    """int64 `[m]`: where the new token goes"""
+    tokens: torch.Tensor
+    """int32 `[rows, max_model_len]`"""
+    floats: torch.Tensor
+    """float32 `[rows, columns.NUM_FLOATS]`"""
+    ints: torch.Tensor
+    """int64 `[rows, columns.NUM_INTS]`"""
+
+
+class SamplingKernels(Protocol):
+    """Every function returns at once on CUDA: work is queued on the current stream."""
+
+    @property
+    def groups_rows(self) -> bool:
+        """Whether `draw` treats rows of one kind together and needs their places; else each row's own parameters
+        decide on the device."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory held between steps."""
+        ...
+
+    def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
+        """Count the last token of the group's rows where it is new, then change their logits in place."""
+        ...
+
+    def draw(self, step: StepTensors, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids int64 `[m]`, faults bool `[m]`) from edited logits; the token of a fault is 0."""
+        ...
+
+    def score(
+        self, logits: torch.Tensor, targets: torch.Tensor, rows: Sequence[int], ks: Sequence[int]
+    ) -> LogprobTensors:
+        """Score `targets` int64 `[n]` under unmodified logits float32 `[n, V]`, with `ks[j]` alternatives for
+        position j."""
+        ...
+
+
+class KernelSignature(msgspec.Struct, frozen=True):
+    """What the ahead-of-time check compiles: one Triton kernel with the types that its launcher passes."""
+
+    name: str
+    """attribute of `engine.sampling.kernels.device`"""
+    signature: dict[str, str]
+    constexprs: dict[str, int]
+
+
+_CHUNK, _BLOCK = 2048, 1024
+_ROW = {"logits": "*fp32", "rows": "*i64", "floats": "*fp32", "ints": "*i64", "chunk_keys": "*i32"}
+_FILTERED = {**_ROW, "chunk_lows": "*fp32", "sums": "*i64"}
+_SCAN = {
+    "logits": "*fp32", "chunk_keys": "*i32", "chunk_ids": "*i32", "chunk_lows": "*fp32", "sums": "*i64",
+    "sizes": "*i32",
+}  # fmt: skip
+_DRAW = {**_ROW, "positions": "*i64", "borders": "*i32", "scores": "*fp32", "ids": "*i32"}
+_FINISH = {
+    "chunk_keys": "*i32", "chunk_ids": "*i32", "rows": "*i64", "floats": "*fp32", "scores": "*fp32", "ids": "*i32",
+    "tokens": "*i64", "faults": "*i1",
+}  # fmt: skip
+_PENALISE = {
+    "logits": "*fp32", "rows": "*i64", "positions": "*i64", "places": "*i64", "slots": "*i64", "tokens": "*i32",
+    "tokens_stride": "i32", "floats": "*fp32", "seen": "*i32", "counts": "*i32", "sizes": "*i64", "counted": "*i64",
+    "capacity": "i32",
+}  # fmt: skip
+_SCORE = {
+    "logits": "*fp32", "targets": "*i64", "maxima": "*fp32", "sums": "*fp32", "greater": "*i32", "candidates": "*i64",
+}  # fmt: skip
+_SCORED = {"ids": "*i64", "logprobs": "*fp32", "ranks": "*i64", "totals": "*fp32"}
+
+
+def _signatures(vocab: int) -> Iterator[KernelSignature]:
+    chunks = -(-vocab // _CHUNK)
+    chunked = {"VOCAB": vocab, "CHUNK": _CHUNK, "CHUNKS": chunks}
+    padded = {"CHUNKS": chunks, "PADDED": 1 << (chunks - 1).bit_length()}
+    shapes, unit, listed = {**chunked, **padded}, {"UNIT": mass_unit(vocab)}, {"CAPACITY": vocab // 4}
+    for flag in (0, 1):
+        yield KernelSignature("scan_kernel", _SCAN, {**chunked, "FILTERED": flag})
+        yield KernelSignature("draw_kernel", _DRAW, {**shapes, "FILTERED": flag})
+        yield KernelSignature("finish_kernel", _FINISH, {**padded, "DRAWN": flag})
+    lists = {**_FILTERED, "sizes": "*i32", "listed": "*i64"}
+    yield KernelSignature("survey_kernel", _FILTERED, {**shapes, **unit, "LANES": 128})
+    yield KernelSignature("gather_kernel", lists, {**shapes, **listed})
+    yield KernelSignature("select_kernel", {**lists, "borders": "*i32"}, {**shapes, **unit, **listed, "BLOCK": _BLOCK})
+    yield KernelSignature("penalise_kernel", _PENALISE, {"VOCAB": vocab, "BLOCK": _BLOCK})
+    yield KernelSignature("score_chunks_kernel", {**_SCORE, "columns": "i32"}, chunked)
+    yield KernelSignature(
+        "score_finish_kernel",
+        {**_SCORE, **_SCORED, "columns": "i32"},
+        {"VOCAB": vocab, **padded, "FLAT": 32 * padded["PADDED"]},
+    )
+
+
+KERNELS: tuple[KernelSignature, ...] = tuple(_signatures(151_936))
+"""Discovery table: `tools/compile_triton.py` compiles every entry for the supported GPUs without one. The vocabulary
+is a constant of the compiled code: here that of Qwen3."""
+
+
+def select_kernels(device: torch.device, vocab_size: int) -> SamplingKernels:
+    """The implementation for `device`: Triton on CUDA, torch elsewhere."""
+    if device.type == "cuda":
+        from engine.sampling.kernels.device import TritonKernels
+
+        return TritonKernels(vocab_size, device)
+    from engine.sampling.kernels.host import HostKernels
+
+    return HostKernels(vocab_size, device)

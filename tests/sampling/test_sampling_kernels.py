@@ -1,0 +1,90 @@
+"""The Triton sampler: equal to the torch path under the interpreter, and described truthfully to the compiler check."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sampling_oracle import CPU
+
+from engine.sampling import Sampler
+from engine.sampling.kernels import KERNELS
+from engine.step import RowParams
+
+HERE = Path(__file__).parent
+PARTS = ["rows", "mixed", "filters", "chunks", "seeds"]
+
+
+def run(arguments: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": str(HERE)},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_triton_sampler_draws_the_tokens_of_the_torch_path(part: str) -> None:
+    pytest.importorskip("triton")
+    printed = run([str(HERE / "interpret_sampling.py"), part], TRITON_INTERPRET="1")
+    assert printed.startswith(f"{part} equal")
+
+
+def test_the_discovery_table_names_every_kernel_and_every_argument() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "import triton; from engine.sampling.kernels import device; "
+        "jitted = triton.runtime.jit.JITFunction; "
+        "print(*(n + ':' + ','.join(v.arg_names) for n, v in vars(device).items() if isinstance(v, jitted)))"
+    )
+    kernels = {line.split(":")[0]: line.split(":")[1].split(",") for line in run(["-c", code]).split()}
+    assert set(kernels) == {kernel.name for kernel in KERNELS}
+    for kernel in KERNELS:
+        assert [*kernel.signature, *kernel.constexprs] == kernels[kernel.name], kernel.name
+
+
+def test_integers_that_change_between_steps_are_not_part_of_the_compiled_code() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "from engine.sampling.kernels import KERNELS, device\n"
+        "for k in KERNELS:\n"
+        "    skipped = {p.name for p in getattr(device, k.name).params if p.do_not_specialize}\n"
+        "    assert {n for n, t in k.signature.items() if t[0] != '*'} <= skipped, k.name\n"
+        "print('done')"
+    )
+    assert run(["-c", code]).strip() == "done"
+
+
+def test_a_cpu_sampler_needs_no_triton_and_its_warm_up_leaves_no_trace() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from engine.sampling import Sampler\n"
+        "Sampler(1, 100, torch.device('cpu'), 8).warm_up()\n"
+        "print('done')"
+    )
+    assert run(["-c", code]).strip() == "done"
+    sampler = Sampler(2, 100, CPU, 8)
+    sampler.add(0, RowParams(seed=0), [1], 1)
+    writes, memory = sampler.drain_writes(), sampler.workspace_bytes
+    sampler.warm_up()
+    assert writes and sampler.drain_writes() == []
+    assert sampler.workspace_bytes == memory and not any(bool(t.any()) for t in sampler.tables())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_draws_what_the_cpu_draws_without_a_wait() -> None:
+    from device_parity import check, check_no_wait
+
+    device = torch.device("cuda")
+    check(device, vocabs=(257, 151_936))
+    check_no_wait(device)
