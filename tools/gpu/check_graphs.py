@@ -1,0 +1,126 @@
+"""Every graph mode against eager, with NaN wherever nobody wrote; and a steady decode step without a hidden wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine import SamplingParams
+from engine.request import RequestOutput
+from gpu.check_models import LONGEST, arguments, cannot_start, generate, prompts_of
+from gpu.context import Context
+from gpu.engine_probe import Probe, SteadyDecode, open_probe
+from gpu.models import read_config, save_tiny
+
+TIE_NATS = 0.08
+"""bf16: two tokens whose log-probabilities differ by less may change places when a step is padded to another shape"""
+MAX_TIED_SHARE = 0.25
+"""of sequences that depart from eager at such a tie"""
+DRY_MODES = 2
+
+
+def run_graphs(context: Context) -> None:
+    """Part `graph modes`: each against eager, memory that nobody wrote poisoned with NaN."""
+    count, longest, tokens = (6, 20, 4) if context.dry else (48, LONGEST, 48)
+    path = context.scratch / "Qwen3"
+    save_tiny("Qwen3", path)
+    prompts = prompts_of(count, longest, int(read_config(path)["vocab_size"]))
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=3)
+    eager: list[RequestOutput] | None = None
+    modes: list[dict[str, object]] = [{"compile": "none", "graphs": "none"}]
+    modes += [{"graphs": mode} for mode in ("none", "both", "full_decode", "piecewise")]
+    modes += [{"compile": "none", "graphs": "full_decode"}]
+    modes += [{"attention_backend": "flashinfer", "graphs": mode} for mode in ("none", "both")]
+    for changes in modes[: DRY_MODES if context.dry else None]:
+        name = ", ".join(f"{k} {v}" for k, v in changes.items())
+        if context.out_of_time(f"graph modes: {name}", 15.0):
+            continue
+        options: dict[str, object] = {"attention_backend": "cuda", "max_num_seqs": 32, "dtype": "bfloat16", **changes}
+        try:
+            probe = open_probe(arguments(context, path, **options))
+        except ValueError as error:
+            cannot_start(context, f"graph modes: {name}", str(options["attention_backend"]), error)
+            continue
+        try:
+            probe.client.runner.wait_captured(min(40.0, context.left_s() / 2))
+            _poison(context, probe, nan_in_cache=options["attention_backend"] == "cuda")
+            outputs = generate(probe.llm, prompts, params)
+            late = probe.client.runner.compiles_after_ready()
+        finally:
+            probe.close()
+        context.check(f"{name}: nothing compiled after ready", f"{late} compilations" if late else None)
+        failed = [o.outputs[0].stop_reason for o in outputs if o.outputs[0].finish_reason != "length"]
+        context.check(f"{name}: no sequence failed", f"{len(failed)} failed: {failed[0]}" if failed else None)
+        if eager is None:
+            eager = outputs
+            continue
+        problem, tied = departures(eager, outputs)
+        context.check(f"{name}: greedy tokens equal eager", problem, f"{tied} of {len(outputs)} depart at a tie")
+
+
+def _poison(context: Context, probe: Probe, nan_in_cache: bool) -> None:
+    """A slot of the KV cache that nobody wrote, and freed memory, read as NaN from now on."""
+    if nan_in_cache and not context.dry:
+        for cache in probe.client.runner.kv_caches():
+            cache.view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and in float16
+    context.device.poison_free_memory(1 << 20 if context.dry else 4 << 30)
+    context.device.synchronize()
+
+
+def departures(eager: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> tuple[str | None, int]:
+    """None where every sequence equals eager's, or first differs where eager's own two tokens were as good as equal.
+
+    In bf16 a padded batch may take another matrix kernel, whose rounding decides such ties; a wrong page, a stale
+    buffer or a poisoned tail is far outside. The number of sequences that depart comes with it.
+    """
+    tied = 0
+    for i, (a, b) in enumerate(zip(eager, other, strict=True)):
+        ours, theirs = a.outputs[0].token_ids, b.outputs[0].token_ids
+        at = next((j for j, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), None)
+        if at is None:
+            continue
+        tied += 1
+        candidates: Any = (a.outputs[0].logprobs or [])[at]
+        if theirs[at] not in candidates:
+            return f"sequence {i}, token {at}: {theirs[at]} is not among eager's best", tied
+        gap = candidates[ours[at]].logprob - candidates[theirs[at]].logprob
+        if gap > TIE_NATS:
+            return f"sequence {i}, token {at}: {theirs[at]} is {gap:.3f} nats behind eager's {ours[at]}", tied
+    if tied > MAX_TIED_SHARE * len(eager):
+        return f"{tied} of {len(eager)} sequences depart, though each at a tie", tied
+    return None, tied
+
+
+def run_sync(context: Context) -> None:
+    """Part `no hidden wait`: steady decode steps while any synchronising call is an error."""
+    path = context.scratch / "Qwen3"
+    save_tiny("Qwen3", path)
+    vocab = int(read_config(path)["vocab_size"])
+    modes: list[dict[str, object]] = [{"graphs": mode} for mode in ("both", "piecewise", "none")]
+    modes += [{"compile": "none", "graphs": "none"}, {"attention_backend": "flashinfer", "graphs": "both"}]
+    batch, steps = (3, 3) if context.dry else (16, 24)
+    for changes in modes[: DRY_MODES if context.dry else None]:
+        name = ", ".join(f"{k} {v}" for k, v in changes.items())
+        if context.out_of_time(f"no hidden wait: {name}", 15.0):
+            continue
+        options: dict[str, object] = {"attention_backend": "cuda", "dtype": "bfloat16", **changes}
+        options |= {} if context.dry else {"debug_sync": True}
+        try:
+            probe = open_probe(arguments(context, path, **options))
+        except ValueError as error:
+            cannot_start(context, f"no hidden wait: {name}", str(options["attention_backend"]), error)
+            continue
+        problem = None
+        try:
+            probe.client.runner.wait_captured(min(40.0, context.left_s() / 2))
+            decode = SteadyDecode(probe.client, batch, 8 if context.dry else 40, 64, vocab)
+            with context.device.sync_is_error():
+                decode.steps(steps)
+            decode.leave()
+        except RuntimeError as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            probe.close()
+        context.check(f"no hidden wait: {name}", problem)

@@ -1,0 +1,195 @@
+"""Everything the suite asks of CUDA, behind one small interface, so that a machine without a GPU runs the same code.
+
+`CudaDevice` is `torch.cuda`. `DryDevice` is a CPU with fakes: events read the host's clock, a captured graph is the
+function itself, a profile is a stopwatch. What it measures means nothing; that every line ran is the point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+class Device(ABC):
+    """One device; work is queued to its current stream."""
+
+    dry: bool
+    torch_device: torch.device
+
+    @abstractmethod
+    def describe(self) -> dict[str, str | int | float]:
+        """What the machine is, for the report."""
+
+    @property
+    @abstractmethod
+    def l2_bytes(self) -> int: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def record(self) -> object:
+        """A mark in the stream's work."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: object, end: object) -> float:
+        """Between two marks; waits for both."""
+
+    @abstractmethod
+    def capture(self, function: Callable[[], object]) -> Callable[[], None]:
+        """Record what `function` queues, once it has run and been warmed up; the result replays it."""
+
+    @abstractmethod
+    def sync_is_error(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a hidden wait for the device raises RuntimeError, in every thread."""
+
+    @abstractmethod
+    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
+        """Run `function` under a profiler: how long kernels or copies ran (overlaps counted once), and how many."""
+
+    def release_memory(self) -> None:
+        """Give freed memory back, so that the next owner finds it."""
+        gc.collect()
+
+    def poison_free_memory(self, size_bytes: int) -> None:
+        """Leave NaN in memory that the allocator will hand out again: who reads what nobody wrote will see it."""
+        torch.full((size_bytes // 4,), float("nan"), device=self.torch_device)
+
+
+class CudaDevice(Device):
+    dry = False
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device: run with --dry to exercise the suite without one")
+        self.torch_device = torch.device("cuda", 0)
+        torch.cuda.set_device(0)
+        self._properties = torch.cuda.get_device_properties(0)
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {
+            "name": self._properties.name,
+            "compute_capability": f"{self._properties.major}.{self._properties.minor}",
+            "multiprocessors": self._properties.multi_processor_count,
+            "memory_bytes": self._properties.total_memory,
+            "l2_bytes": self.l2_bytes,
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        }
+
+    @property
+    def l2_bytes(self) -> int:
+        return int(self._properties.L2_cache_size)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def record(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: object, end: object) -> float:
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def capture(self, function: Callable[[], object]) -> Callable[[], None]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        return graph.replay
+
+    @contextlib.contextmanager
+    def sync_is_error(self) -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
+        from torch._C._autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            function()
+            self.synchronize()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profiler.events() or []
+            if event.device_type == DeviceType.CUDA and event.time_range.end > event.time_range.start
+        )
+        return union_length(spans) / 1e3, len(spans)
+
+    def release_memory(self) -> None:
+        super().release_memory()
+        torch.cuda.empty_cache()
+
+
+class DryDevice(Device):
+    """The CPU in the place of a GPU."""
+
+    dry = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {"name": "none (dry run on a CPU)", "l2_bytes": self.l2_bytes, "torch": torch.__version__}
+
+    @property
+    def l2_bytes(self) -> int:
+        return 1 << 16
+
+    def synchronize(self) -> None:
+        """The CPU has always finished."""
+
+    def record(self) -> object:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: object, end: object) -> float:
+        assert isinstance(start, float) and isinstance(end, float)
+        return 1e3 * max(end - start, 1e-9)
+
+    def capture(self, function: Callable[[], object]) -> Callable[[], None]:
+        function()
+
+        def replay() -> None:
+            function()
+
+        return replay
+
+    @contextlib.contextmanager
+    def sync_is_error(self) -> Iterator[None]:
+        yield
+
+    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
+        started = time.perf_counter()
+        function()
+        return 0.9e3 * (time.perf_counter() - started), 1
+
+
+def union_length(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals, sorted by their start."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def open_device(dry: bool) -> Device:
+    """Raises RuntimeError where a GPU is asked for and there is none."""
+    return DryDevice() if dry else CudaDevice()
