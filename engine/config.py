@@ -14,7 +14,8 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
 KVCacheDType = Literal["auto", "fp8"]
-GraphMode = Literal["none", "piecewise", "full_decode", "both"]
+GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
+"""auto: all that compile mode and attention backend allow (GPU)"""
 Policy = Literal["fcfs", "priority"]
 
 
@@ -41,11 +42,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool = True
     compile: CompileMode = "pieces"
     graphs: GraphMode | None = None
+    """None: auto on a GPU, none on a CPU"""
     attention_backend: str | None = None
     threads: int | None = None
     seed: int = 0
     max_logprobs: int = 20
     cache_dir: str | None = None
+    debug_sync: bool = False
+    """fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)"""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights of the model's shape, for benchmarks"""
 
@@ -98,6 +102,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     """compute threads of the runner (CPU)"""
     attention_backend: str | None = None
+    debug_sync: bool = False
+    """a hidden synchronisation in a steady decode step is an error (CUDA)"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ Defaults that are choices
 - max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long
   enough to run at the machine's speed and short enough not to stall those who decode.
 - kv_cache_dtype "auto": the model's dtype, exact. fp8 halves the cache and is for GPUs only: no CPU kernel reads it.
+- graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
 - served_model_name: the directory's name, or the file's without ".gguf".
 - threads: physical cores, since a second hyper-thread shares the vector units of the first.
@@ -80,6 +81,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             kind=kind,
             threads=args.threads if args.threads is not None else machine.physical_cores,
             attention_backend=args.attention_backend,
+            debug_sync=_debug_sync(args, kind),
         ),
         max_logprobs=args.max_logprobs,
     )
@@ -227,14 +229,20 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int) -> SchedulerCon
 
 
 def _graphs(args: EngineArgs, kind: Kind) -> GraphMode:
-    wanted = args.graphs if args.graphs is not None else "none"
-    if wanted == "none":
-        return wanted
+    wanted = args.graphs if args.graphs is not None else "auto"
     if kind == "cpu":
+        if wanted in ("auto", "none"):
+            return "none"
         raise ConfigError(f"graphs={wanted!r} needs device='cuda': a CPU has no CUDA graphs; leave graphs out")
     if args.compile == "none" and wanted in ("piecewise", "both"):
         raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
     return wanted
+
+
+def _debug_sync(args: EngineArgs, kind: Kind) -> bool:
+    if args.debug_sync and kind == "cpu":
+        raise ConfigError("debug_sync needs device='cuda': on a CPU nothing runs behind the host; leave debug_sync out")
+    return args.debug_sync
 
 
 def _base_name(path: str, machine: Machine) -> str:

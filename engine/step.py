@@ -119,6 +119,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """peak of a step at the full token budget"""
     workspace_bytes: int
     """tables, sampler state, attention workspace"""
+    graph_bytes: int = 0
+    """what captured graphs will take, estimated"""
     block_bytes: int
     """one KV block over all layers"""
     device_bytes_total: int
@@ -134,3 +136,7 @@ class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
     reused: int = 0
     seconds: float = 0.0
     graph_bytes: int = 0
+    """what the graphs captured so far took of the device, measured"""
+    graphs_captured: int = 0
+    graphs_pending: int = 0
+    """captured later, between steps"""

@@ -58,12 +58,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
     group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false")
     group.add_argument("--compile", default="pieces", choices=["none", "pieces"])
-    group.add_argument("--graphs", choices=["none", "piecewise", "full_decode", "both"], help="CUDA graphs")
+    group.add_argument(
+        "--graphs",
+        choices=["auto", "none", "piecewise", "full_decode", "both"],
+        help="CUDA graphs; default: all that --compile and the attention backend allow",
+    )
     group.add_argument("--attention-backend", metavar="NAME")
     group.add_argument("--threads", type=int, help="compute threads on a CPU")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--max-logprobs", type=int, default=20)
     group.add_argument("--cache-dir", help="compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")
+    group.add_argument(
+        "--debug-sync", action="store_true", help="fail a decode step in which the host waits for the GPU"
+    )
     group.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights")
 
 

@@ -14,7 +14,7 @@ from engine.core.wire import CoreReady
 from engine.errors import ConfigError
 from engine.executor.interface import Executor
 from engine.kv_cache.kv_cache import KVCache
-from engine.kv_cache.ledger import memory_ledger
+from engine.kv_cache.ledger import human, memory_ledger
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -62,4 +62,12 @@ def build_core(config: EngineConfig, executor: Executor, inbox: Inbox | None = N
         ready.distinct_pieces,
         ready.pieces_compiled,
     )
+    if warm_up.graphs_captured:
+        logger.info(
+            "graphs: %d captured in %s (%s estimated for all), %d to be captured between steps",
+            warm_up.graphs_captured,
+            human(warm_up.graph_bytes),
+            human(load.graph_bytes),
+            warm_up.graphs_pending,
+        )
     return loop, ready

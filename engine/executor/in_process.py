@@ -38,7 +38,16 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> Pending: ...
 
+    def idle_work(self) -> bool:
+        """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
+        ...
+
     def compiles_after_ready(self) -> int: ...
+
+
+STEPS_BETWEEN_IDLE_WORK = 16
+"""Under steady load the runner's idle work gets a turn at least this often: graphs that are captured late are worth a
+step's delay now and then, and a step never waits longer than one turn."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,8 @@ class InProcessExecutor:
     """See `engine.executor.interface.Executor`.
 
     After a step has failed the device tables are in an unknown state: later steps are not run, and their `collect` says
-    so.
+    so. While no step is queued or in flight, and now and then between steps, the worker gives the runner turns for its
+    idle work (capturing graphs).
     """
 
     def __init__(self, config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> None:
@@ -63,7 +73,9 @@ class InProcessExecutor:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._done: _Reply[Pending] = SimpleQueue()
         self._uncollected = 0
-        self._step_failed: tuple[int, BaseException] | None = None
+        self._failed: tuple[str, BaseException] | None = None
+        self._idle_work_left = False
+        self._steps_since_idle_work = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
         self._thread.start()
@@ -79,7 +91,12 @@ class InProcessExecutor:
         self._call(lambda: self._loaded().allocate(num_blocks))
 
     def warm_up(self) -> WarmUpReport:
-        return self._call(lambda: self._loaded().warm_up())
+        def warm_up() -> WarmUpReport:
+            report = self._loaded().warm_up()
+            self._idle_work_left = True
+            return report
+
+        return self._call(warm_up)
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self._refuse_when_closed()
@@ -87,6 +104,7 @@ class InProcessExecutor:
 
         def work() -> None:
             self._done.put(self._step(plan))
+            self._steps_since_idle_work += 1
             done()
 
         self._work.put(work)
@@ -95,8 +113,12 @@ class InProcessExecutor:
         if not self._uncollected:
             raise EngineError("collect without a submitted step: every step that was submitted has been collected")
         self._refuse_when_closed()
-        self._uncollected -= 1
-        return _unwrap(self._done.get()).wait()
+        try:
+            return _unwrap(self._done.get()).wait()
+        finally:
+            self._uncollected -= 1
+            if self._idle_work_left and not self._uncollected:
+                self._work.put(_nothing)  # wakes the worker: nothing is in flight any more
 
     def compiles_after_ready(self) -> int:
         # A counter's value; it needs no turn in the worker's queue behind a running step.
@@ -114,21 +136,34 @@ class InProcessExecutor:
         torch.set_num_threads(self._config.device.threads)
         if self._config.device.kind == "cuda":
             torch.cuda.set_device(self._config.device.index)
-        while (work := self._work.get()) is not None and not self._closing.is_set():
+        while (work := self._next_work()) is not None and not self._closing.is_set():
             work()
             del work  # a closure keeps its plan alive otherwise until the next one comes
         self._runner = None
 
+    def _next_work(self) -> Callable[[], None] | None:
+        """Waits for work, and gives the runner its turns meanwhile."""
+        while self._idle_work_left and not self._closing.is_set():
+            idle = self._work.empty() and not self._uncollected
+            if not idle and self._steps_since_idle_work < STEPS_BETWEEN_IDLE_WORK:
+                break
+            self._steps_since_idle_work = 0
+            try:
+                self._idle_work_left = self._failed is None and self._loaded().idle_work()
+            except BaseException as error:
+                self._failed = "the work between steps", error
+        return self._work.get()
+
     def _step(self, plan: StepPlan) -> Pending | _Failure:
-        if self._step_failed is not None:
-            failed, cause = self._step_failed
-            skipped = EngineError(f"step {plan.step_id} was not run, because step {failed} failed: {cause}")
+        if self._failed is not None:
+            failed, cause = self._failed
+            skipped = EngineError(f"step {plan.step_id} was not run, because {failed} failed: {cause}")
             skipped.__cause__ = cause
             return _Failure(skipped)
         try:
             return self._loaded().execute(plan)
         except BaseException as error:
-            self._step_failed = plan.step_id, error
+            self._failed = f"step {plan.step_id}", error
             return _Failure(error)
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -153,6 +188,10 @@ class InProcessExecutor:
     def _refuse_when_closed(self) -> None:
         if self._closing.is_set():
             raise EngineError("the executor is closed")
+
+
+def _nothing() -> None:
+    """Work that is no work."""
 
 
 def _unwrap(reply: T | _Failure) -> T:

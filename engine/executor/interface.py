@@ -23,7 +23,8 @@ class Executor(Protocol):
         ...
 
     def warm_up(self) -> WarmUpReport:
-        """Compile and capture; after this nothing compiles."""
+        """Compile and capture; after this nothing compiles. Graphs that are not needed at once are captured later,
+        between steps."""
         ...
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:

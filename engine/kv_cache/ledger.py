@@ -54,7 +54,7 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
             ("weights", human(self.weight_bytes), ""),
             ("activations", human(self.activation_bytes), "peak of a full step"),
             ("workspace", human(self.workspace_bytes), "tables, sampler, attention"),
-            ("graphs", human(self.graph_bytes), ""),
+            ("graphs", human(self.graph_bytes), "estimated" if self.graph_bytes else ""),
             (
                 "KV cache",
                 human(self.kv_bytes),
@@ -74,7 +74,6 @@ def memory_ledger(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     device: Literal["cpu", "cuda"],
-    graph_bytes: int = 0,
 ) -> MemoryLedger:
     """Divide a device's memory; `ConfigError` when not even one sequence of ``max_model_len`` tokens fits.
 
@@ -82,7 +81,7 @@ def memory_ledger(
     (never more than is free); on a CPU a quarter of that, at least one full sequence, and at most what
     ``max_num_seqs`` full sequences use.
     """
-    fixed = _fixed(load) + graph_bytes
+    fixed = _fixed(load)
     possible = load.device_bytes_free - fixed
     sequence_blocks = math.ceil(scheduler.max_model_len / cache.block_size)
     if cache.kv_cache_memory is not None:
@@ -110,14 +109,13 @@ def memory_ledger(
         weight_bytes=load.weight_bytes,
         activation_bytes=load.activation_bytes,
         workspace_bytes=load.workspace_bytes,
-        graph_bytes=graph_bytes,
+        graph_bytes=load.graph_bytes,
         source=source,
     )
 
 
 def _fixed(report: LoadReport | MemoryLedger) -> int:
-    graphs = report.graph_bytes if isinstance(report, MemoryLedger) else 0
-    return report.weight_bytes + report.activation_bytes + report.workspace_bytes + graphs
+    return report.weight_bytes + report.activation_bytes + report.workspace_bytes + report.graph_bytes
 
 
 def _too_large(asked: int, possible: int, load: LoadReport, fixed: int) -> str:

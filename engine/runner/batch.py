@@ -1,25 +1,54 @@
 """From a plan's scheduled rows to the tensors of one step: the host sends four integers per sequence, kernels do the
-rest."""
+rest.
+
+Two calls per step, both on the input stream: `send` starts the copy while the step before may still compute, `build`
+queues the kernels once that step has left the tables and the buffers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from attention_backends.interface import AttentionBatch
+from compilation.graphs.dispatcher import Dispatch
 from engine.runner.kernels import InputBuffers, InputKernels, StepSizes
 from engine.runner.request_table import RequestTable
 from engine.runner.staging import BufferRing
+from engine.runner.streams import Streams
 from engine.step import ScheduledRow
+
+ChooseRoute = Callable[[int, bool], Dispatch]
+"""(tokens, whether every sequence has exactly one) → how the step runs"""
+
+
+def run_eagerly(num_tokens: int, uniform_decode: bool) -> Dispatch:
+    """`ChooseRoute` where nothing is captured."""
+    return Dispatch("eager", num_tokens)
+
+
+@dataclass(frozen=True)
+class SentStep:
+    """What the host knows of a step whose fields are on their way to the device."""
+
+    num_seqs: int
+    num_tokens: int
+    query_lens: list[int]
+    seq_lens: list[int]
+    """this step's tokens included"""
+    sample_rows: list[int]
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step's inputs; tensors are views of buffers that the next step overwrites (in stream order)."""
 
+    dispatch: Dispatch
+    num_tokens: int
+    """real ones; input_ids and positions have `dispatch.size`"""
     input_ids: torch.Tensor
     """int64 [padded tokens]"""
     positions: torch.Tensor
@@ -40,20 +69,15 @@ class BatchBuilder:
     """Owns the step's input buffers and fills them from the request table."""
 
     def __init__(
-        self,
-        table: RequestTable,
-        kernels: InputKernels,
-        max_tokens: int,
-        block_size: int,
-        device: torch.device,
+        self, table: RequestTable, kernels: InputKernels, max_tokens: int, block_size: int, streams: Streams
     ) -> None:
-        rows = table.max_rows
+        rows, device = table.max_rows, table.tokens.device
         self._table = table
         self._kernels = kernels
         self._max_tokens = max_tokens
         self._block_size = block_size
-        self._device = device
-        self._ring = BufferRing(device, words=4 * (rows + 1))
+        self._streams = streams
+        self._ring = BufferRing(streams, words=4 * (rows + 1))
         self._step = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
 
         def int64(*shape: int) -> torch.Tensor:
@@ -76,9 +100,8 @@ class BatchBuilder:
         tensors = [t for t in vars(self.buffers).values() if isinstance(t, torch.Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def build(self, rows: Sequence[ScheduledRow], group: int = 0) -> StepBatch:
-        """Queue the kernels that build the step over `rows`; `group` is the layer group whose block tables attention
-        reads.
+    def send(self, rows: Sequence[ScheduledRow]) -> SentStep:
+        """Start the copy of the step's fields.
 
         Raises ValueError where the plan exceeds the rows or the token budget that this runner was built for.
         """
@@ -86,62 +109,114 @@ class BatchBuilder:
         if n > self._table.max_rows:
             raise ValueError(f"a plan of {n} rows exceeds max_num_seqs ({self._table.max_rows})")
         fields = np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T
-        computed, query_lens, samples = fields[1], fields[2], fields[3]
-        query_lens_host = query_lens.tolist()
-        seq_lens_host = (computed + query_lens).tolist()
-        num_tokens = sum(query_lens_host)
+        query_lens = fields[2].tolist()
+        num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
-        sampled = np.cumsum(samples)
-        num_samples = int(sampled[-1])
-        sizes = StepSizes(n, num_tokens, num_samples, padded_seqs=n, padded_tokens=num_tokens)
-        step = self._send(fields, sampled)
+        self._copy(fields)
+        return SentStep(
+            num_seqs=n,
+            num_tokens=num_tokens,
+            query_lens=query_lens,
+            seq_lens=(fields[1] + fields[2]).tolist(),
+            sample_rows=[r.row for r in rows if r.samples],
+        )
 
-        out, table, kernels = self.buffers, self._table, self._kernels
-        max_seq_len = max(seq_lens_host)
+    def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly, group: int = 0) -> StepBatch:
+        """Queue the kernels that build the step last sent, padded as `choose` says; `group` is the layer group whose
+        block tables attention reads."""
+        n, tokens, samples = sent.num_seqs, sent.num_tokens, len(sent.sample_rows)
+        dispatch = choose(tokens, tokens == n)
+        full = dispatch.route == "full"
+        seqs = dispatch.size if full else n
+        sizes = StepSizes(n, tokens, samples, seqs, padded_tokens=dispatch.size, padded_query_len=int(full))
+        out, table, kernels, step = self.buffers, self._table, self._kernels, self._step
+        max_seq_len = max(sent.seq_lens)
         kernels.prepare_inputs(step, table.tokens, table.block_tables, out, sizes, self._block_size)
         columns = -(-max_seq_len // self._block_size)
         kernels.gather_block_tables(table.block_tables, step[0], out.block_tables, sizes, columns)
-        attention = AttentionBatch(
-            num_seqs=n,
-            num_tokens=num_tokens,
-            max_query_len=max(query_lens_host),
+        attention = self._attention_batch(
+            seqs,
+            dispatch.size if full else tokens,
+            full,
+            max_query_len=max(sent.query_lens),
             max_seq_len=max_seq_len,
-            query_start_loc=out.query_start_loc[: n + 1],
-            seq_lens=out.seq_lens[:n],
-            block_tables=out.block_tables[group, :n],
-            slot_mapping=out.slot_mapping[group, :num_tokens],
-            block_size=self._block_size,
-            num_decodes=_leading_ones(query_lens_host),
-            query_lens_host=query_lens_host,
-            seq_lens_host=seq_lens_host,
+            query_lens=sent.query_lens,
+            seq_lens=sent.seq_lens,
+            group=group,
         )
         return StepBatch(
-            input_ids=out.input_ids[:num_tokens],
-            positions=out.positions[:num_tokens],
-            logits_indices=out.logits_indices[:num_samples],
-            sample_rows=out.sample_rows[:num_samples],
-            sample_positions=out.sample_positions[:num_samples],
-            sample_rows_host=[r.row for r in rows if r.samples],
+            dispatch=dispatch,
+            num_tokens=tokens,
+            input_ids=out.input_ids[: dispatch.size],
+            positions=out.positions[: dispatch.size],
+            logits_indices=out.logits_indices[:samples],
+            sample_rows=out.sample_rows[:samples],
+            sample_positions=out.sample_positions[:samples],
+            sample_rows_host=sent.sample_rows,
             attention=attention,
-            every_token_samples=num_samples == num_tokens,
+            every_token_samples=samples == tokens,
         )
 
-    def _send(self, fields: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
-        """The `step` argument of `prepare_inputs`, on the device."""
+    def clear(self, size: int) -> None:
+        """Make the first `size` tokens, on the current stream, ones that have no effect: they exist and write no KV."""
+        self.buffers.input_ids[:size].zero_()
+        self.buffers.positions[:size].zero_()
+        self.buffers.slot_mapping[:, :size].fill_(-1)
+
+    def stand_in(self, size: int, group: int = 0) -> AttentionBatch:
+        """`clear`, and `size` sequences of length 1: what a full decode graph is captured on. Block 0 is read, whoever
+        owns it, and what is computed from it goes nowhere."""
+        self.clear(size)
+        starts, ones = self.buffers.query_start_loc[: size + 1], [1] * size
+        self.buffers.seq_lens[:size].fill_(1)
+        self.buffers.block_tables[:, :size].zero_()
+        starts.copy_(torch.arange(size + 1, dtype=torch.int32, device=starts.device))
+        return self._attention_batch(size, size, True, 1, 1, ones, ones, group)
+
+    def _attention_batch(
+        self,
+        seqs: int,
+        tokens: int,
+        full: bool,
+        max_query_len: int,
+        max_seq_len: int,
+        query_lens: list[int],
+        seq_lens: list[int],
+        group: int,
+    ) -> AttentionBatch:
+        out = self.buffers
+        return AttentionBatch(
+            num_seqs=seqs,
+            num_tokens=tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            query_start_loc=out.query_start_loc[: seqs + 1],
+            seq_lens=out.seq_lens[:seqs],
+            block_tables=out.block_tables[group, :seqs],
+            slot_mapping=out.slot_mapping[group, :tokens],
+            block_size=self._block_size,
+            num_decodes=seqs if full else _leading_ones(query_lens),
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+            graph_size=seqs if full else None,
+        )
+
+    def _copy(self, fields: np.ndarray) -> None:
+        """The `step` argument of `prepare_inputs`: to the device, or into its place."""
         n = fields.shape[1]
         host = self._ring.acquire()[: self._step.numel()].view_as(self._step)
         step = host.numpy()
+        samples = fields[3]
         step[:2, :n] = fields[:2]
         step[2, 0] = 0
         np.cumsum(fields[2], out=step[2, 1 : n + 1])
-        step[3, :n] = np.where(fields[3], sampled - 1, -1)
-        if self._device.type == "cpu":
-            self._step = host
-        else:
+        step[3, :n] = np.where(samples, np.cumsum(samples) - 1, -1)
+        if self._streams.queued:
             self._step.copy_(host, non_blocking=True)
+        else:
+            self._step = host
         self._ring.commit()
-        return self._step
 
 
 def _leading_ones(query_lens: list[int]) -> int:

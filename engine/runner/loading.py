@@ -11,7 +11,8 @@ import torch
 
 from attention_backends.interface import AttentionBackend
 from attention_backends.registry import NoBackendError, select
-from engine.config import EngineConfig
+from compilation.graphs import dispatcher
+from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
@@ -20,6 +21,25 @@ from engine.weights.loader import load_weights
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index), as `pageloom::attention`"""
+
+
+def graph_mode(asked: GraphMode, compile_mode: CompileMode, backend: AttentionBackend) -> dispatcher.GraphMode:
+    """`auto` becomes all that the compile mode and the attention backend allow.
+
+    Raises ConfigError for a mode that captures attention of a backend that is not capture-safe.
+    """
+    capture_safe = backend.capabilities().capture_safe
+    if asked == "auto":
+        if compile_mode == "pieces":
+            return "both" if capture_safe else "piecewise"
+        return "full_decode" if capture_safe else "none"
+    if asked in ("full_decode", "both") and not capture_safe:
+        instead = "piecewise" if compile_mode == "pieces" else "none"
+        raise ConfigError(
+            f"graphs={asked!r} captures attention, but attention backend {backend.name!r} is not capture-safe; "
+            f"use graphs={instead!r} or another attention_backend"
+        )
+    return asked
 
 
 class CausalModel(Protocol):
@@ -61,7 +81,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     description = describe(config.model.path)
     spec = description.spec
-    # The backend first: that none fits is known in a moment, weights take seconds.
+    # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds.
     try:
         selection = select(
             device=device,
@@ -76,6 +96,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
+    graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
     model = Decoder(spec, dtype=dtype, device=device, max_position=config.model.max_model_len)
     weight_bytes = load_weights(model, description, load_format=config.model.load_format, seed=config.model.seed)
     return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)

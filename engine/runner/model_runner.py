@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,11 +13,15 @@ from torch import nn
 
 from attention_backends.op import ATTENTION_OP
 from compilation.counter import CompileCounter
-from compilation.interface import CompileReport, CompileSettings
+from compilation.graphs.capture import Capturer
+from compilation.graphs.cuda import CudaCapturer
+from compilation.graphs.dispatcher import Route
+from compilation.interface import CompiledModel, CompileReport, CompileSettings
 from compilation.model import compile_model
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.runner.batch import BatchBuilder, StepBatch
+from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
 from engine.runner.loading import RunnerParts, device_of, load_parts
 from engine.runner.memory import device_memory, estimate_activation_bytes, measure_activation_bytes
@@ -24,6 +29,8 @@ from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import StagedWrites
+from engine.runner.streams import Streams, streams_of
+from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
 from engine.sampling import LogprobTensors, Sampler
 from engine.step import LoadReport, ScheduledRow, StepPlan, WarmUpReport
@@ -33,70 +40,125 @@ _NUM_GROUPS = 1
 _PROMPT_LOGITS_BYTES = 64 << 20
 """logits of prompt positions are made and scored in pieces of at most this size"""
 _EXAMPLE_TOKENS = 8
+FIRST_CAPTURES_S = 10.0
+"""start-up goes on capturing for this long although every step already has a graph"""
 
 
 class ModelRunner:
     """One model on one device. All calls come from one thread; a step's result may be awaited in another."""
 
-    def __init__(self, config: EngineConfig, parts: RunnerParts, memory_before: tuple[int, int]) -> None:
-        """`memory_before`: (total, free) bytes of the device before the parts were loaded."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        parts: RunnerParts,
+        memory_before: tuple[int, int],
+        *,
+        streams: Streams | None = None,
+        capturer: Capturer | None = None,
+    ) -> None:
+        """`memory_before`: (total, free) bytes of the device before the parts were loaded. `streams` and `capturer`
+        take the place of the device's own (tests: what orders and records work can be watched on a CPU)."""
         rows, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         self._config = config
         self._device = device = device_of(config)
+        self._spec, self._dtype_bytes = parts.spec, parts.dtype.itemsize
         self._model = parts.model
         self._run: Callable[..., torch.Tensor] = parts.model
         self._kernels = select_kernels(device)
+        self._streams = streams or streams_of(device)
+        self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
         self._attention = PagedAttention(
             parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype)
         )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, _NUM_GROUPS, device)
         self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len)
-        self._writes = StagedWrites([*self._table.staged_tables(), *self._sampler.tables()], self._kernels, device)
-        self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, device)
-        self._results = ResultCopier(device)
+        tables = [*self._table.staged_tables(), *self._sampler.tables()]
+        self._writes = StagedWrites(tables, self._kernels, self._streams)
+        self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams)
+        self._results = ResultCopier(self._streams)
+        self._dispatcher = make_dispatcher(config, parts.backend)
+        self._capturer = capturer
+        self._graphs: StepGraphs | None = None
         self._counter = CompileCounter()
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * parts.spec.vocab_size))
+        if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
+            raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
         if device.type == "cuda":
             activation_bytes = measure_activation_bytes(parts.model, parts.spec, device, budget, rows)
         else:
-            activation_bytes = estimate_activation_bytes(parts.spec, parts.dtype.itemsize, budget, rows)
+            activation_bytes = estimate_activation_bytes(parts.spec, self._dtype_bytes, budget, rows)
         parts.model.set_attention(self._attention.attend)
         self.report = LoadReport(
             weight_bytes=parts.weight_bytes,
             activation_bytes=activation_bytes,
             workspace_bytes=(self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes),
+            graph_bytes=graphs_estimate(self._dispatcher, parts.spec, self._dtype_bytes),
             block_bytes=self._attention.block_bytes(config.cache.block_size),
             device_bytes_total=memory_before[0],
             device_bytes_free=memory_before[1],
             attention_backend=parts.backend.name,
         )
+        self._step_done.record()
+        with self._streams.inputs:
+            self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
 
     @classmethod
-    def load(cls, config: EngineConfig, parts_of: Callable[[EngineConfig], RunnerParts] = load_parts) -> ModelRunner:
+    def load(
+        cls,
+        config: EngineConfig,
+        parts_of: Callable[[EngineConfig], RunnerParts] = load_parts,
+        *,
+        streams: Streams | None = None,
+        capturer: Capturer | None = None,
+    ) -> ModelRunner:
         """Load weights, choose the attention backend, allocate the tables, measure a step's memory.
 
         Raises ConfigError, UnsupportedModelError or WeightsError.
         """
         memory_before = device_memory(device_of(config))
-        return cls(config, parts_of(config), memory_before)
+        return cls(config, parts_of(config), memory_before, streams=streams, capturer=capturer)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
         self._attention.allocate(num_blocks, self._config.cache.block_size, self._device)
 
     def warm_up(self) -> WarmUpReport:
-        """Compile the model as configured, then run a few small steps, so that nothing is built or tuned later."""
+        """Compile the model as configured, run a few small steps, so that nothing is built or tuned later, and capture
+        the graphs that make serving good (`StepGraphs.capture_first`); `idle_work` captures the others."""
         started = time.perf_counter()
-        report = self._compile() if self._config.compile.mode == "pieces" else None
-        for plan in warm_up_plans(self._config):
-            self.execute(plan).wait()
+        compiled = CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
+        if self._config.compile.mode == "pieces":
+            compiled = self._compile()
+        self._run = compiled.run
+        with torch.inference_mode():
+            self._sampler.warm_up()
+        self._run_warm_up_plans()
+        if self._dispatcher.mode != "none":
+            self._graphs = self._make_graphs(compiled)
+            self._graphs.capture_first(FIRST_CAPTURES_S)
+            self._step_done.record()
+            self._run_warm_up_plans()
         self._counter.mark()
-        seconds = time.perf_counter() - started
-        if report is None:
-            return WarmUpReport(seconds=seconds)
         return WarmUpReport(
-            distinct_pieces=report.distinct_pieces, compiled=report.compiled, reused=report.loaded, seconds=seconds
+            distinct_pieces=compiled.report.distinct_pieces,
+            compiled=compiled.report.compiled,
+            reused=compiled.report.loaded,
+            seconds=time.perf_counter() - started,
+            graph_bytes=self._graphs.memory_bytes if self._graphs else 0,
+            graphs_captured=self._graphs.num_captured if self._graphs else 0,
+            graphs_pending=self._graphs.num_pending if self._graphs else 0,
         )
+
+    def idle_work(self) -> bool:
+        """One capture of those that `warm_up` left; to be called between steps. False when nothing is left.
+
+        Steps that are queued go on: the captures' own work comes behind them, and the next step's behind it.
+        """
+        if self._graphs is None or not self._graphs.num_pending:
+            return False
+        more = self._graphs.capture_next()
+        self._step_done.record()
+        return more
 
     def compiles_after_ready(self) -> int:
         """Traces and compilations since `warm_up` returned."""
@@ -107,27 +169,53 @@ class ModelRunner:
 
         Raises ValueError for a plan that does not fit the tables, EngineError for one that this runner cannot serve.
         """
-        with torch.inference_mode():
-            self._apply_differences(plan)
-            if not plan.rows:
-                return self._results.start(SampledStep(plan.step_id, rows=(), sampled=None))
-            batch = self._batches.build(plan.rows)
-            self._attention.begin_step(batch.attention)
-            hidden = self._run(batch.input_ids, batch.positions)
-            return self._results.start(self._sample(plan, batch, hidden))
+        watched = self._config.device.debug_sync and is_steady_decode(plan)
+        with torch.inference_mode(), hidden_syncs_are_errors() if watched else nullcontext():
+            self._refuse(plan)
+            self._table.stage(plan, self._sampler, self._writes)
+            batch = self._queue_inputs(plan)
+            if plan.block_copies:
+                self._attention.copy_blocks(plan.block_copies)
+            if batch is None:
+                step = SampledStep(plan.step_id, rows=(), sampled=None)
+            else:
+                step = self._sample(plan, batch, self._forward(batch))
+            self._step_done.record()
+            return self._results.start(step, self._step_done)
 
-    def _apply_differences(self, plan: StepPlan) -> None:
+    def _refuse(self, plan: StepPlan) -> None:
         if plan.swap_out or plan.swap_in:
             raise EngineError(
                 f"step {plan.step_id} swaps KV blocks to host memory, which this runner cannot do: "
                 "preempt by recomputation"
             )
-        self._table.stage(plan, self._sampler, self._writes)
-        self._writes.apply()
         if not self._attention.allocated and (plan.rows or plan.block_copies):
             raise EngineError("the KV cache is not allocated: call allocate() before the first step")
-        if plan.block_copies:
-            self._attention.copy_blocks(plan.block_copies)
+
+    def _queue_inputs(self, plan: StepPlan) -> StepBatch | None:
+        """Copies start at once; kernels wait until the step before has sampled and written its tokens back.
+
+        Not earlier: a row that this plan gives away may still be written by that step's `post_update`, and the input
+        buffers are read by its forward. The main stream, then, waits for these inputs.
+        """
+        batch = None
+        with self._streams.inputs:
+            self._writes.send()
+            sent = self._batches.send(plan.rows) if plan.rows else None
+            self._step_done.wait()
+            self._writes.apply()
+            if sent is not None:
+                batch = self._batches.build(sent, self._dispatcher.dispatch)
+            self._inputs_ready.record()
+        self._inputs_ready.wait()
+        return batch
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        """Hidden states of the real tokens; a graph's are overwritten by the next replay."""
+        self._attention.begin_step(batch.attention)
+        if batch.dispatch.route == "eager" or self._graphs is None:
+            return self._run(batch.input_ids, batch.positions)
+        return self._graphs.replay(batch.dispatch)[: batch.num_tokens]
 
     def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor) -> SampledStep:
         prompt = self._score_prompts(plan.rows, hidden) if self._table.prompt_logprobs else ()
@@ -157,7 +245,7 @@ class ModelRunner:
             first_token += row.query_len
         return scores
 
-    def _compile(self) -> CompileReport:
+    def _compile(self) -> CompiledModel:
         if not isinstance(self._model, nn.Module):
             name = type(self._model).__name__
             raise EngineError(f"{name} is no nn.Module, so it cannot be compiled: set compile to none")
@@ -165,12 +253,33 @@ class ModelRunner:
         settings = CompileSettings(mode="pieces", cache_dir=Path(self._config.compile.cache_dir))
         self._model.set_attention(torch.ops.pageloom.attention)
         with torch.inference_mode():
-            compiled = compile_model(
+            return compile_model(
                 self._model,
                 (example, example.clone()),
                 frozenset({ATTENTION_OP}),
                 {ATTENTION_OP: self._attention.attend},
                 settings,
             )
-        self._run = compiled.run
-        return compiled.report
+
+    def _run_warm_up_plans(self) -> None:
+        for plan in warm_up_plans(self._config):
+            self.execute(plan).wait()
+
+    def _make_graphs(self, compiled: CompiledModel) -> StepGraphs:
+        buffers = self._batches.buffers
+        return StepGraphs(
+            self._dispatcher,
+            compiled,
+            (buffers.input_ids, buffers.positions),
+            self._capturer or CudaCapturer(self._device),
+            self._before_capture,
+            lambda: device_memory(self._device)[1],
+            first_bytes=2 * graph_activation_bytes(self._dispatcher, self._spec, self._dtype_bytes),
+        )
+
+    def _before_capture(self, route: Route, size: int) -> None:
+        """Inputs without effect; a full graph also records attention, which needs a step's metadata."""
+        if route == "full":
+            self._attention.begin_step(self._batches.stand_in(size))
+        else:
+            self._batches.clear(size)

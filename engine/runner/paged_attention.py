@@ -39,6 +39,7 @@ class PagedAttention:
         self._dtype = dtype
         self._kv_caches: list[torch.Tensor] = []
         self._metadata: object = None
+        self._num_tokens = 0
 
     def block_bytes(self, block_size: int) -> int:
         """One block over all layers."""
@@ -67,8 +68,15 @@ class PagedAttention:
 
     def begin_step(self, batch: AttentionBatch) -> None:
         """The calls of `attend` that follow belong to `batch`."""
+        self._num_tokens = batch.num_tokens
         self._metadata = self.backend.build_metadata(batch)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-        """`pageloom::attention`, bound: shapes as there."""
+        """`pageloom::attention`, bound: shapes as there.
+
+        Tokens beyond the step's are padding, which backends do not touch: their rows of `out` become zero, so that what
+        the next piece makes of them is finite.
+        """
         self.backend.forward(q, k, v, out, self._kv_caches[layer], self._layers[layer], self._metadata)
+        if out.size(0) > self._num_tokens:
+            out[self._num_tokens :].zero_()

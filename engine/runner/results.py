@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.runner.staging import Event, ImmediateEvent
+from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
 from engine.step import StepResult, TokenLogprobs
 
@@ -46,28 +46,28 @@ class PendingResult:
 class ResultCopier:
     """Starts the copy of a step's results to the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no annotations in torch
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
 
-    def start(self, step: SampledStep) -> PendingResult:
-        if self._stream is None:
+    def start(self, step: SampledStep, sampled: Event) -> PendingResult:
+        """`sampled`: recorded behind the last write to the step's tensors."""
+        if not self._streams.queued:
             result = _to_result(step)  # now: these tensors may be views of what the next step overwrites
             return PendingResult(ImmediateEvent(), lambda: result)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        event = self._streams.event()
+        with self._streams.results:
+            sampled.wait()
             on_host = SampledStep(
                 step_id=step.step_id,
                 rows=step.rows,
                 sampled=None if step.sampled is None else _sample_to_host(step.sampled),
                 prompt=[(row, scores.start_copy()) for row, scores in step.prompt],
             )
-            event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's class has no annotations
             event.record()
 
         def finish(sources: SampledStep = step) -> StepResult:
-            # `sources` stays alive until here: its memory must not be reused while the side stream reads it.
+            # `sources` stays alive until here: the allocator knows only the main stream's use of it, and would give its
+            # memory away while the result stream still reads.
             return _to_result(on_host)
 
         return PendingResult(event, finish)
@@ -82,7 +82,7 @@ def _sample_to_host(output: SampleOutput) -> SampleOutput:
 
 
 def _pinned(source: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+    return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(source, non_blocking=True)
 
 
 def _to_result(step: SampledStep) -> StepResult:

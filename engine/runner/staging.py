@@ -1,20 +1,22 @@
 """Staged writes: how the host changes device tables without waiting for the device, and without a race.
 
-The host collects the writes of a step; `apply` packs them into one host buffer, copies it over and lets one kernel per
-table apply them, in stream order before the step's other kernels. The buffers form a ring. A buffer is handed out again
-only after the event recorded behind its last use has completed, so a copy in flight can never read what a later step
-writes; with one buffer more than steps in flight that wait never happens in practice.
+The host collects the writes of a step; `send` packs them into one host buffer and starts its copy, while the step
+before may still compute; `apply` lets one kernel per table make them true, once that step has left the tables. The host
+buffers form a ring. A buffer is handed out again only after the event recorded behind its copy has completed, so a copy
+in flight can never read what a later step writes; with one buffer more than steps in flight that wait never happens in
+practice. The device's landing buffer needs no ring: its copy and its readers are all on the input stream, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.runner.kernels import InputKernels
+from engine.runner.streams import Streams
 
 STEPS_IN_FLIGHT = 2
 """the core submits step N + 1 while step N computes"""
@@ -31,31 +33,6 @@ Values = Sequence[int] | Sequence[float] | np.ndarray
 """what one write puts into consecutive columns"""
 
 
-class Event(Protocol):
-    """The part of `torch.cuda.Event` that the ring needs."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class ImmediateEvent:
-    """For devices whose work is done when the call returns."""
-
-    def record(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-
-def _new_event(device: torch.device) -> Event:
-    if device.type != "cuda":
-        return ImmediateEvent()
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    return event
-
-
 class BufferRing:
     """Host buffers of 4-byte words, each lent out between `acquire` and `commit`.
 
@@ -64,17 +41,12 @@ class BufferRing:
     wait.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        words: int,
-        depth: int | None = None,
-        make_event: Callable[[torch.device], Event] = _new_event,
-    ) -> None:
-        self._pinned = device.type == "cuda"
-        depth = depth or (STEPS_IN_FLIGHT + 1 if self._pinned else 1)
-        self._buffers = [self._allocate(words) for _ in range(depth)]
-        self._events = [make_event(device) for _ in range(depth)]
+    def __init__(self, streams: Streams, words: int, depth: int | None = None) -> None:
+        """`depth`: buffers; None: one more than steps in flight where work is queued, else one."""
+        self._streams = streams
+        depth = depth or (STEPS_IN_FLIGHT + 1 if streams.queued else 1)
+        self._buffers = [streams.host_buffer(max(words, 1)) for _ in range(depth)]
+        self._events = [streams.event() for _ in range(depth)]
         self._in_use = [False] * depth
         self._next = 0
         self._lent = False
@@ -87,7 +59,7 @@ class BufferRing:
             self._events[self._next].synchronize()
             self._in_use[self._next] = False
         if self._buffers[self._next].numel() < words:
-            self._buffers[self._next] = self._allocate(1 << (words - 1).bit_length())
+            self._buffers[self._next] = self._streams.host_buffer(1 << (words - 1).bit_length())
         self._lent = True
         return self._buffers[self._next]
 
@@ -100,8 +72,16 @@ class BufferRing:
         self._next = (self._next + 1) % len(self._buffers)
         self._lent = False
 
-    def _allocate(self, words: int) -> torch.Tensor:
-        return torch.empty(max(words, 1), dtype=torch.int32, pin_memory=self._pinned)
+
+@dataclass(frozen=True)
+class _Launch:
+    """One kernel call of `apply`: where in the landing buffer its writes and values lie."""
+
+    table: int
+    header_at: int
+    count: int
+    end: int
+    max_length: int
 
 
 class StagedWrites:
@@ -115,7 +95,7 @@ class StagedWrites:
         self,
         tables: Sequence[torch.Tensor],
         kernels: InputKernels,
-        device: torch.device,
+        streams: Streams,
         ring: BufferRing | None = None,
     ) -> None:
         for index, table in enumerate(tables):
@@ -127,10 +107,11 @@ class StagedWrites:
         self._tables = list(tables)
         self._shapes = [(int(t.shape[0]), int(t.shape[1])) for t in tables]
         self._kernels = kernels
-        self._device = device
-        self._ring = ring or BufferRing(device, words=4096)
-        self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
+        self._streams = streams
+        self._ring = ring or BufferRing(streams, words=4096)
+        self._landing = torch.empty(0, dtype=torch.int32)
         self._pending: dict[int, list[tuple[int, Values]]] = {}
+        self._launches: list[_Launch] = []
 
     def write(self, table: int, row: int, start: int, values: Values) -> None:
         """Stage `tables[table][row, start : start + len(values)] = values`. `values` must not change until `apply`."""
@@ -143,8 +124,8 @@ class StagedWrites:
         if len(values):
             self._pending.setdefault(table, []).append((row * columns + start, values))
 
-    def apply(self) -> None:
-        """Queue everything staged since the last call."""
+    def send(self) -> None:
+        """Start the copy of everything staged since the last call. Call it on the input stream, then `apply`."""
         if not self._pending:
             return
         pending, self._pending = self._pending, {}
@@ -152,12 +133,27 @@ class StagedWrites:
         words = sections[-1][3]
         host = self._ring.acquire(words)
         packed = host.numpy()
-        for table, header_at, values_at, _ in sections:
-            self._pack(packed, table, pending[table], header_at, values_at)
-        device = self._on_device(host, words)
-        for table, header_at, _, end in sections:
-            self._launch(table, packed, device, header_at, len(pending[table]), end)
+        for table, header_at, values_at, end in sections:
+            writes = pending[table]
+            header = self._pack(packed, table, writes, header_at, values_at)
+            lengths = [len(values) for _, values in writes]
+            if len(writes) == 1 or not _overlap(header):
+                self._launches.append(_Launch(table, header_at, len(writes), end, max(lengths)))
+            else:
+                self._launches += [
+                    _Launch(table, header_at + 6 * index, 1, end, length) for index, length in enumerate(lengths)
+                ]
+        self._land(host, words)
         self._ring.commit()
+
+    def apply(self) -> None:
+        """Queue the kernels that write what was sent."""
+        launches, self._launches = self._launches, []
+        for launch in launches:
+            target = self._tables[launch.table]
+            writes = self._landing[launch.header_at : launch.header_at + 6 * launch.count].view(torch.int64)
+            values = self._landing[: launch.end].view(target.dtype)
+            self._kernels.apply_staged_writes(target, writes.view(launch.count, 3), values, launch.max_length)
 
     def _layout(self, pending: dict[int, list[tuple[int, Values]]]) -> list[tuple[int, int, int, int]]:
         """(table, header word, values word, end word) of each table's section; all aligned to 16 bytes."""
@@ -172,7 +168,8 @@ class StagedWrites:
 
     def _pack(
         self, packed: np.ndarray, table: int, writes: list[tuple[int, Values]], header_at: int, values_at: int
-    ) -> None:
+    ) -> np.ndarray:
+        """Returns the section's header: int64 [writes, 3] of (destination, source, length)."""
         dtype, item_words = _TABLE_DTYPES[self._tables[table].dtype]
         header = packed[header_at : header_at + 6 * len(writes)].view(np.int64)
         usable = packed.size - packed.size % 2
@@ -185,29 +182,18 @@ class StagedWrites:
             triples += (dst, src, length)
             src += length
         header[:] = triples
+        return header.reshape(len(writes), 3)
 
-    def _on_device(self, host: torch.Tensor, words: int) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return host
-        # One device buffer serves every step: copies and kernels of the stream run in order.
-        if self._device_buffer.numel() < words:
-            self._device_buffer = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int32, device=self._device)
-        self._device_buffer[:words].copy_(host[:words], non_blocking=True)
-        return self._device_buffer
-
-    def _launch(
-        self, table: int, packed: np.ndarray, device: torch.Tensor, header_at: int, count: int, end: int
-    ) -> None:
-        target = self._tables[table]
-        header = packed[header_at : header_at + 6 * count].view(np.int64).reshape(count, 3)
-        writes = device[header_at : header_at + 6 * count].view(torch.int64).view(count, 3)
-        values = device[:end].view(target.dtype)
-        lengths = header[:, 2]
-        if count == 1 or not _overlap(header):
-            self._kernels.apply_staged_writes(target, writes, values, int(lengths.max()))
+    def _land(self, host: torch.Tensor, words: int) -> None:
+        if not self._streams.queued:
+            self._landing = host
             return
-        for index in range(count):
-            self._kernels.apply_staged_writes(target, writes[index : index + 1], values, int(lengths[index]))
+        # One landing buffer serves every step: copies and kernels of the input stream run in order. It is allocated on
+        # that stream, so the allocator hands an outgrown one to nobody who could be early.
+        if self._landing.numel() < words:
+            device = self._tables[0].device
+            self._landing = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int32, device=device)
+        self._landing[:words].copy_(host[:words], non_blocking=True)
 
 
 def _aligned(words: int) -> int:

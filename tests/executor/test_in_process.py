@@ -11,7 +11,7 @@ import torch
 
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import EngineError
-from engine.executor.in_process import InProcessExecutor
+from engine.executor.in_process import STEPS_BETWEEN_IDLE_WORK, InProcessExecutor
 from engine.executor.interface import Executor
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
 
@@ -83,6 +83,9 @@ class FakeRunner:
         self.step(plan)
         self.order.append(plan.step_id)
         return Done(plan.step_id)
+
+    def idle_work(self) -> bool:
+        return False
 
     def compiles_after_ready(self) -> int:
         return 0
@@ -212,3 +215,105 @@ def test_waiting_uses_no_processor_time() -> None:
         assert time.process_time() - before < 0.1
     finally:
         executor.close()
+
+
+class CapturingRunner(FakeRunner):
+    """Has `turns` turns of idle work to do; logs them between the steps as "idle"."""
+
+    def __init__(self, turns: int, step: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        super().__init__(step)
+        self.turns = turns
+        self.log: list[str | int] = []
+        self.idle = threading.Event()
+        self.error: Exception | None = None
+
+    def execute(self, plan: StepPlan) -> Done:
+        self.log.append(plan.step_id)
+        return super().execute(plan)
+
+    def idle_work(self) -> bool:
+        self.threads.add(threading.get_ident())
+        if self.error is not None:
+            self.idle.set()
+            raise self.error
+        if self.turns:
+            self.turns -= 1
+            self.log.append("idle")
+        if not self.turns:
+            self.idle.set()
+        return self.turns > 0
+
+
+@pytest.mark.timeout(30)
+def test_idle_work_is_done_when_nothing_is_in_flight_and_only_after_warm_up() -> None:
+    runner = CapturingRunner(5)
+    executor = loaded(runner)
+    try:
+        executor.allocate(1)
+        assert runner.turns == 5
+        executor.warm_up()
+        assert runner.idle.wait(20) and runner.log == ["idle"] * 5
+        executor.submit(plan(0), nothing)
+        assert executor.collect().step_id == 0
+        assert len(runner.threads) == 1
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_under_steady_load_idle_work_gets_a_turn_every_few_steps() -> None:
+    runner = CapturingRunner(10**6, lambda plan: time.sleep(0.001))
+    executor = loaded(runner)
+    steps = 5 * STEPS_BETWEEN_IDLE_WORK
+    try:
+        executor.submit(plan(0), nothing)
+        executor._call(lambda: setattr(executor, "_idle_work_left", True))
+        for step in range(1, steps):
+            executor.submit(plan(step), nothing)  # one step ahead: there is always one in flight
+            executor.collect()
+    finally:
+        executor.close()
+    busy = runner.log[: runner.log.index(steps - 1) + 1]
+    gaps = "".join("i" if entry == "idle" else "s" for entry in busy).split("i")
+    assert max(map(len, gaps)) == STEPS_BETWEEN_IDLE_WORK
+    assert all(gaps[1:]), "never two turns between two steps"
+    assert [entry for entry in busy if entry != "idle"] == list(range(steps))
+
+
+@pytest.mark.timeout(30)
+def test_idle_work_goes_on_when_the_last_step_was_collected() -> None:
+    runner = CapturingRunner(3)
+    executor = loaded(runner)
+    try:
+        executor.submit(plan(0), nothing)
+        executor._call(lambda: setattr(executor, "_idle_work_left", True))
+        time.sleep(0.05)
+        assert runner.log == [0], "a step in flight is not idle"
+        executor.collect()
+        assert runner.idle.wait(20) and runner.log == [0, "idle", "idle", "idle"]
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_failed_idle_work_is_reported_by_the_next_step() -> None:
+    runner = CapturingRunner(3)
+    runner.error = RuntimeError("illegal memory access")
+    executor = loaded(runner)
+    try:
+        executor.warm_up()
+        assert runner.idle.wait(20)
+        executor.submit(plan(0), nothing)
+        with pytest.raises(EngineError, match="step 0 was not run, because the work between steps failed: illegal"):
+            executor.collect()
+    finally:
+        executor.close()
+
+
+@pytest.mark.timeout(30)
+def test_close_does_not_wait_for_all_idle_work() -> None:
+    runner = CapturingRunner(10**6)
+    executor = loaded(runner)
+    executor.warm_up()
+    executor.close()
+    assert runner.turns > 0

@@ -50,6 +50,15 @@ def test_defaults_on_a_gpu(model: ModelDescription) -> None:
     assert _resolve(model, H100, device="cpu").device.kind == "cpu"
 
 
+def test_graphs_are_chosen_where_a_gpu_has_them(model: ModelDescription) -> None:
+    assert _resolve(model, H100).compile.graphs == "auto"
+    assert _resolve(model, H100, compile="none").compile.graphs == "auto"
+    assert _resolve(model, H100, graphs="none").compile.graphs == "none"
+    assert _resolve(model, graphs="auto").compile.graphs == "none"
+    assert _resolve(model, H100, debug_sync=True).device.debug_sync
+    assert not _resolve(model, H100).device.debug_sync
+
+
 def test_the_cache_keeps_the_models_dtype_or_fp8_on_a_gpu(model: ModelDescription) -> None:
     assert _resolve(model).cache.dtype == "bfloat16"
     assert _resolve(model, dtype="float32").cache.dtype == "float32"
@@ -89,6 +98,7 @@ def test_auto_dtype_is_the_nearest_that_the_device_has(
         ((H100,), {"threads": 2}, ["threads", "device"]),
         ((), {"graphs": "piecewise"}, ["graphs", "device"]),
         ((H100,), {"graphs": "piecewise", "compile": "none"}, ["graphs", "compile"]),
+        ((), {"debug_sync": True}, ["debug_sync", "device"]),
         ((), {"max_model_len": MAX_POSITION + 1}, ["max_model_len", str(MAX_POSITION)]),
         ((), {"max_model_len": 0}, ["max_model_len"]),
         ((), {"max_num_seqs": 64, "max_num_batched_tokens": 32}, ["max_num_batched_tokens", "max_num_seqs"]),

@@ -16,11 +16,14 @@ GIB = 2**30
 MIB = 2**20
 
 
-def report(total: int = 80 * GIB, free: int = 78 * GIB, weights: int = 16 * GIB, block: int = 2 * MIB) -> LoadReport:
+def report(
+    total: int = 80 * GIB, free: int = 78 * GIB, weights: int = 16 * GIB, block: int = 2 * MIB, graphs: int = 0
+) -> LoadReport:
     return LoadReport(
         weight_bytes=weights,
         activation_bytes=GIB,
         workspace_bytes=256 * MIB,
+        graph_bytes=graphs,
         block_bytes=block,
         device_bytes_total=total,
         device_bytes_free=free,
@@ -41,7 +44,7 @@ def limits(max_model_len: int = 8192, max_num_seqs: int = 256) -> SchedulerConfi
 
 
 def test_the_fraction_of_the_device_is_divided_exactly() -> None:
-    ledger = memory_ledger(load=report(), cache=cache(), scheduler=limits(), device="cuda", graph_bytes=GIB)
+    ledger = memory_ledger(load=report(graphs=GIB), cache=cache(), scheduler=limits(), device="cuda")
     assert ledger.num_blocks == (int(80 * GIB * 0.9) - 16 * GIB - 2 * GIB - 256 * MIB) // (2 * MIB)
     table = ledger.table()
     assert "weights" in table and "16.0 GiB" in table and "--memory-fraction 0.9" in table

@@ -47,7 +47,12 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     samples = np.ones(n, bool) if decode_only else rng.random(n) < 0.6
     total, max_tokens, max_blocks = int(query.sum()), 256, -(-LENGTH // BLOCK)
     sizes = StepSizes(
-        n, total, int(samples.sum()), int(rng.integers(n, ROWS + 1)), int(rng.integers(total, max_tokens))
+        n,
+        total,
+        int(samples.sum()),
+        padded_seqs=int(rng.integers(n, ROWS + 1)),
+        padded_tokens=int(rng.integers(total, max_tokens)),
+        padded_query_len=case % 2,
     )
     step = torch.zeros(4, ROWS + 1, dtype=torch.int32)
     step[0, :n] = torch.from_numpy(rng.permutation(ROWS)[:n])
@@ -93,6 +98,14 @@ def check_against_loop(
     assert not out.input_ids[tail].any() and (out.slot_mapping[:, tail] == -1).all()
     assert (out.slot_mapping[:, sizes.padded_tokens :] == -77).all()
     assert not out.seq_lens[sizes.num_seqs : sizes.padded_seqs].any()
+    ends = [total_at(sizes, seq) for seq in range(sizes.num_seqs, sizes.padded_seqs + 1)]
+    assert out.query_start_loc[sizes.num_seqs : sizes.padded_seqs + 1].tolist() == ends
+    assert (out.query_start_loc[sizes.padded_seqs + 1 :] == -77).all()
+
+
+def total_at(sizes: StepSizes, seq: int) -> int:
+    """Query tokens before the padded sequence `seq`."""
+    return sizes.num_tokens + (seq - sizes.num_seqs) * sizes.padded_query_len
 
 
 def check_staged_writes(rng: np.random.Generator, dtype: torch.dtype) -> None:

@@ -4,18 +4,32 @@ back."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from attention_backends.interface import AttentionBackend
 from attention_backends.reference import ReferenceBackend
-from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from compilation.graphs.capture import Capturer
+from engine.config import (
+    CacheConfig,
+    CompileConfig,
+    CompileMode,
+    DeviceConfig,
+    EngineConfig,
+    GraphMode,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.runner.results import PendingResult
+from engine.runner.streams import Streams
+from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, TokenLogprobs
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 64, 4, 24, 60
 SPEC = DecoderSpec(
@@ -34,7 +48,14 @@ SPEC = DecoderSpec(
 )
 
 
-def config(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: int = BUDGET) -> EngineConfig:
+def config(
+    cache_dir: Path,
+    mode: CompileMode = "none",
+    rows: int = MAX_ROWS,
+    budget: int = BUDGET,
+    graphs: GraphMode = "none",
+    debug_sync: bool = False,
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
             path="tiny",
@@ -57,8 +78,8 @@ def config(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: in
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=MAX_LEN, max_waiting=8
         ),
-        compile=CompileConfig(mode="pieces" if mode == "pieces" else "none", graphs="none", cache_dir=str(cache_dir)),
-        device=DeviceConfig(kind="cpu"),
+        compile=CompileConfig(mode=mode, graphs=graphs, cache_dir=str(cache_dir)),
+        device=DeviceConfig(kind="cpu", debug_sync=debug_sync),
         max_logprobs=5,
     )
 
@@ -75,13 +96,24 @@ def tiny_decoder(seed: int = 0) -> Decoder:
     return model
 
 
-def tiny_runner(cache_dir: Path, mode: str = "none", rows: int = MAX_ROWS, budget: int = BUDGET) -> ModelRunner:
+def tiny_runner(
+    cache_dir: Path,
+    mode: CompileMode = "none",
+    rows: int = MAX_ROWS,
+    budget: int = BUDGET,
+    graphs: GraphMode = "none",
+    *,
+    backend: AttentionBackend | None = None,
+    capturer: Capturer | None = None,
+    streams: Streams | None = None,
+    debug_sync: bool = False,
+) -> ModelRunner:
     def parts(_: EngineConfig) -> RunnerParts:
-        return RunnerParts(
-            model=tiny_decoder(), spec=SPEC, dtype=torch.float32, backend=ReferenceBackend(), weight_bytes=1
-        )
+        attention = backend or ReferenceBackend()
+        return RunnerParts(model=tiny_decoder(), spec=SPEC, dtype=torch.float32, backend=attention, weight_bytes=1)
 
-    runner = ModelRunner.load(config(cache_dir, mode, rows, budget), parts)
+    settings = config(cache_dir, mode, rows, budget, graphs, debug_sync)
+    runner = ModelRunner.load(settings, parts, streams=streams, capturer=capturer)
     runner.allocate(NUM_BLOCKS)
     return runner
 
@@ -115,16 +147,18 @@ class PlanDriver:
         rng.shuffle(self.free_blocks)
         self.released: list[int] = []
         self.preemptions = self.steps = 0
+        self.before_step: Callable[[], object] = lambda: None
+        self._pending: dict[int, PendingResult] = {}
 
     def run(self, sequences: list[Sequence]) -> None:
         in_flight: tuple[StepPlan, dict[int, Sequence]] | None = None
         while not all(s.finished for s in sequences):
             plan, by_row = self._plan(sequences, may_preempt=in_flight is None)
-            pending = self.runner.execute(plan)
+            self.before_step()
+            self._pending[plan.step_id] = self.runner.execute(plan)
             if in_flight is not None:
                 self._complete(*in_flight)
             in_flight = (plan, by_row)
-            self._results[plan.step_id] = pending.wait()
             if not self.lag or not plan.rows or self.rng.random() < 0.3:
                 self._complete(*in_flight)
                 in_flight = None
@@ -132,10 +166,6 @@ class PlanDriver:
             assert self.steps < 2000
         plan, _ = self._plan(sequences, may_preempt=False)
         assert self.runner.execute(plan).wait().token_ids == []
-
-    @property
-    def _results(self) -> dict[int, StepResult]:
-        return self.__dict__.setdefault("results", {})
 
     def _plan(self, sequences: list[Sequence], may_preempt: bool) -> tuple[StepPlan, dict[int, Sequence]]:
         if may_preempt:
@@ -186,7 +216,7 @@ class PlanDriver:
         s.row, s.blocks = None, []
 
     def _complete(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
-        result = self._results.pop(plan.step_id)
+        result = self._pending.pop(plan.step_id).wait()
         assert result.step_id == plan.step_id and not result.faults
         sampling = [r.row for r in plan.rows if r.samples]
         for row, token in zip(sampling, result.token_ids, strict=True):

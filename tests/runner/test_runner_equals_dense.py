@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -177,18 +176,3 @@ def test_the_report_counts_one_block_over_all_layers(tmp_path: Path) -> None:
     assert sum(c.nbytes for c in runner._attention._kv_caches) == NUM_BLOCKS * expected
     assert 0 < runner.report.device_bytes_free <= runner.report.device_bytes_total
     assert runner.report.activation_bytes > 0 and runner.report.workspace_bytes > 0
-
-
-@pytest.mark.slow
-def test_compiled_pieces_generate_the_dense_tokens_and_compile_once(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    runner = tiny_runner(tmp_path, mode="pieces")
-    started = time.perf_counter()
-    report = runner.warm_up()
-    assert report.compiled == report.distinct_pieces > 0
-    assert 0 < report.seconds <= time.perf_counter() - started
-    work = sequences(rng, 6)
-    PlanDriver(runner, rng, 0.1, True).run(work)
-    assert runner.compiles_after_ready() == 0
-    for s in work:
-        assert s.generated == dense_greedy(s.prompt, s.num_tokens)

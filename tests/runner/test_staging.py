@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.runner.kernels.host import HostKernels
 from engine.runner.staging import BufferRing, StagedWrites
+from engine.runner.streams import Event, HostStreams, ImmediateEvent
 
-CPU = torch.device("cpu")
 DTYPES = (torch.int32, torch.int64, torch.float32)
 
 
@@ -25,30 +27,34 @@ class FakeEvent:
         self.in_flight = True
         self.log.append(f"record {self.name}")
 
+    def wait(self) -> None:
+        self.log.append(f"order {self.name}")
+
     def synchronize(self) -> None:
         self.in_flight = False
         self.log.append(f"wait {self.name}")
 
 
-class FakeDevice:
+class FakeDevice(HostStreams):
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[FakeEvent] = []
         self.log: list[str] = []
 
-    def make_event(self, device: torch.device) -> FakeEvent:
+    def event(self) -> FakeEvent:
         self.events.append(FakeEvent(str(len(self.events)), self.log))
         return self.events[-1]
 
 
 def staged(tables: list[torch.Tensor], ring: BufferRing | None = None) -> StagedWrites:
-    return StagedWrites(tables, HostKernels(), CPU, ring)
+    return StagedWrites(tables, HostKernels(), HostStreams(), ring)
 
 
 @settings(deadline=None)
 @given(depth=st.integers(1, 4), sizes=st.lists(st.integers(1, 600), min_size=1, max_size=20))
 def test_a_buffer_in_flight_is_never_lent(depth: int, sizes: list[int]) -> None:
     device = FakeDevice()
-    ring = BufferRing(CPU, words=16, depth=depth, make_event=device.make_event)
+    ring = BufferRing(device, words=16, depth=depth)
     owner: dict[int, FakeEvent] = {}
     for words in sizes:
         buffer = ring.acquire(words)
@@ -64,8 +70,65 @@ def test_a_buffer_in_flight_is_never_lent(depth: int, sizes: list[int]) -> None:
     assert sum(entry.startswith("wait") for entry in device.log) == max(0, len(sizes) - depth)
 
 
+class LateDevice(HostStreams):
+    """Executes what is queued whenever it likes, or when somebody waits; `deaf`: nobody can wait for it."""
+
+    queued = True
+
+    def __init__(self, deaf: bool = False) -> None:
+        super().__init__()
+        self.queue: list[Callable[[], None]] = []
+        self.deaf = deaf
+
+    def run(self, count: int) -> None:
+        for work in [self.queue.pop(0) for _ in range(min(count, len(self.queue)))]:
+            work()
+
+    def event(self) -> Event:
+        return LateEvent(self)
+
+
+class LateEvent(ImmediateEvent):
+    def __init__(self, device: LateDevice) -> None:
+        self.device, self.reached = device, True
+
+    def record(self) -> None:
+        def reach() -> None:
+            self.reached = True
+
+        self.reached = False
+        self.device.queue.append(reach)
+
+    def synchronize(self) -> None:
+        while not self.reached and not self.device.deaf:
+            self.device.run(1)
+
+
+def send_late(device: LateDevice, depth: int | None, progress: list[int]) -> list[tuple[int, list[int]]]:
+    """(what the host put into a buffer, what its copy read when the device got there), in the device's order."""
+    ring, copied = BufferRing(device, words=4, depth=depth), []
+    for step, count in enumerate(progress):
+        buffer = ring.acquire(words=4 + 4 * (step % 3))
+        buffer.fill_(step)
+        device.queue.append(lambda step=step, buffer=buffer: copied.append((step, buffer.unique().tolist())))
+        ring.commit()
+        device.run(count)
+    device.run(len(device.queue))
+    return copied
+
+
+@given(depth=st.integers(1, 4) | st.none(), progress=st.lists(st.integers(0, 4), min_size=1, max_size=20))
+def test_a_buffer_is_refilled_only_after_its_copy_ran(depth: int | None, progress: list[int]) -> None:
+    expected = [(step, [step]) for step in range(len(progress))]
+    assert send_late(LateDevice(), depth, progress) == expected
+
+
+def test_a_ring_that_does_not_wait_is_found_out() -> None:
+    assert send_late(LateDevice(deaf=True), 3, [0] * 5) != [(step, [step]) for step in range(5)]
+
+
 def test_a_ring_refuses_to_lend_two_buffers_at_once() -> None:
-    ring = BufferRing(CPU, words=4, depth=2)
+    ring = BufferRing(HostStreams(), words=4, depth=2)
     ring.acquire()
     with pytest.raises(RuntimeError, match="before the last one was committed"):
         ring.acquire()
@@ -90,12 +153,13 @@ def test_staged_writes_equal_assignments_in_order(
     rng = np.random.default_rng(seed)
     tables = [torch.zeros(6, 12, dtype=dtype) for dtype in DTYPES]
     expected = [t.clone() for t in tables]
-    staging = staged(tables, BufferRing(CPU, words=1, depth=2))
+    staging = staged(tables, BufferRing(HostStreams(), words=1, depth=2))
     for step in steps:
         for table, row, start, length in step:
             values = rng.integers(-1000, 1000, length)
             staging.write(table, row, start, values if arrays else values.tolist())
             expected[table][row, start : start + length] = torch.from_numpy(values).to(DTYPES[table])
+        staging.send()
         staging.apply()
         for table, oracle in zip(tables, expected):
             assert torch.equal(table, oracle)
@@ -112,6 +176,7 @@ def test_a_value_too_large_for_its_table_is_refused_not_wrapped() -> None:
     staging = staged([torch.zeros(6, 12, dtype=torch.int32)])
     staging.write(0, 0, 0, [2**31])
     with pytest.raises(OverflowError):
+        staging.send()
         staging.apply()
 
 
@@ -126,6 +191,7 @@ def test_full_precision_survives_int64_and_float32() -> None:
     staging = staged(tables)
     staging.write(0, 1, 1, [2**62 + 1, -(2**63)])
     staging.write(1, 0, 2, [0.1, -1e30])
+    staging.send()
     staging.apply()
     assert tables[0][1].tolist() == [0, 2**62 + 1, -(2**63), 0]
     assert torch.equal(tables[1][0], torch.tensor([0, 0, 0.1, -1e30]))

@@ -22,6 +22,8 @@ class StepSizes:
     num_samples: int
     padded_seqs: int
     padded_tokens: int
+    padded_query_len: int = 0
+    """query tokens of each padded sequence: 1 where every sequence has one (a full decode graph), else 0"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class InputBuffers:
     seq_lens: torch.Tensor
     """int32 [max_seqs], this step's tokens included; 0 in the padding"""
     query_start_loc: torch.Tensor
-    """int32 [max_seqs + 1]; the number of tokens in the padding"""
+    """int32 [max_seqs + 1]; the padding goes on in steps of `padded_query_len` from the number of tokens"""
     logits_indices: torch.Tensor
     """int64 [max_seqs]: the token whose hidden state each sampling sequence continues from; 0 in the padding"""
     sample_rows: torch.Tensor
@@ -128,6 +130,7 @@ _PREPARE = {
     "num_samples": "i32",
     "padded_seqs": "i32",
     "padded_tokens": "i32",
+    "padded_query_len": "i32",
     "block_size": "i32",
 }
 _GATHER = {

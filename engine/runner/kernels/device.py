@@ -36,6 +36,15 @@ def _fill(target: tl.tensor, begin: tl.tensor, end: tl.tensor, value: tl.tensor,
 
 
 @triton.jit
+def _fill_steps(
+    target: tl.tensor, begin: tl.tensor, end: tl.tensor, value: tl.tensor, step: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    for first in range(begin, end, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        tl.store(target + offsets, value + (offsets - begin + 1) * step, mask=offsets < end)
+
+
+@triton.jit
 def _fill_samples(
     indices: tl.tensor, rows: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -73,6 +82,7 @@ def _write_slots(
         "num_samples",
         "padded_seqs",
         "padded_tokens",
+        "padded_query_len",
         "block_size",
     ]
 )
@@ -98,6 +108,7 @@ def prepare_inputs_kernel(
     num_samples: tl.tensor,
     padded_seqs: tl.tensor,
     padded_tokens: tl.tensor,
+    padded_query_len: tl.tensor,
     block_size: tl.tensor,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -133,7 +144,7 @@ def prepare_inputs_kernel(
         _fill(input_ids, num_tokens, padded_tokens, 0, BLOCK)
         _fill(positions, num_tokens, padded_tokens, 0, BLOCK)
         _fill(seq_lens, num_seqs, padded_seqs, 0, BLOCK)
-        _fill(query_start_loc + 1, num_seqs, padded_seqs, num_tokens, BLOCK)
+        _fill_steps(query_start_loc + 1, num_seqs, padded_seqs, num_tokens, padded_query_len, BLOCK)
         _fill_samples(logits_indices, sample_rows, sample_positions, num_samples, padded_seqs, BLOCK)
 
 
@@ -230,6 +241,7 @@ class TritonKernels:
             sizes.num_samples,
             sizes.padded_seqs,
             sizes.padded_tokens,
+            sizes.padded_query_len,
             block_size,
             GROUPS=block_tables.shape[0],
             BLOCK=_COPY_BLOCK,

@@ -49,7 +49,9 @@ class HostKernels:
         seq_lens[n : sizes.padded_seqs] = 0
         query_start_loc = out.query_start_loc.numpy()
         query_start_loc[: n + 1] = starts
-        query_start_loc[n + 1 : sizes.padded_seqs + 1] = total
+        if sizes.padded_seqs > n:
+            ends = np.arange(1, sizes.padded_seqs - n + 1) * sizes.padded_query_len
+            query_start_loc[n + 1 : sizes.padded_seqs + 1] = ends + total
 
         if total == n:
             token_rows, token_positions = rows, computed
