@@ -1,28 +1,30 @@
-"""Compiles `csrc/` with the system's C++ compiler and caches the library by everything that changes it.
-
-Why not `torch.utils.cpp_extension`: one source becomes several translation units with different ISA flags, only
-one of which needs torch's headers; the cache directory is the caller's; and a cold build stays within seconds.
-"""
+"""Compiles the CPU kernels with the system's C++ compiler: one source, several instruction sets."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
 import platform
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-CSRC = Path(__file__).parent / "csrc"
+from attention_backends.toolchain import (
+    CSRC,
+    TORCH_INCLUDE,
+    TORCH_LIBRARIES,
+    BuildError,
+    KernelLibrary,
+    build_once,
+    find_compiler,
+    hash_of,
+    run,
+    run_all,
+    version_hash,
+)
+
 COMPILE_TIMEOUT_S = 300
+FOLDER = "attention-cpu"
 
 _LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 _COMMON = (*_LANGUAGE, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
@@ -35,32 +37,12 @@ _X86_VARIANTS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 _KERNEL_SOURCE = {"amx": "amx_kernel.cpp"}
-_LINK = ("-shared", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
-
-
-class BuildError(RuntimeError):
-    """The kernels could not be compiled; the message ends with the compiler's own output."""
-
-
-@dataclass(frozen=True)
-class KernelLibrary:
-    path: Path
-    namespace: str
-    """its ops are `torch.ops.<namespace>.<op>`; it names the build, so that different builds fit in one process"""
-
-
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "pageloom"
-
-
-def find_compiler() -> str | None:
-    """Absolute path of the system's C++ compiler, or None."""
-    return next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
+_LINK = ("-shared", "-Wl,--no-as-needed")
 
 
 def find_cached(cache_dir: Path) -> KernelLibrary | None:
     """A library built from exactly these sources for this torch, by whatever compiler; needs no compiler itself."""
-    found = sorted((cache_dir / "attention-cpu").glob(f"{_source_key()}_*.so"))
+    found = sorted((cache_dir / FOLDER).glob(f"{_source_key()}_*.so"))
     return _library(found[0]) if found else None
 
 
@@ -74,13 +56,8 @@ def build(cache_dir: Path, compiler: str | None = None) -> KernelLibrary:
         if (cached := find_cached(cache_dir)) is not None:
             return cached
         raise BuildError(f"no C++ compiler (g++, c++, clang++) on PATH, and no built library under {cache_dir}")
-    folder = cache_dir / "attention-cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{_source_key()}_{_compiler_key(compiler)}.so"
-    if not target.exists():
-        with _locked(target.with_suffix(".lock")):
-            if not target.exists():
-                _compile(compiler, folder, target)
+    target = cache_dir / FOLDER / f"{_source_key()}_{version_hash(compiler)}.so"
+    build_once(target, lambda scratch: _compile(compiler, _library(target).namespace, scratch))
     return _library(target)
 
 
@@ -89,56 +66,32 @@ def _library(path: Path) -> KernelLibrary:
 
 
 def _source_key() -> str:
-    digest = hashlib.sha256(repr((_COMMON, _X86_VARIANTS, _LINK, torch.__version__, platform.machine())).encode())
-    for path in (*sorted(CSRC.glob("*.cpp")), *sorted(CSRC.glob("*.h"))):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    settings = (_COMMON, _X86_VARIANTS, _LINK, torch.__version__, platform.machine())
+    return hash_of(settings, (*sorted(CSRC.glob("*.cpp")), *sorted(CSRC.glob("*.h"))))
 
 
-def _compiler_key(compiler: str) -> str:
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"the C++ compiler {compiler} does not run: {error}") from error
-    return hashlib.sha256(version).hexdigest()[:8]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # the file stays: removing it would let a waiter and a newcomer hold two different locks
-
-
-def _compile(compiler: str, folder: Path, target: Path) -> None:
-    torch_dir = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=folder) as scratch_name:
-        scratch = Path(scratch_name)
-        variants = {name: flags for name, flags in _variants().items() if _accepts(compiler, flags)}
-        units: list[tuple[str, str, Sequence[str]]] = [
-            (
-                f"kernel_{name}",
-                _KERNEL_SOURCE.get(name, "attention_kernel.cpp"),
-                ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"),
-            )
-            for name, flags in variants.items()
-        ]
-        have = [f"-DPAGELOOM_HAVE_{name.upper()}" for name in variants]
-        include = ["-isystem", str(torch_dir / "include")]
-        units.append(("binding", "binding.cpp", ("-O2", f"-DPAGELOOM_OPS=pageloom_cpu_{target.stem}", *have, *include)))
-        units.append(("schedule", "schedule.cpp", ("-O3",)))
-
-        def compile_unit(unit: tuple[str, str, Sequence[str]]) -> str:
-            name, source, flags = unit
-            output = str(scratch / f"{name}.o")
-            _run([compiler, *_COMMON, *flags, "-c", str(CSRC / source), "-o", output])
-            return output
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            objects = list(pool.map(compile_unit, units))
-        built = scratch / "library.so"
-        _run([compiler, *objects, "-o", str(built), f"-L{torch_dir / 'lib'}", *_LINK])
-        built.replace(target)
+def _compile(compiler: str, namespace: str, scratch: Path) -> Path:
+    variants = {name: flags for name, flags in _variants().items() if _accepts(compiler, flags)}
+    units: list[tuple[str, str, Sequence[str]]] = [
+        (
+            f"kernel_{name}",
+            _KERNEL_SOURCE.get(name, "attention_kernel.cpp"),
+            ("-O3", *flags, f"-DPAGELOOM_KERNELS=kernels_{name}"),
+        )
+        for name, flags in variants.items()
+    ]
+    have = [f"-DPAGELOOM_HAVE_{name.upper()}" for name in variants]
+    units.append(("binding", "binding.cpp", ("-O2", f"-DPAGELOOM_OPS={namespace}", *have, *TORCH_INCLUDE)))
+    units.append(("schedule", "schedule.cpp", ("-O3",)))
+    objects = [str(scratch / f"{name}.o") for name, _, _ in units]
+    commands = [
+        [compiler, *_COMMON, *flags, "-c", str(CSRC / source), "-o", output]
+        for (_, source, flags), output in zip(units, objects, strict=True)
+    ]
+    run_all(commands, COMPILE_TIMEOUT_S)
+    built = scratch / "library.so"
+    run([compiler, *objects, "-o", str(built), *_LINK, *TORCH_LIBRARIES], COMPILE_TIMEOUT_S)
+    return built
 
 
 def _variants() -> dict[str, tuple[str, ...]]:
@@ -151,13 +104,3 @@ def _accepts(compiler: str, flags: Sequence[str]) -> bool:
     """Whether the compiler knows these options; an older one is no error, the variant is left out."""
     command = [compiler, *flags, "-x", "c++", "-fsyntax-only", "/dev/null"]
     return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"the C++ compiler took more than {COMPILE_TIMEOUT_S} s: {' '.join(command)}") from error
-    if done.returncode != 0:
-        tail = "\n".join((done.stderr or done.stdout).splitlines()[-30:])
-        raise BuildError(f"the C++ compiler failed ({done.returncode}): {' '.join(command)}\n{tail}")

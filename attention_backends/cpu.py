@@ -9,8 +9,9 @@ from typing import Literal, NoReturn
 
 import torch
 
-from attention_backends.build import build, default_cache_dir, find_cached, find_compiler
+from attention_backends.build import build, find_cached
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
+from attention_backends.toolchain import default_cache_dir, find_compiler
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx")

@@ -52,6 +52,18 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """What every layer of one runner has in common; kernels may be built for it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """of queries and outputs"""
+    kv_dtype: torch.dtype
+    """of the cache"""
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """One step as the runner sees it. Device tensors may be longer than needed (padding); `num_*` tell what is real.
 
@@ -101,9 +113,13 @@ class AttentionBackend(ABC):
         """Why it cannot run on this machine (missing compiler, library, GPU), or None. `cache_dir` as in `prepare`."""
         return None
 
+    def bind(self, spec: AttentionSpec) -> None:  # noqa: B027 - most backends serve whatever their capabilities name
+        """What it will be asked to serve; called once, before `prepare`. Cheap: keeps what `prepare` needs to know."""
+
     def prepare(self, cache_dir: Path | None = None) -> None:  # noqa: B027 - most backends have nothing to prepare
-        """Called once before anything else, outside any step: build or load kernels, keeping artifacts under
-        `cache_dir` (None: the backend's own default). Raises RuntimeError with the reason where that fails."""
+        """Called once, after `bind` and before anything else, outside any step: build or load kernels, keeping
+        artifacts under `cache_dir` (None: the backend's own default). Raises RuntimeError with the reason where that
+        fails."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -155,7 +171,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Copy block source → destination in every layer between the device's caches and host caches of the same block
         shape, in either direction. Work that is queued on the current stream afterwards sees the result; the host may
-        read it after synchronising with that stream."""
+        read it after synchronising with that stream. Host caches should be pinned: with pageable memory copies are
+        slow, and the host waits for them."""
         for source, destination in zip(sources, destinations, strict=True):
             for from_block, to_block in pairs:
                 destination[to_block].copy_(source[from_block], non_blocking=True)

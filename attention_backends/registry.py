@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from attention_backends.interface import AttentionBackend, Capabilities
+from attention_backends.interface import AttentionBackend, AttentionSpec, Capabilities
 
 GROUP = "pageloom.attention_backends"
 # A source tree that is not installed has no entry points; its own backends are found all the same.
 _IN_TREE = {
     "cpu": "attention_backends.cpu:CpuBackend",
+    "cuda": "attention_backends.cuda:CudaBackend",
+    "flashinfer": "attention_backends.flashinfer:FlashInferBackend",
     "reference": "attention_backends.reference:ReferenceBackend",
 }
 
@@ -80,6 +82,7 @@ def select(
     for _, each, backend_class in sorted(candidates, key=lambda candidate: candidate[:2]):
         backend = backend_class()
         try:
+            backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, head_dim))
             backend.prepare(cache_dir)
         except RuntimeError as error:
             rejected[each] = str(error)

@@ -84,12 +84,12 @@ void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
     auto* c = static_cast<Call*>(opaque);
     c->body(c->context);  // bodies share one queue, so a range that covers several threads still does everything
   };
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
 }
 
 Threads torch_threads() {
   uint32_t count = 1;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
   return {static_cast<int64_t>(count), run_on_torch_threads};
 }
 

@@ -221,8 +221,7 @@ class EmulatedLaunchers:
     ) -> None:
         if num_tokens > 0:
             self.write_kv(k, v, kv_cache, slot_mapping, num_tokens, k_scale, v_scale)
-        queries, results = (_tokens(x, self.head_dim, self.dtype) for x in (q, out))
-        cache = self._cache(kv_cache)
+        common = (*tuple(_tokens(x, self.head_dim, self.dtype) for x in (q, out)), self._cache(kv_cache))
         layer = Layer(q.shape[1], window, scale, soft_cap, k_scale, v_scale, None)
         reachable = [q, out, kv_cache]
         if sinks is not None:
@@ -230,7 +229,6 @@ class EmulatedLaunchers:
             assert sinks.shape == (q.shape[1],)
             layer.sinks = sinks.data_ptr()
             reachable.append(sinks)
-        common = (ctypes.byref(queries), ctypes.byref(results), ctypes.byref(cache))
         if num_decodes > 0:
             assert schedule is not None
             assert partials is not None
@@ -239,28 +237,16 @@ class EmulatedLaunchers:
             assert partials.numel() >= outs * (self.head_dim + 1)
             parts = Partials(partials.data_ptr(), partials.data_ptr() + 4 * outs * self.head_dim)
             batch = self._batch(query_start_loc, seq_lens, block_tables, first_decode, num_decodes)
+            structs = (*common, batch, layer, _schedule(schedule, max_items, num_decodes), parts)
+            memory = [*reachable, partials, schedule]
             self._library.call(
-                "pageloom_decode",
-                *common,
-                ctypes.byref(batch),
-                ctypes.byref(layer),
-                ctypes.byref(_schedule(schedule, max_items, num_decodes)),
-                ctypes.byref(parts),
-                ctypes.c_int32(rows),
-                None,
-                reachable=[*reachable, partials, schedule],
+                "pageloom_decode", *map(ctypes.byref, structs), ctypes.c_int32(rows), None, reachable=memory
             )
         if num_prefills > 0:
             batch = self._batch(query_start_loc, seq_lens, block_tables, first_prefill, num_prefills)
-            self._library.call(
-                "pageloom_prefill",
-                *common,
-                ctypes.byref(batch),
-                ctypes.byref(layer),
-                ctypes.c_int32(prefill_tokens),
-                None,
-                reachable=reachable,
-            )
+            structs = (*common, batch, layer)
+            tokens = ctypes.c_int32(prefill_tokens)
+            self._library.call("pageloom_prefill", *map(ctypes.byref, structs), tokens, None, reachable=reachable)
 
     def write_kv(
         self,

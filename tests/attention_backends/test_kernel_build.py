@@ -61,7 +61,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_without_a_compiler_a_built_library_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(tmp_path / "full", fake_compiler(tmp_path, 'echo built > "$out"'))
-    monkeypatch.setattr(build_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     assert build(tmp_path / "full") == built
     assert CpuBackend.unavailable(tmp_path / "full") is None
     reason = CpuBackend.unavailable(tmp_path / "empty")
@@ -80,7 +80,7 @@ def test_changed_sources_and_another_compiler_make_another_library(
     second = build(tmp_path / "cache", compiler)
     sources = tmp_path / "csrc"
     sources.mkdir()
-    for path in build_module.CSRC.iterdir():
+    for path in filter(Path.is_file, build_module.CSRC.iterdir()):
         (sources / path.name).write_bytes(path.read_bytes())
     with (sources / "simd.h").open("a") as header:
         header.write("// changed\n")

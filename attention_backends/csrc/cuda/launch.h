@@ -58,7 +58,7 @@ struct DecodeSchedule {
   int32_t max_items;    // >= num_seqs + 1
 };
 
-// Unnormalised results of chunks, where a sequence has several: [item, kv_head, row] with max_rows rows each.
+// Results of chunks, each divided by its own sum, where a sequence has several: [item, kv_head, row], max_rows rows each.
 struct Partials {
   float* out;  // [max_items, num_kv_heads, max_rows, head_dim]
   float* lse;  // [max_items, num_kv_heads, max_rows]: log2 of the sum of exponentials; -inf where no key was seen
