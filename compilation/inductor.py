@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CellType
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def _find_compiled_graph(holder: object, seen: set[int], depth: int) -> Any:
         return None
     seen.add(id(holder))
     cells = getattr(holder, "__closure__", None) or ()
-    inner = [cell.cell_contents for cell in cells] + list(getattr(holder, "__dict__", {}).values())
+    inner = [*map(_contents, cells), *getattr(holder, "__dict__", {}).values()]
     inner.append(getattr(holder, "__self__", None))
     for candidate in inner:
         if callable(candidate) and not isinstance(candidate, type):
@@ -154,6 +155,13 @@ def _find_compiled_graph(holder: object, seen: set[int], depth: int) -> Any:
             if found is not None:
                 return found
     return None
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # never filled, as one of torch 2.11's is
+        return None
 
 
 def _same(node: torch.fx.Node, found: object, expected: object) -> bool:
