@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from compilation.device_guard import keep_device_guard_alive
 from compilation.errors import CompileError
 
 SIZE_MARK = "tokens"
@@ -59,6 +60,7 @@ def trace(module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
     """
     if not example_inputs or any(x.dim() == 0 or x.size(0) != example_inputs[0].size(0) for x in example_inputs):
         raise CompileError("compilation needs at least one input, and inputs that share the size of dimension 0")
+    keep_device_guard_alive()
     graph_module, arguments, inputs = _capture(module, example_inputs)
     graph = graph_module.graph
     _drop_assertions(graph)
