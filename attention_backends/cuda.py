@@ -16,7 +16,7 @@ import torch
 from attention_backends.cuda_blocks import BlockMover
 from attention_backends.cuda_build import CudaKernels, build, find_cached, find_nvcc
 from attention_backends.cuda_launchers import Launchers, OpLaunchers
-from attention_backends.cuda_plan import LayerPlan, Workspace, plan_layer
+from attention_backends.cuda_plan import LayerPlan, Workspace, plan_layer, workspace_bytes
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec, Capabilities
 from attention_backends.toolchain import default_cache_dir
 
@@ -116,6 +116,9 @@ class CudaBackend(AttentionBackend):
         """[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]: a page of one head is contiguous."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
+        return workspace_bytes(max_num_seqs, layers, self._prepared().multiprocessors)
+
     def build_metadata(self, batch: AttentionBatch) -> CudaMetadata:
         return CudaMetadata(batch)
 
@@ -151,6 +154,7 @@ class CudaBackend(AttentionBackend):
                 batch.block_tables,
                 launch.schedule,
                 launch.partials,
+                launch.arrivals,
                 layer.sinks,
                 *launch.counts,
                 window,

@@ -31,7 +31,9 @@ FOLDER = "attention-cuda"
 COMPILE_TIMEOUT_S = 900
 NVCC_FLAGS = ("-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
 HOST_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w")
-# The runtime is linked in: which libcudart torch brought does not matter.
+# The runtime is linked in, so nothing depends on which libcudart torch brought. Both runtimes work in the device's one
+# primary context, and a stream is the driver's own handle; the current device is a property of the thread's context,
+# which torch's guard sets. What each keeps for itself is its last error: torch never sees one of ours.
 _LINK = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed")
 _HALF_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -62,12 +64,21 @@ class CudaKernels:
             f"-DPAGELOOM_HEAD_DIM={self.head_dim}",
             f"-DPAGELOOM_HALF={int(self.dtype == torch.float16)}",
             f"-DPAGELOOM_KV_FP8={int(self.kv_dtype == torch.float8_e4m3fn)}",
+            f"-DPAGELOOM_SHARED_KIB={shared_kib(self.capability)}",
         )
 
     @property
     def tag(self) -> str:
         cache = "_fp8" if self.kv_dtype == torch.float8_e4m3fn else ""
         return f"sm{self.architecture}_h{self.head_dim}_{_HALF_NAMES[self.dtype]}{cache}"
+
+
+def shared_kib(capability: tuple[int, int]) -> int:
+    """Shared memory that a thread block may have, from CUDA's table of compute capabilities; what the table does not
+    name yet is taken to have the least."""
+    if capability[0] in (9, 10, 11):
+        return 227
+    return 163 if capability in ((8, 0), (8, 7)) else 99
 
 
 def find_nvcc() -> str | None:

@@ -26,6 +26,11 @@ def partial_floats(max_items: int, num_kv_heads: int, max_rows: int, head_dim: i
     return max_items * num_kv_heads * max_rows * (head_dim + 1)
 
 
+def arrival_words(num_seqs: int, num_kv_heads: int, max_rows: int) -> int:
+    """int32 words of arrivals [num_seqs, num_kv_heads, ceil(max_rows / 16)]: chunks of each sequence that are done."""
+    return num_seqs * num_kv_heads * -(-max_rows // 16)
+
+
 class Launchers(Protocol):
     """Every call queues work on the current stream and returns; none synchronises. Raises RuntimeError for tensors that
     do not fit. `kv_cache` is [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous."""
@@ -56,6 +61,7 @@ class Launchers(Protocol):
         block_tables: torch.Tensor,  # int32 [sequences, max_blocks], rows contiguous
         schedule: torch.Tensor | None,  # as written by schedule_decode; None when num_decodes is 0
         partials: torch.Tensor | None,  # float32 [>= partial_floats(...)], scratch
+        arrivals: torch.Tensor | None,  # int32 [>= arrival_words(...)], zero before and after
         sinks: torch.Tensor | None,  # float32 [num_heads]
         num_tokens: int,  # first: write K and V of tokens [0, num_tokens); 0: nothing to write
         first_decode: int,  # then: decode sequences [first_decode, first_decode + num_decodes)

@@ -6,11 +6,12 @@ Pure host arithmetic on what the step's lists say; what only the device knows, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from attention_backends.cuda_launchers import MAX_DECODE_ROWS, partial_floats, schedule_words
+from attention_backends.cuda_launchers import MAX_DECODE_ROWS, arrival_words, partial_floats, schedule_words
 from attention_backends.interface import AttentionBatch, AttentionLayer
 
 BLOCKS_PER_MULTIPROCESSOR = 2
@@ -81,8 +82,8 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedules: dict[tuple[object, ...], torch.Tensor] = {}
-        self._partials: list[torch.Tensor] = []
-        self._partials_of_graphs: dict[tuple[object, ...], torch.Tensor] = {}
+        self._partials = _Growing(torch.float32, device)
+        self._arrivals = _Growing(torch.int32, device)
 
     def schedule(self, key: tuple[object, ...], words: int) -> torch.Tensor:
         """int32 [>= words], zeroed when new; the same memory for the same `key`, whose `words` never change."""
@@ -92,23 +93,55 @@ class Workspace:
         return found
 
     def partials(self, floats: int, graph: tuple[object, ...] | None = None) -> torch.Tensor:
-        """float32 [>= floats], uninitialised; the same memory for the same `graph`, whose `floats` never change."""
-        if graph is not None and graph in self._partials_of_graphs:
-            return self._partials_of_graphs[graph]
-        if not self._partials or self._partials[-1].numel() < floats:
-            self._partials.append(torch.empty(power_of_two(floats), dtype=torch.float32, device=self._device))
-        if graph is not None:
-            self._partials_of_graphs[graph] = self._partials[-1]
-        return self._partials[-1]
+        """float32 [>= floats]; the same memory for the same `graph`, whose `floats` never change."""
+        return self._partials.at_least(floats, graph)
+
+    def arrivals(self, words: int, graph: tuple[object, ...] | None = None) -> torch.Tensor:
+        """int32 [>= words], likewise. Zero: every decode leaves them so, hence all may share them."""
+        return self._arrivals.at_least(words, graph)
 
     @property
     def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self._schedules.values(), *self._partials))
+        tensors = (*self._schedules.values(), *self._partials.tensors, *self._arrivals.tensors)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class _Growing:
+    """Memory of one kind, zeroed when new: the latest piece serves whoever it is large enough for."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._of_graphs: dict[tuple[object, ...], torch.Tensor] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def at_least(self, count: int, graph: tuple[object, ...] | None) -> torch.Tensor:
+        if graph is not None and graph in self._of_graphs:
+            return self._of_graphs[graph]
+        if not self.tensors or self.tensors[-1].numel() < count:
+            self.tensors.append(torch.zeros(power_of_two(count), dtype=self._dtype, device=self._device))
+        if graph is not None:
+            self._of_graphs[graph] = self.tensors[-1]
+        return self.tensors[-1]
 
 
 def power_of_two(count: int) -> int:
     """The least power of two that is not below `count`; 1 for 0."""
     return 1 << max(0, count - 1).bit_length()
+
+
+def workspace_bytes(max_num_seqs: int, layers: Sequence[AttentionLayer], multiprocessors: int) -> int:
+    """Upper estimate of what a `Workspace` will hold. Partial results take nearly all of it; what growth leaves behind
+    is less than what is in use."""
+    largest = schedules = 0
+    for heads, kv_heads, dim in {(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers}:
+        items = max_items(max_num_seqs, kv_heads, multiprocessors)
+        decode = partial_floats(items, kv_heads, heads // kv_heads, dim)
+        short = min(partial_floats(items, kv_heads, MAX_DECODE_ROWS, dim), MAX_SHORT_PARTIALS)
+        largest = max(largest, power_of_two(max(decode, short)))
+        words = schedule_words(items, max_num_seqs) + arrival_words(max_num_seqs, kv_heads, MAX_DECODE_ROWS)
+        schedules += words * len({x.window for x in layers})
+    sizes = max_num_seqs // 8 + 8  # of graphs; each has schedules of its own, of half the largest's size on average
+    return 4 * (2 * largest + schedules * (sizes // 2 + 2))
 
 
 @dataclass(slots=True)
@@ -121,6 +154,7 @@ class DecodePart:
     max_items: int
     schedule: torch.Tensor
     partials: torch.Tensor
+    arrivals: torch.Tensor
     made_by: int = 0
     """address of the KV cache whose layer queued schedule_decode; 0: none has yet"""
 
@@ -131,6 +165,7 @@ class Launch:
 
     schedule: torch.Tensor | None
     partials: torch.Tensor | None
+    arrivals: torch.Tensor | None
     counts: tuple[int, int, int, int, int, int, int, int]
     """num_tokens, first_decode, num_decodes, max_query_len, max_items, first_prefill, num_prefills, prefill_tokens"""
 
@@ -162,9 +197,10 @@ def plan_layer(
         room = count if graph else power_of_two(count)
         key = (graph, role, room, layer.window, layer.num_heads, layer.num_kv_heads)
         schedule = workspace.schedule(key, schedule_words(max_items(room, layer.num_kv_heads, multiprocessors), room))
-        floats = partial_floats(items, layer.num_kv_heads, query_len * group, head_dim)
-        partials = workspace.partials(floats, key if graph else None)
-        parts.append(DecodePart(first, count, query_len, items, schedule, partials))
+        rows = query_len * group
+        partials = workspace.partials(partial_floats(items, layer.num_kv_heads, rows, head_dim), key if graph else None)
+        arrivals = workspace.arrivals(arrival_words(count, layer.num_kv_heads, rows), key if graph else None)
+        parts.append(DecodePart(first, count, query_len, items, schedule, partials, arrivals))
     return LayerPlan(tuple(parts), _launches(batch.num_tokens, parts, split))
 
 
@@ -172,13 +208,14 @@ def _launches(num_tokens: int, parts: list[DecodePart], split: Split) -> tuple[L
     """One launch per decode part; the first also writes, the last also prefills."""
     prefill = (split.num_decodes + split.num_short, split.num_prefills, split.prefill_tokens)
     if not parts:
-        return (Launch(None, None, (num_tokens, 0, 0, 0, 0, *prefill)),)
+        return (Launch(None, None, None, (num_tokens, 0, 0, 0, 0, *prefill)),)
     launches = []
     for i, part in enumerate(parts):
         launches.append(
             Launch(
                 part.schedule,
                 part.partials,
+                part.arrivals,
                 (
                     num_tokens if i == 0 else 0,
                     part.first_seq,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from attention_backends.flashinfer_library import Runtime, Wrapper, load_runtime, why_missing
-from attention_backends.flashinfer_plans import LAYOUT, LIBRARY_BACKEND, PlanKind, Planner, Step
+from attention_backends.flashinfer_plans import LAYOUT, LIBRARY_BACKEND, PlanKind, Planner, Step, workspace_bytes
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec, Capabilities
 from attention_backends.page_kernels import FP8, PageKernels
 
@@ -83,6 +83,9 @@ class FlashInferBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], as the in-tree CUDA backend has it."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
+
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
+        return workspace_bytes(max_num_seqs, layers, self._prepared().multiprocessors)
 
     def build_metadata(self, batch: AttentionBatch) -> Step:
         """Raises ValueError where the host's lengths are missing."""

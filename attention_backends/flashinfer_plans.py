@@ -6,7 +6,8 @@ its layers and each part of its batch (decodes, prefills). Kinds are learned fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from attention_backends.alternating_sets import AlternatingSets, Lease
 from attention_backends.flashinfer_library import DecodeWrapper, PrefillWrapper, Runtime, Wrapper
-from attention_backends.interface import AttentionBatch
+from attention_backends.interface import AttentionBatch, AttentionLayer
 from attention_backends.page_lists import PageLists, page_lists
 
 W = TypeVar("W", bound=Wrapper)
@@ -96,6 +97,10 @@ class Planner:
         self._graphs: dict[tuple[int, int | None], GraphBuffers] = {}
         self._floats = torch.empty(0, dtype=torch.uint8, device=runtime.device)
         self._indices: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def multiprocessors(self) -> int:
+        return self._runtime.multiprocessors
 
     def begin(self, batch: AttentionBatch) -> Step:
         """Metadata of `batch`, with plans for every kind of layer known so far."""
@@ -293,7 +298,18 @@ def _grown(needed: int, held: int) -> int:
     return -(-max(needed, held + held // 2) // 256) * 256
 
 
-def float_bytes(kind: PlanKind, multiprocessors: int, graph_size: int | None) -> int:
+def workspace_bytes(max_num_seqs: int, layers: Sequence[AttentionLayer], multiprocessors: int) -> int:
+    """Upper estimate of what a `Planner` will hold on the device, page indices (a few MiB) left out: one workspace of
+    partial results for steps without a graph and one for the largest graph, and schedules for each kind of layer."""
+    kinds = {replace(layer, sinks=None, k_scale=1.0, v_scale=1.0): None for layer in layers}
+    eager = max((float_bytes(kind, multiprocessors, None) for kind in kinds), default=0)
+    graph = max((float_bytes(kind, multiprocessors, max_num_seqs) for kind in kinds), default=0)
+    sizes = max_num_seqs // 8 + 8  # of graphs
+    of_graphs = sum(sizes * graph_int_bytes(kind, multiprocessors, max_num_seqs) for kind in kinds)
+    return eager + max(graph, eager + eager // 2) + of_graphs + 2 * EAGER_INT_BYTES * len(kinds)
+
+
+def float_bytes(kind: PlanKind | AttentionLayer, multiprocessors: int, graph_size: int | None) -> int:
     """Upper bound of the partial results of a run: float32 [heads, work items, rows of a tile, head_dim + 1].
 
     fa2 starts at most two blocks per multiprocessor; a graph of many sequences has a fixed grid that can be larger. A
@@ -307,21 +323,21 @@ def float_bytes(kind: PlanKind, multiprocessors: int, graph_size: int | None) ->
     return kind.num_heads * items * rows * (kind.head_dim + 1) * 4 + 4096
 
 
-def graph_int_bytes(kind: PlanKind, multiprocessors: int, graph_size: int) -> int:
+def graph_int_bytes(kind: PlanKind | AttentionLayer, multiprocessors: int, graph_size: int) -> int:
     """Upper bound of the schedule that a plan writes for a graph: four words for each work item, three for each
     sequence, and padding."""
     words = 4 * _graph_items(kind, multiprocessors, graph_size) + 3 * graph_size
     return -(-(4 * words + 4096) // 256) * 256
 
 
-def _graph_tile_rows(kind: PlanKind) -> int:
+def _graph_tile_rows(kind: PlanKind | AttentionLayer) -> int:
     group = kind.num_heads // kind.num_kv_heads
     if group <= 16:
         return 16
     return 64 if group <= 64 or kind.head_dim >= 256 else 128
 
 
-def _graph_items(kind: PlanKind, multiprocessors: int, graph_size: int) -> int:
+def _graph_items(kind: PlanKind | AttentionLayer, multiprocessors: int, graph_size: int) -> int:
     group = kind.num_heads // kind.num_kv_heads
     tiles = -(-graph_size * group // _graph_tile_rows(kind)) + graph_size - 1
     return max(2 * multiprocessors // kind.num_kv_heads, tiles)

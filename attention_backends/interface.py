@@ -126,6 +126,11 @@ class AttentionBackend(ABC):
         """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it
         must be contiguous, `shape[0] == num_blocks`."""
 
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
+        """Upper estimate of the scratch memory that steps and graphs of up to `max_num_seqs` sequences over `layers`
+        will allocate, beside caches and weights; asked after `prepare`. Cheap, allocates nothing."""
+        return 0
+
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> object:
         """Once per step, before the first layer: whatever all layers share (splits, plans). Never synchronises."""

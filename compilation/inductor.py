@@ -13,8 +13,9 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from compilation.bounded import Bounded
 from compilation.errors import CompileError
 from compilation.interface import PieceFunction
 from compilation.split import Piece, storage_of
@@ -46,40 +47,73 @@ def inductor_directories(kernels: Path, headers: Path) -> Iterator[None]:
             setattr(codecache, name, value)
 
 
-def inductor_options(debug_asserts: bool) -> dict[str, object]:
+def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]:
     """Settings under which pieces are compiled; part of the key."""
-    return {
+    options: dict[str, object] = {
         "size_asserts": debug_asserts,
         "alignment_asserts": debug_asserts,
         "scalar_asserts": debug_asserts,
         "freezing": False,  # would bake weights into the code
         "triton.cudagraphs": False,  # capture is graphs/'s own
     }
+    if device_type == "cuda":
+        options |= {
+            # A model has a few dozen kernels: they are compiled before a pool of workers, a process for every core,
+            # has imported torch; and no pool stays behind.
+            "compile_threads": 1,
+            # standalone_compile would time kernels on invented tensors: the whole embedding table again, on a device
+            # that the KV cache has filled. Kernels that have a choice make it at their first run, on `sample`.
+            "triton.autotune_at_compile_time": False,
+            # Makes `residual + linear(x)` an addmm, which copies the residual and then adds to the copy; left alone,
+            # the addition costs nothing, because it is fused into the normalisation that follows.
+            "pattern_matcher": False,
+        }
+    return options
 
 
-def compile_piece(piece: Piece, options: dict[str, object], artifact: Path) -> PieceFunction:
-    """Compile and save to `artifact`. Raises CompileError with Inductor's reason."""
-    from torch._inductor import standalone_compile
-
-    graph = piece.module.graph
-    examples: list[Any] = [value_of(node) for node in graph.find_nodes(op="placeholder")]
-    config = torch._inductor.config.patch(options)
+def compile_piece(piece: Piece, options: dict[str, object], artifact: Path, largest: int | None) -> PieceFunction:
+    """Compile for up to `largest` tokens (None: any number) and save to `artifact`. Raises CompileError with Inductor's
+    reason."""
+    compiled = None if largest is None else _compile_bounded(piece, options, largest)
     try:
-        with torch.inference_mode(False), torch.no_grad(), config:
-            compiled = standalone_compile(piece.module, examples, dynamic_shapes="from_graph", aot=True)
-            compiled.save(path=str(artifact))
+        if compiled is None:
+            compiled = _compile(piece.module, options)
+        compiled.save(path=str(artifact))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise CompileError(f"Inductor cannot compile a piece; use mode none. {reason}") from error
     return _boxed(compiled)
 
 
-def load_piece(artifact: Path) -> PieceFunction | None:
+def _compile_bounded(piece: Piece, options: dict[str, object], largest: int) -> Any:
+    """None where that is not possible: code for any number of tokens is slower, but serves."""
+    bounded = Bounded(piece.module, largest)
+    try:
+        compiled = _compile(bounded.module, options)
+    except Exception as error:
+        log.warning("a piece is compiled without a bound of tokens: %s: %s", type(error).__name__, error)
+        return None
+    if not bounded.holds():
+        log.warning("a piece is compiled without a bound of tokens: its code would not serve all up to %d", largest)
+        return None
+    return compiled
+
+
+def _compile(module: fx.GraphModule, options: dict[str, object]) -> Any:
+    from torch._inductor import standalone_compile
+
+    examples: list[Any] = [value_of(node) for node in module.graph.find_nodes(op="placeholder")]
+    patches: dict[str, Any] = {"config_patches": options}  # standalone_compile has settings of its own: ours are within
+    with torch.inference_mode(False), torch.no_grad(), torch._inductor.config.patch(options):
+        return standalone_compile(module, examples, dynamic_shapes="from_graph", aot=True, options=patches)
+
+
+def load_piece(artifact: Path, options: dict[str, object]) -> PieceFunction | None:
     """Load what `compile_piece` saved; None if torch refuses it. Runs code of the file: verify it first."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch._inductor.config.patch(options):
             return _boxed(CompiledArtifact.load(path=str(artifact)))
     except Exception as error:
         log.warning("compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, error)

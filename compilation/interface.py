@@ -31,6 +31,8 @@ class CompileSettings:
     cache_dir: Path
     debug_asserts: bool = False
     """keep Inductor's size asserts (tests)"""
+    largest_size: int | None = None
+    """the most tokens that a call will bring: code for a bounded number is better; None: any number"""
 
 
 @dataclass(frozen=True)

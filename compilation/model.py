@@ -32,6 +32,8 @@ from compilation.trace import Traced, trace, value_of
 log = logging.getLogger(__name__)
 
 _ARTIFACT = "artifact.bin"
+_LEAST_BOUND = 8192
+"""tokens; bounds are powers of two from here on, so that settings that differ a little share artifacts"""
 
 
 def compile_model(
@@ -83,10 +85,10 @@ class _Builder:
     def __init__(self, store: ArtifactStore, settings: CompileSettings, device: torch.device) -> None:
         self.compiled = 0
         self._store = store
-        self._options = inductor_options(settings.debug_asserts)
-        self._device = device
+        self._options = inductor_options(settings.debug_asserts, device.type)
+        self._bound = None if settings.largest_size is None else _bound(settings.largest_size)
         self._toolchain = toolchain_directory(store.root) if device.type == "cpu" else None
-        self._environment = environment_material(device, self._options)
+        self._environment = {**environment_material(device, self._options), "bound": str(self._bound)}
 
     def trace(self, module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
         """Dynamo's trace; on a CPU, the toolchain is made ready meanwhile."""
@@ -99,20 +101,24 @@ class _Builder:
         """Load the piece if a verified entry exists, else compile it and publish the entry."""
         material = piece_material(piece.module.graph, self._environment)
         with self._store.entry_lock(material) as path, inductor_directories(path / "inductor", self._headers()):
-            function = load_piece(path / _ARTIFACT) if self._store.is_valid(material) else None
+            function = load_piece(path / _ARTIFACT, self._options) if self._store.is_valid(material) else None
             if function is None:
                 function = self._compile(piece, material)
             return without_wrappers(piece, function, sample)
 
     def _compile(self, piece: Piece, material: KeyMaterial) -> PieceFunction:
         path = self._store.discard(material)
-        function = compile_piece(piece, self._options, path / _ARTIFACT)
+        function = compile_piece(piece, self._options, path / _ARTIFACT, self._bound)
         self._store.publish(material)
         self.compiled += 1
         return function
 
     def _headers(self) -> Path:
         return (self._toolchain or self._store.root) / "precompiled_headers"
+
+
+def _bound(largest: int) -> int:
+    return max(_LEAST_BOUND, 1 << (largest - 1).bit_length())
 
 
 class _Samples:

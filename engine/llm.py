@@ -12,7 +12,17 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, cast
 
-from engine.config import CompileMode, Device, DType, EngineArgs, EngineConfig, GraphMode, ModelConfig, Policy
+from engine.config import (
+    CompileMode,
+    Device,
+    DType,
+    EngineArgs,
+    EngineConfig,
+    GraphMode,
+    KVCacheDType,
+    ModelConfig,
+    Policy,
+)
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache
 from engine.errors import CoreDiedError, EngineError, InvalidRequestError
@@ -46,6 +56,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         max_waiting: int = 4096,
         block_size: int | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
         kv_cache_memory: int | str | None = None,
         memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
@@ -58,6 +69,7 @@ class LLM:
         seed: int = 0,
         max_logprobs: int = 20,
         cache_dir: str | None = None,
+        debug_sync: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
         served_model_name: str | None = None,
         in_process: bool = True,
@@ -74,6 +86,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
             block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
             memory_fraction=memory_fraction,
             enable_prefix_caching=enable_prefix_caching,
@@ -86,6 +99,7 @@ class LLM:
             seed=seed,
             max_logprobs=max_logprobs,
             cache_dir=cache_dir,
+            debug_sync=debug_sync,
             load_format=load_format,
         )
         self._start(args, InProcessClient if in_process else ProcessClient)

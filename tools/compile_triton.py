@@ -2,23 +2,32 @@
 show.
 
 Run: python tools/compile_triton.py [room ...], where a room is one of those listed in `ROOMS` (default: all). Exits 1
-and names the kernel when one does not compile.
+and names the kernel when one does not compile, or keeps more than it has registers for.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-ROOMS = ("engine.runner.kernels", "engine.sampling.kernels", "attention_backends.page_kernels")
+ROOMS = (
+    "engine.models.kernels",
+    "engine.runner.kernels",
+    "engine.sampling.kernels",
+    "attention_backends.page_kernels",
+)
 """Packages with a table `KERNELS` of what their module `device` holds."""
 CAPABILITIES = (80, 90)
 
@@ -36,32 +45,56 @@ class Kernel(Protocol):
     def constexprs(self) -> Mapping[str, int]: ...
 
 
-def compile_kernel(function: object, kernel: Kernel, capability: int) -> int:
-    """Size in bytes of the cubin of one kernel for compute capability `capability` (90: Hopper)."""
+@dataclass(frozen=True)
+class Binary:
+    size_bytes: int
+    registers: int
+    """of a thread"""
+    spilled_bytes: int
+    """of a thread, in local memory"""
+
+
+def compile_kernel(function: triton.runtime.JITFunction, kernel: Kernel, capability: int) -> Binary:
+    """One kernel for compute capability `capability` (90: Hopper), as its launcher would have it: with the launcher's
+    options, and with pointers aligned to 16 bytes unless the kernel does not specialise on that."""
+    free = {p.name for p in function.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
+    aligned = [i for i, (name, kind) in enumerate(kernel.signature.items()) if kind[0] == "*" and name not in free]
     source = ASTSource(
         fn=function,
         signature={**kernel.signature, **dict.fromkeys(kernel.constexprs, "constexpr")},
         constexprs=dict(kernel.constexprs),
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    return len(compiled.asm["cubin"])
+    options = dict(getattr(kernel, "options", {}))
+    cubin = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed)}
+    return Binary(len(cubin), used["REG"], used["STACK"] + used["LOCAL"])
 
 
 def compile_room(room: str) -> Iterator[str]:
-    """Compile a room's table; one line per kernel and target. Raises what Triton raises, with the kernel's name."""
+    """Compile a room's table; one line per kernel and target. Raises what Triton raises, with the kernel's name, and
+    RuntimeError for a kernel that spills registers."""
     device = importlib.import_module(f"{room}.device")
     kernels: Iterable[Kernel] = importlib.import_module(room).KERNELS
     for kernel in kernels:
         for capability in CAPABILITIES:
             started = time.perf_counter()
             try:
-                size_bytes = compile_kernel(getattr(device, kernel.name), kernel, capability)
+                binary = compile_kernel(getattr(device, kernel.name), kernel, capability)
             except Exception as error:
                 error.add_note(f"{room}: {kernel.name} does not compile for sm_{capability}")
                 raise
             took = time.perf_counter() - started
             types = ",".join(dict.fromkeys(t for t in kernel.signature.values() if t.startswith("*")))
-            yield f"{kernel.name} sm_{capability} [{types}] {size_bytes} bytes {took:.2f} s"
+            if binary.spilled_bytes:
+                raise RuntimeError(f"{room}: {kernel.name} spills {binary.spilled_bytes} bytes on sm_{capability}")
+            size = f"{binary.size_bytes} bytes, {binary.registers} registers"
+            yield f"{kernel.name} sm_{capability} [{types}] {size} {took:.2f} s"
 
 
 def main(argv: list[str] | None = None) -> int:

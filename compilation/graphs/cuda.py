@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -27,6 +27,8 @@ class CudaCapturer:
         self._anchor: torch.cuda.CUDAGraph | None = None
         """some graph of the pool: a pool dies with its last graph, and its handle cannot be used again after that, nor
         after a capture that could not be ended"""
+        self._broken: list[torch.cuda.CUDAGraph] = []
+        """captures that could not be ended: torch's allocators may go on asking them which streams are theirs"""
         self._taken_bytes = 0
 
     @contextmanager
@@ -62,11 +64,22 @@ class CudaCapturer:
                 result = function()
                 graph.capture_end()
             except BaseException:
-                if not _ended(graph) or self._anchor is None:
+                ended = _ended(graph)
+                if not ended:
+                    self._abandon(graph)
+                if not ended or self._anchor is None:
                     self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
                 raise
         self._anchor = self._anchor or graph
         return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """torch leaves an invalidated capture half open: until somebody ends it, the allocator neither processes events
+        nor, when memory is short, gives back what it caches."""
+        self._broken.append(graph)
+        end: Callable[[int, tuple[int, int]], None] = torch._C._cuda_endAllocateToPool
+        with suppress(RuntimeError):  # torch had ended it
+            end(self._device.index or 0, self._pool)
 
     def memory_bytes(self) -> int:
         """Of the device, not of the allocator: instantiated graphs take memory that the allocator does not see. Other

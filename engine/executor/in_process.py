@@ -1,7 +1,8 @@
 """The runner in a thread of this process: the core plans step N + 1 in its own thread while step N computes here.
 
 One thread does everything that touches tensors, strictly in order, so the runner needs no locks and torch's per-thread
-settings (threads, inference mode, current device) hold for all of it. torch releases the GIL inside its operators.
+settings (threads, inference mode, current device) hold for all of it. torch releases the GIL inside its operators. On a
+device that runs behind, a second thread waits for results (`result_waiter`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.executor.result_waiter import ResultWaiter
 from engine.runner.model_runner import ModelRunner
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
 
@@ -23,6 +25,11 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
+    @property
+    def at_hand(self) -> bool:
+        """`wait` returns at once."""
+        ...
+
     def wait(self) -> StepResult: ...
 
 
@@ -71,7 +78,10 @@ class InProcessExecutor:
         self._load_runner = load_runner
         self._runner: Runner | None = None
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._done: _Reply[Pending] = SimpleQueue()
+        self._done: _Reply[StepResult] = SimpleQueue()
+        self._waiter: ResultWaiter | None = None
+        """made by the first step whose result is not at hand when it was started; all later ones go through it, so that
+        they stay in order"""
         self._uncollected = 0
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
@@ -103,9 +113,19 @@ class InProcessExecutor:
         self._uncollected += 1
 
         def work() -> None:
-            self._done.put(self._step(plan))
+            started = self._step(plan)
             self._steps_since_idle_work += 1
-            done()
+
+            def hand_over() -> None:
+                self._done.put(self._result(plan.step_id, started))
+                done()
+
+            if self._waiter is None and not isinstance(started, _Failure) and not started.at_hand:
+                self._waiter = ResultWaiter(self._use_device)
+            if self._waiter is None:
+                hand_over()
+            else:
+                self._waiter.put(hand_over)
 
         self._work.put(work)
 
@@ -114,7 +134,7 @@ class InProcessExecutor:
             raise EngineError("collect without a submitted step: every step that was submitted has been collected")
         self._refuse_when_closed()
         try:
-            return _unwrap(self._done.get()).wait()
+            return _unwrap(self._done.get())
         finally:
             self._uncollected -= 1
             if self._idle_work_left and not self._uncollected:
@@ -125,17 +145,23 @@ class InProcessExecutor:
         return self._loaded().compiles_after_ready()
 
     def close(self) -> None:
-        """Lets the running step end, drops those behind it, joins the thread."""
+        """Lets the running steps end, drops those behind them, joins the threads."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._work.put(None)
         self._thread.join()
+        if self._waiter is not None:
+            self._waiter.close()
+
+    def _use_device(self) -> None:
+        """The current device is a thread's own; a thread that has none would wake device 0, whichever is served."""
+        if self._config.device.kind == "cuda":
+            torch.cuda.set_device(self._config.device.index)
 
     def _run(self) -> None:
         torch.set_num_threads(self._config.device.threads)
-        if self._config.device.kind == "cuda":
-            torch.cuda.set_device(self._config.device.index)
+        self._use_device()
         while (work := self._next_work()) is not None and not self._closing.is_set():
             work()
             del work  # a closure keeps its plan alive otherwise until the next one comes
@@ -164,6 +190,15 @@ class InProcessExecutor:
             return self._loaded().execute(plan)
         except BaseException as error:
             self._failed = f"step {plan.step_id}", error
+            return _Failure(error)
+
+    def _result(self, step_id: int, started: Pending | _Failure) -> StepResult | _Failure:
+        if isinstance(started, _Failure):
+            return started
+        try:
+            return started.wait()
+        except BaseException as error:
+            self._failed = self._failed or (f"step {step_id}", error)
             return _Failure(error)
 
     def _call(self, function: Callable[[], T]) -> T:

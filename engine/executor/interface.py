@@ -29,7 +29,7 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         """Start a step and return at once. `done` is called once, from any thread, when `collect` has this step's
-        result (or its exception) at hand or, on a device that runs behind, under way."""
+        result (or its exception) at hand and would return at once."""
         ...
 
     def collect(self) -> StepResult:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from engine.models.linear_op import linear as small_batch_linear
 from engine.models.rope import rope_table
 from engine.models.spec import DecoderSpec
 
@@ -33,12 +34,18 @@ def _attention_not_set(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: t
 class Linear(nn.Module):
     """y = x Wᵀ + b. Weights are left uninitialised, since a checkpoint fills them."""
 
+    choice: int
+    """who computes few rows, as `engine.models.linear_choice` finds; 0: the library, always"""
+
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = _parameter((outputs, inputs), dtype, device)
         self.bias = _parameter((outputs,), dtype, device) if bias else None
+        self.choice = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.choice:
+            return small_batch_linear(x, self.weight, self.bias, self.choice)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -60,9 +67,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normal.to(x.dtype)
+        return self.weight * _normalised(x, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -83,11 +88,12 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, rope: torch.Tensor, attend: Attend, layer_index: int) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
         qkv = self.qkv_proj(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = torch.split(qkv, self.heads, dim=1)
+        qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        else:
-            qk = qkv[:, : self.heads[0] + self.heads[1]]
+            # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
+            pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
+            weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs])
+            qk = weights * _normalised(qk, self.q_norm.eps)
         q, k = torch.split(_rotate(qk, rope), self.heads[:2], dim=1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
@@ -149,6 +155,12 @@ class Decoder(nn.Module):
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x over the root mean square of its last dimension, in float32, rounded to the dtype of x."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.linear_choice import choose_linears
 from engine.models.spec import DecoderSpec
 from engine.weights.loader import load_weights
 
@@ -96,7 +97,9 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
-    graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
+    graphs = graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
     model = Decoder(spec, dtype=dtype, device=device, max_position=config.model.max_model_len)
     weight_bytes = load_weights(model, description, load_format=config.model.load_format, seed=config.model.seed)
+    if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
+        choose_linears(model, Path(config.compile.cache_dir))
     return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)

@@ -91,7 +91,10 @@ class ModelRunner:
         self.report = LoadReport(
             weight_bytes=parts.weight_bytes,
             activation_bytes=activation_bytes,
-            workspace_bytes=(self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes),
+            workspace_bytes=self._table.size_bytes
+            + self._batches.size_bytes
+            + self._sampler.max_workspace_bytes
+            + self._attention.workspace_bytes(rows),
             graph_bytes=graphs_estimate(self._dispatcher, parts.spec, self._dtype_bytes),
             block_bytes=self._attention.block_bytes(config.cache.block_size),
             device_bytes_total=memory_before[0],
@@ -120,6 +123,8 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
         self._attention.allocate(num_blocks, self._config.cache.block_size, self._device)
 
     def warm_up(self) -> WarmUpReport:
@@ -250,7 +255,11 @@ class ModelRunner:
             name = type(self._model).__name__
             raise EngineError(f"{name} is no nn.Module, so it cannot be compiled: set compile to none")
         example = torch.arange(_EXAMPLE_TOKENS, dtype=torch.int64, device=self._device)
-        settings = CompileSettings(mode="pieces", cache_dir=Path(self._config.compile.cache_dir))
+        settings = CompileSettings(
+            mode="pieces",
+            cache_dir=Path(self._config.compile.cache_dir),
+            largest_size=self._config.scheduler.max_num_batched_tokens,
+        )
         self._model.set_attention(torch.ops.pageloom.attention)
         with torch.inference_mode():
             return compile_model(

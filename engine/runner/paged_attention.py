@@ -51,6 +51,10 @@ class PagedAttention:
             * torch.empty(0, dtype=self._dtype).element_size()
         )
 
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """The backend's scratch memory."""
+        return self.backend.workspace_bytes(max_num_seqs, self._layers)
+
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         """Allocate every layer's cache, zeroed: what is never written must not be NaN where a kernel multiplies it by
         0."""

@@ -28,17 +28,20 @@ class SampledStep:
 class PendingResult:
     """A step that was started. `wait` may be called again, from the thread that called it first."""
 
-    def __init__(self, ready: Event, finish: Callable[[], StepResult]) -> None:
-        self._ready = ready
+    def __init__(self, arrived: Event, finish: Callable[[], StepResult], at_hand: bool = False) -> None:
+        self.at_hand = at_hand
+        """`wait` returns at once"""
+        self._arrived = arrived
         self._finish: Callable[[], StepResult] | None = finish
         self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
         """Block until the step's results are on the host."""
         if self._finish is not None:
-            self._ready.synchronize()
+            self._arrived.synchronize()
             self._result = self._finish()
             self._finish = None  # and with it the tensors
+            self.at_hand = True
         assert self._result is not None
         return self._result
 
@@ -53,7 +56,7 @@ class ResultCopier:
         """`sampled`: recorded behind the last write to the step's tensors."""
         if not self._streams.queued:
             result = _to_result(step)  # now: these tensors may be views of what the next step overwrites
-            return PendingResult(ImmediateEvent(), lambda: result)
+            return PendingResult(ImmediateEvent(), lambda: result, at_hand=True)
         event = self._streams.event()
         with self._streams.results:
             sampled.wait()

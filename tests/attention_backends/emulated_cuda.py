@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from attention_backends.cuda_launchers import arrival_words
 from attention_backends.toolchain import CSRC, find_compiler
 
 KERNELS = CSRC / "cuda"
@@ -136,7 +137,7 @@ class DecodeSchedule(ctypes.Structure):
 
 
 class Partials(ctypes.Structure):
-    _fields_ = (("out", ctypes.c_void_p), ("lse", ctypes.c_void_p))
+    _fields_ = (("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("arrivals", ctypes.c_void_p))
 
 
 def _tokens(tensor: torch.Tensor, head_dim: int, dtype: torch.dtype) -> Tokens:
@@ -203,6 +204,7 @@ class EmulatedLaunchers:
         block_tables: torch.Tensor,
         schedule: torch.Tensor | None,
         partials: torch.Tensor | None,
+        arrivals: torch.Tensor | None,
         sinks: torch.Tensor | None,
         num_tokens: int,
         first_decode: int,
@@ -230,12 +232,14 @@ class EmulatedLaunchers:
             layer.sinks = sinks.data_ptr()
             reachable.append(sinks)
         if num_decodes > 0:
-            assert schedule is not None
-            assert partials is not None
+            assert schedule is not None and partials is not None and arrivals is not None
             rows = max_query_len * (q.shape[1] // kv_cache.shape[2])
             outs = max_items * kv_cache.shape[2] * rows
             assert partials.numel() >= outs * (self.head_dim + 1)
-            parts = Partials(partials.data_ptr(), partials.data_ptr() + 4 * outs * self.head_dim)
+            assert arrivals.dtype == torch.int32
+            assert arrivals.numel() >= arrival_words(num_decodes, kv_cache.shape[2], rows)
+            lse = partials.data_ptr() + 4 * outs * self.head_dim
+            parts = Partials(partials.data_ptr(), lse, arrivals.data_ptr())
             batch = self._batch(query_start_loc, seq_lens, block_tables, first_decode, num_decodes)
             structs = (*common, batch, layer, _schedule(schedule, max_items, num_decodes), parts)
             memory = [*reachable, partials, schedule]
@@ -341,20 +345,28 @@ class EmulatedLaunchers:
 EmulatedKernels = Callable[[int, torch.dtype, torch.dtype], EmulatedLaunchers]
 
 
-def kernels_in(folder: Path, sources: Sequence[str] = ("attention.cu", "cache.cu")) -> EmulatedKernels:
-    """(head_dim, query dtype, cache dtype) → launchers. What a folder holds is not compiled again."""
+def kernels_in(
+    folder: Path, sources: Sequence[str] = ("attention.cu", "cache.cu"), shared_kib: int = 227
+) -> EmulatedKernels:
+    """(head_dim, query dtype, cache dtype) → launchers. What a folder holds is not compiled again. `shared_kib`: of a
+    thread block, as launch.h says."""
     folder.mkdir(exist_ok=True)
-    return partial(_launchers, folder, sources)
+    return partial(_launchers, folder, sources, shared_kib)
 
 
 def _launchers(
-    folder: Path, sources: Sequence[str], head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    folder: Path, sources: Sequence[str], shared_kib: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> EmulatedLaunchers:
     fp8 = kv_dtype == torch.float8_e4m3fn
     assert fp8 or kv_dtype == dtype
     names = "_".join(Path(source).stem for source in sources)
-    name = f"{names}_{head_dim}_{str(dtype).split('.')[1]}{'_fp8' if fp8 else ''}"
-    defines = {"HEAD_DIM": head_dim, "HALF": int(dtype == torch.float16), "KV_FP8": int(fp8)}
+    name = f"{names}_{head_dim}_{str(dtype).split('.')[1]}{'_fp8' if fp8 else ''}_{shared_kib}"
+    defines = {
+        "HEAD_DIM": head_dim,
+        "HALF": int(dtype == torch.float16),
+        "KV_FP8": int(fp8),
+        "SHARED_KIB": shared_kib,
+    }
     library = compile_library(
         folder, name, [KERNELS / x for x in sources], [f"PAGELOOM_{k}={v}" for k, v in defines.items()]
     )

@@ -68,7 +68,7 @@ const char* pageloom_decode(const Tokens* q, const Tokens* out, const Cache* cac
   note_batch(batch);
   note_layer(layer);
   note_schedule(schedule);
-  note(" partials", at(partials->out), at(partials->lse));
+  note(" partials", at(partials->out), at(partials->lse), at(partials->arrivals));
   return done();
 }
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_backends.cuda import CudaBackend
-from attention_backends.cuda_launchers import MAX_DECODE_ROWS, partial_floats, schedule_words
+from attention_backends.cuda_launchers import MAX_DECODE_ROWS, arrival_words, partial_floats, schedule_words
 from attention_backends.cuda_plan import (
     BLOCKS_PER_MULTIPROCESSOR,
     MAX_SHORT_PARTIALS,
@@ -60,7 +60,7 @@ class Recorder:
     def counts(self) -> list[tuple[int, ...]]:
         """num_tokens, first_decode, num_decodes, max_query_len, max_items, first_prefill, num_prefills, prefill_tokens
         of each attend"""
-        return [arguments[12:20] for name, arguments in self.calls if name == "attend"]
+        return [arguments[13:21] for name, arguments in self.calls if name == "attend"]
 
 
 def layer_of(window: int | None = None) -> AttentionLayer:
@@ -163,7 +163,7 @@ def test_a_decode_schedules_once_per_window_and_attends_once_per_layer() -> None
     used = [call[9].data_ptr() for call in attends]
     assert used == [schedules[0][2].data_ptr() if w is None else schedules[1][2].data_ptr() for w in windows]
     assert used[0] != used[1], "layers alternate between windows, so their schedules must not share memory"
-    assert all(call[20] == (window or 0) for call, window in zip(attends, windows, strict=True))
+    assert all(call[21] == (window or 0) for call, window in zip(attends, windows, strict=True))
 
 
 def test_a_mixed_step_writes_once_and_decodes_shorts_and_prefills_in_their_own_launches() -> None:
@@ -195,9 +195,11 @@ def test_buffers_are_large_enough_for_what_is_launched() -> None:
     run_layers(backend, backend.build_metadata(batch_of([(5, 5000)] * 9)), [None], [cache])
     for name, arguments in recorder.calls:
         if name == "attend":
-            _, _, decodes, query_len, items, *_ = arguments[12:20]
+            _, _, decodes, query_len, items, *_ = arguments[13:21]
             assert arguments[9].numel() >= schedule_words(items, decodes)
             assert arguments[10].numel() >= partial_floats(items, KV_HEADS, query_len * GROUP, HEAD_DIM)
+            assert arguments[11].numel() >= arrival_words(decodes, KV_HEADS, query_len * GROUP)
+            assert not arguments[11].any()
 
 
 def test_a_graph_size_keeps_its_addresses_and_counts_whatever_the_lengths() -> None:
@@ -247,8 +249,8 @@ def test_layers_values_reach_the_kernels() -> None:
     kv = tokens[:, :KV_HEADS]
     backend.forward(tokens, kv, kv, tokens, cache, layer, backend.build_metadata(batch_of([(1, 9)])))
     arguments = recorder.calls[-1][1]
-    assert arguments[11] is sinks
-    assert arguments[20:] == (7, 0.25, 30.0, 0.5, 2.0)
+    assert arguments[12] is sinks
+    assert arguments[21:] == (7, 0.25, 30.0, 0.5, 2.0)
 
 
 def test_scratch_memory_grows_without_moving_what_was_handed_out() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_backends.cuda_build import SOURCES, CudaKernels, binding_command
-from attention_backends.cuda_launchers import OpLaunchers, partial_floats, schedule_words
+from attention_backends.cuda_launchers import OpLaunchers, arrival_words, partial_floats, schedule_words
 from attention_backends.toolchain import TORCH_LIBRARIES, find_compiler, run
 
 HEAD_DIM, HEADS, KV_HEADS, BLOCK = 64, 8, 2, 16
@@ -84,6 +84,7 @@ class Step:
                 "block_tables": torch.zeros(3, 7, dtype=torch.int32)[:, :5],
                 "schedule": torch.zeros(schedule_words(items, 2), dtype=torch.int32),
                 "partials": torch.zeros(partial_floats(items, KV_HEADS, 8, HEAD_DIM)),
+                "arrivals": torch.zeros(arrival_words(2, KV_HEADS, 8), dtype=torch.int32),
                 "sinks": torch.zeros(HEADS),
                 "num_tokens": 11,
                 "first_decode": 0,
@@ -123,7 +124,8 @@ def test_attend_hands_everything_on_in_order(
     batch = f"batch {at['query_start_loc']} {at['seq_lens']} {at['block_tables']} 7"
     layer = f"layer {HEADS} 9 0.125 30 0.5 2 {at['sinks']}"
     schedule = f"schedule {at['schedule']} {at['schedule'] + 8} {at['schedule'] + 8 + 40} 5"
-    partials = f"partials {at['partials']} {at['partials'] + 4 * 5 * KV_HEADS * 8 * HEAD_DIM}"
+    lse = at["partials"] + 4 * 5 * KV_HEADS * 8 * HEAD_DIM
+    partials = f"partials {at['partials']} {lse} {at['arrivals']}"
     assert [" ".join(call) for call in library.calls()] == [
         f"write_kv {at['slot_mapping']} 11 0.5 2 {tokens['k']} {tokens['v']} {cache}",
         f"decode 8 {tokens['q']} {tokens['out']} {cache} {batch} 0 2 {layer} {schedule} {partials}",
@@ -133,7 +135,7 @@ def test_attend_hands_everything_on_in_order(
 
 def test_parts_that_are_empty_are_not_launched(bound: Callable[[torch.dtype, torch.dtype], Bound]) -> None:
     library, step = bound(torch.bfloat16, torch.bfloat16), Step.of()
-    nothing = {"schedule": None, "partials": None, "sinks": None}
+    nothing = {"schedule": None, "partials": None, "arrivals": None, "sinks": None}
     step.attend(library, num_tokens=0, num_decodes=0, **nothing)
     (call,) = library.calls()
     assert call[0] == "prefill"
@@ -181,9 +183,11 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("query_start_loc", {"query_start_loc": torch.zeros(3, dtype=torch.int32)}),
     ("seq_lens must be int32", {"seq_lens": torch.zeros(3, dtype=torch.int64)}),
     ("block_tables", {"block_tables": torch.zeros(2, 5, dtype=torch.int32)}),
-    ("decode schedule", {"schedule": torch.zeros(10, dtype=torch.int32)}),
+    ("decode schedule must be int32", {"schedule": torch.zeros(10, dtype=torch.int32)}),
     ("needs a schedule", {"schedule": None}),
     ("decode partials", {"partials": torch.zeros(100)}),
+    ("needs .* arrivals", {"arrivals": None}),
+    ("arrivals must be int32 of at least 4", {"arrivals": torch.zeros(3, dtype=torch.int32)}),
     ("sinks", {"sinks": torch.zeros(HEADS - 1)}),
     ("max_items 2", {"max_items": 2}),
     ("68 rows", {"max_query_len": 17}),

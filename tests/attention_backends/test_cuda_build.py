@@ -164,6 +164,28 @@ def test_the_real_nvcc_builds_a_library_that_loads_without_a_gpu(tmp_path: Path)
     assert find_cached(tmp_path, kernels) == [library]
 
 
+@pytest.mark.gpu
+def test_a_tensor_that_lies_elsewhere_is_refused_before_a_kernel_sees_it(tmp_path: Path) -> None:
+    if find_nvcc() is None or not torch.cuda.is_available():
+        pytest.skip("no CUDA device or compiler")
+    library = build(tmp_path, CudaKernels(64, BF16, BF16, torch.cuda.get_device_capability()))
+    torch.ops.load_library(str(library.path))
+    launchers = OpLaunchers(library.namespace)
+    cache = torch.zeros(2, 2, 1, 16, 64, dtype=BF16, device="cuda")
+    tokens = torch.zeros(1, 1, 64, dtype=BF16, device="cuda")
+    with pytest.raises(RuntimeError, match="slot_mapping is not on k's device"):
+        launchers.write_kv(tokens, tokens, cache, torch.zeros(1, dtype=torch.int64), 1, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match="cache addresses is not on pairs's device"):
+        launchers.copy_blocks(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64).cuda(), 16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib"), [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 3), 227), ((12, 0), 99)]
+)
+def test_tiles_are_cut_for_the_shared_memory_of_the_device(capability: tuple[int, int], kib: int) -> None:
+    assert f"-DPAGELOOM_SHARED_KIB={kib}" in CudaKernels(128, BF16, BF16, capability).macros
+
+
 def tool() -> ModuleType:
     path = Path(__file__).parents[2] / "tools" / "compile_cuda.py"
     spec = importlib.util.spec_from_file_location("compile_cuda", path)

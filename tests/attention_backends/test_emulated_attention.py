@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_cuda import EmulatedKernels, EmulatedLaunchers, kernels_in
 
+from attention_backends.cuda_launchers import arrival_words
 from attention_backends.interface import AttentionBatch, AttentionLayer
 from attention_backends.reference import ReferenceBackend
 
@@ -107,8 +108,9 @@ class Problem:
         out[: int(starts[self.first_seq])] = UNTOUCHED
         return out
 
-    def run(self, launchers: EmulatedLaunchers, phase: str) -> torch.Tensor:
-        tables, cache = self.pages()
+    def run(self, launchers: EmulatedLaunchers, phase: str, cache: torch.Tensor | None = None) -> torch.Tensor:
+        tables, own = self.pages()
+        cache = own if cache is None else cache
         layer, starts, q = self.layer, self.starts(), self.queries()
         lengths = torch.tensor([n for _, n in self.lengths], dtype=torch.int32)
         count, longest = len(self.lengths) - self.first_seq, max(q for q, _ in self.lengths)
@@ -118,6 +120,7 @@ class Problem:
         partials = torch.full(
             (self.max_items * self.num_heads * longest * (self.head_dim + 1) if phase == "decode" else 1,), torch.nan
         )
+        arrivals = torch.zeros(arrival_words(count, self.num_kv_heads, longest * self.group), dtype=torch.int32)
         window = self.window or 0
         decodes, prefills = (count, 0) if phase == "decode" else (0, count)
         if phase == "decode":
@@ -125,9 +128,10 @@ class Problem:
             assert count <= schedule[0] <= self.max_items
         launchers.attend(
             q, q, q, out, cache, torch.empty(0, dtype=torch.int64), starts, lengths, tables, schedule, partials,
-            layer.sinks, 0, self.first_seq, decodes, longest, self.max_items, self.first_seq, prefills, tokens, window,
-            layer.scale, self.soft_cap or 0.0, layer.k_scale, layer.v_scale,
+            arrivals, layer.sinks, 0, self.first_seq, decodes, longest, self.max_items, self.first_seq, prefills,
+            tokens, window, layer.scale, self.soft_cap or 0.0, layer.k_scale, layer.v_scale,
         )  # fmt: skip
+        assert not arrivals.any(), "the next decode finds them as this one did"
         return out
 
 
@@ -175,6 +179,18 @@ def test_every_head_dim_cache_type_and_variant_gives_the_equation(
     for seed, variant in enumerate(VARIANTS):
         problem = Problem(lengths_of(phase), head_dim=head_dim, fp8=fp8, seed=seed, max_items=12)
         assert_matches_oracle(replace(problem, **variant), kernels, phase)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("head_dim", "fp8"), [(64, False), (128, False), (128, True), (256, False), (256, True)], ids=str
+)
+def test_devices_with_little_shared_memory(kernel_cache: Path, head_dim: int, fp8: bool, phase: str) -> None:
+    """99 KiB a block, where most kinds need other tiles than on a Hopper: of a decode two stages, or two warps."""
+    small = kernels_in(kernel_cache, shared_kib=99)
+    for seed, variant in enumerate(({"group": 8}, {"window": 100, "sinks": True})):
+        problem = Problem(lengths_of(phase), head_dim=head_dim, fp8=fp8, seed=seed, max_items=12)
+        assert_matches_oracle(replace(problem, **variant), small, phase)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -245,6 +261,35 @@ def test_any_scale_is_a_scale(kernels: EmulatedKernels, scale: float, phase: str
     for fp8 in (False, True):
         assert_matches_oracle(Problem(lengths_of(phase), scale=scale, fp8=fp8, soft_cap=None), kernels, phase)
         assert_matches_oracle(Problem(lengths_of(phase), scale=scale, fp8=fp8, soft_cap=30.0), kernels, phase)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_nan_shows_in_every_row_that_sees_it_and_in_no_other_sequence(
+    kernels: EmulatedKernels, which: str, fp8: bool, phase: str
+) -> None:
+    """At any place of a sequence: a maximum drops NaN, so the sum must carry it, through chunks and their merge too."""
+    lengths = [(1, 300), (3, 700), (1, 5), (2, 257)] if phase == "decode" else [(70, 70), (5, 300), (33, 129)]
+    problem = Problem(lengths, fp8=fp8, head_dim=128, max_items=9, soft_cap=None)
+    launchers = kernels(128, BF16, problem.kv_dtype)
+    tables, cache = problem.pages()
+    starts = problem.starts().tolist()
+    for position in (0, 17, 40, 255, 256):
+        broken = cache.clone()
+        seq = 1
+        length = lengths[seq][1]
+        page = int(tables[seq, position // problem.block_size])
+        broken[page, int(which == "value"), 1, position % problem.block_size, 3] = torch.nan
+        got = problem.run(launchers, phase, broken)
+        sees = torch.zeros(got.shape[0], problem.num_heads, dtype=torch.bool)
+        sees[starts[seq] : starts[seq + 1], problem.group :] = True
+        assert length - lengths[seq][0] >= position, "every query sees the position"
+        got = got[: starts[-1]]
+        expected = sees[: starts[-1]]
+        nans = got.isnan()
+        assert torch.equal(nans.any(-1), expected)
+        assert which == "value" or torch.equal(nans.all(-1), expected)
 
 
 @pytest.mark.parametrize("phase", PHASES)

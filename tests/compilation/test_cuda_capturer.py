@@ -69,6 +69,7 @@ class FakeCuda:
         patch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self, self.stream_name))
         patch.setattr(torch.cuda, "graph_pool_handle", self.pool)
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 2_000_000))
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
         for name in FORBIDDEN:
             patch.setattr(torch.cuda, name, partial(self.refuse, name))
 
@@ -184,6 +185,33 @@ def test_a_pool_that_torch_would_refuse_is_not_used_again(cuda: FakeCuda) -> Non
             with suppress(ValueError):
                 made.capture(function)
     assert cuda.pools == ["pool1", *["pool2"] * 4, "pool3", *["pool4"] * 2]
+
+
+@pytest.mark.parametrize("torch_had_ended_it", [False, True])
+def test_a_capture_that_torch_leaves_half_open_is_ended_for_the_allocator_and_kept(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, torch_had_ended_it: bool
+) -> None:
+    """Allocators ask an open capture which streams are its own, so it must not die either."""
+    ended: list[tuple[int, str]] = []
+
+    def end(device: int, pool: str) -> None:
+        ended.append((device, pool))
+        if torch_had_ended_it:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    def invalidate() -> None:
+        cuda.invalidated = True
+        raise ValueError("not permitted while capturing")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    made = capturer()
+    with made.session(), pytest.raises(ValueError, match="not permitted"):
+        made.capture(invalidate)
+    assert ended == [(0, "pool1")] and len(made._broken) == 1
+    cuda.invalidated = False
+    with made.session():
+        made.capture(int)
+    assert ended == [(0, "pool1")] and cuda.pools == ["pool1", "pool2"]
 
 
 def test_a_failed_size_leaves_the_others(cuda: FakeCuda) -> None:

@@ -119,8 +119,9 @@ def compiled(
     attend: Callable[..., None] = causal,
     tokens: int = 8,
     debug_asserts: bool = False,
+    largest_size: int | None = None,
 ) -> CompiledModel:
-    settings = CompileSettings("pieces", cache_dir, debug_asserts)
+    settings = CompileSettings("pieces", cache_dir, debug_asserts, largest_size)
     return compile_model(model, batch(tokens), frozenset({OP}), {OP: attend}, settings)
 
 

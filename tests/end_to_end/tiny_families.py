@@ -38,11 +38,11 @@ def save_tiny(family: str, path: Path) -> torch.nn.Module:
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.save_pretrained(path)  # type: ignore[operator]  # transformers' module
-    _save_tokenizer(path)
+    save_tokenizer(path)
     return model
 
 
-def _save_tokenizer(path: Path) -> None:
+def save_tokenizer(path: Path) -> None:
     from tokenizers import decoders
     from transformers import PreTrainedTokenizerFast
 

@@ -54,6 +54,8 @@ def config(threads: int = 1) -> EngineConfig:
 
 
 class Done:
+    at_hand = True
+
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
 

@@ -20,6 +20,11 @@ from engine.runner.kernels.host import HostKernels
 ROWS, LENGTH, GROUPS, BLOCK = 9, 80, 2, 4
 
 
+def triton_kernels(rng: np.random.Generator) -> TritonKernels:
+    """Now and then with blocks so small that a sequence takes several programs, and each of them several turns."""
+    return TritonKernels() if rng.random() < 0.3 else TritonKernels(block=4, parts=int(rng.integers(1, 5)))
+
+
 def buffers(max_tokens: int, max_seqs: int, max_blocks: int) -> InputBuffers:
     """Filled with a value no kernel writes."""
 
@@ -62,7 +67,7 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     tokens = torch.from_numpy(rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32))
     tables = torch.from_numpy(rng.integers(0, 500, (GROUPS, ROWS, max_blocks)).astype(np.int32))
     results = []
-    for kernels in (TritonKernels(), HostKernels()):
+    for kernels in (triton_kernels(rng), HostKernels()):
         out = buffers(max_tokens, ROWS, max_blocks)
         kernels.prepare_inputs(step, tokens, tables, out, sizes, BLOCK)
         columns = -(-int((computed + query).max()) // BLOCK)
@@ -122,7 +127,7 @@ def check_staged_writes(rng: np.random.Generator, dtype: torch.dtype) -> None:
     expected, tables = table.clone(), [table.clone(), table.clone()]
     for (dst, _, length), value in zip(writes, values):
         expected.view(-1)[dst : dst + length] = value
-    for kernels, target in zip((TritonKernels(), HostKernels()), tables):
+    for kernels, target in zip((triton_kernels(rng), HostKernels()), tables):
         kernels.apply_staged_writes(target, header, source, max(w[2] for w in writes))
         torch.testing.assert_close(target, expected, rtol=0, atol=0)
 

@@ -41,6 +41,14 @@ def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
     assert printed.count("sm_80") == printed.count("sm_90") == len(KERNELS)
 
 
+def test_one_step_compiles_all_that_steps_of_any_size_and_address_need(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "compilation")))
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    printed = run([str(HERE / "count_launch_variants.py")], **environment)
+    assert printed.splitlines() == ["6 6 6 6", "3 3 3 3"]
+
+
 def test_every_triton_kernel_is_in_the_discovery_table() -> None:
     pytest.importorskip("triton")
     code = (

@@ -16,13 +16,14 @@ from engine.sampling.kernels import KERNELS
 from engine.step import RowParams
 
 HERE = Path(__file__).parent
-PARTS = ["rows", "mixed", "filters", "chunks", "seeds"]
+PATHS = [HERE, HERE.parent / "compilation", HERE.parents[1]]
+PARTS = [("rows", "filters"), ("mixed", "chunks", "seeds")]
 
 
 def run(arguments: list[str], **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
-        env={**os.environ, **environment, "PYTHONPATH": str(HERE)},
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
@@ -32,11 +33,11 @@ def run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_triton_sampler_draws_the_tokens_of_the_torch_path(part: str) -> None:
+@pytest.mark.parametrize("parts", PARTS, ids="-".join)
+def test_triton_sampler_draws_the_tokens_of_the_torch_path(parts: tuple[str, ...]) -> None:
     pytest.importorskip("triton")
-    printed = run([str(HERE / "interpret_sampling.py"), part], TRITON_INTERPRET="1")
-    assert printed.startswith(f"{part} equal")
+    printed = run([str(HERE / "interpret_sampling.py"), *parts], TRITON_INTERPRET="1")
+    assert [line.split()[:2] for line in printed.splitlines()] == [[part, "equal"] for part in parts]
 
 
 def test_the_discovery_table_names_every_kernel_and_every_argument() -> None:
@@ -62,6 +63,12 @@ def test_integers_that_change_between_steps_are_not_part_of_the_compiled_code() 
         "print('done')"
     )
     assert run(["-c", code]).strip() == "done"
+
+
+def test_after_warm_up_no_batch_at_any_address_compiles_another_variant(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    printed = run([str(HERE / "count_variants.py")], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert printed.splitlines() == 2 * [f"{len(KERNELS)} 0"]
 
 
 def test_a_cpu_sampler_needs_no_triton_and_its_warm_up_leaves_no_trace() -> None:

@@ -75,13 +75,14 @@ def engine_args(context: Context, variant: Variant, model: str) -> EngineArgs:
     if context.dry:
         return EngineArgs(
             model=model,
-            dtype="float32",
-            device="cpu",
+            dtype="bfloat16",
+            device="cuda",
             max_model_len=512,
             max_num_seqs=8,
             max_num_batched_tokens=64,
-            kv_cache_memory=64 << 20,
-            compile="none",
+            kv_cache_memory=8 << 20,
+            graphs=variant.graphs,
+            attention_backend=variant.backend,
             load_format="dummy",
             cache_dir=str(context.cache_dir),
         )
@@ -102,7 +103,7 @@ def engine_args(context: Context, variant: Variant, model: str) -> EngineArgs:
 
 def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: float) -> None:
     config = read_config(context.scratch / variant.shape)
-    width = 4 if context.dry else 2
+    width = 2
     embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"] * width
     weights = probe.client.runner.report.weight_bytes - embedding
     token = 2 * width * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
@@ -171,7 +172,7 @@ def warm_pieces(context: Context) -> None:
 def _small_cache(args: EngineArgs) -> EngineArgs:
     import msgspec
 
-    return msgspec.structs.replace(args, kv_cache_memory=2 << 30 if args.device == "cuda" else args.kv_cache_memory)
+    return msgspec.structs.replace(args, kv_cache_memory=args.kv_cache_memory or 2 << 30)
 
 
 def _late_compiles(probe: Probe) -> str | None:

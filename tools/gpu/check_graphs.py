@@ -18,7 +18,6 @@ TIE_NATS = 0.08
 """bf16: two tokens whose log-probabilities differ by less may change places when a step is padded to another shape"""
 MAX_TIED_SHARE = 0.25
 """of sequences that depart from eager at such a tie"""
-DRY_MODES = 2
 
 
 def run_graphs(context: Context) -> None:
@@ -33,11 +32,11 @@ def run_graphs(context: Context) -> None:
     modes += [{"graphs": mode} for mode in ("none", "both", "full_decode", "piecewise")]
     modes += [{"compile": "none", "graphs": "full_decode"}]
     modes += [{"attention_backend": "flashinfer", "graphs": mode} for mode in ("none", "both")]
-    for changes in modes[: DRY_MODES if context.dry else None]:
+    for changes in modes:
         name = ", ".join(f"{k} {v}" for k, v in changes.items())
         if context.out_of_time(f"graph modes: {name}", 15.0):
             continue
-        options: dict[str, object] = {"attention_backend": "cuda", "max_num_seqs": 32, "dtype": "bfloat16", **changes}
+        options: dict[str, object] = {"attention_backend": "cuda", "dtype": "bfloat16", **changes}
         try:
             probe = open_probe(arguments(context, path, **options))
         except ValueError as error:
@@ -62,7 +61,7 @@ def run_graphs(context: Context) -> None:
 
 def _poison(context: Context, probe: Probe, nan_in_cache: bool) -> None:
     """A slot of the KV cache that nobody wrote, and freed memory, read as NaN from now on."""
-    if nan_in_cache and not context.dry:
+    if nan_in_cache:
         for cache in probe.client.runner.kv_caches():
             cache.view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and in float16
     context.device.poison_free_memory(1 << 20 if context.dry else 4 << 30)
@@ -101,12 +100,11 @@ def run_sync(context: Context) -> None:
     modes: list[dict[str, object]] = [{"graphs": mode} for mode in ("both", "piecewise", "none")]
     modes += [{"compile": "none", "graphs": "none"}, {"attention_backend": "flashinfer", "graphs": "both"}]
     batch, steps = (3, 3) if context.dry else (16, 24)
-    for changes in modes[: DRY_MODES if context.dry else None]:
+    for changes in modes:
         name = ", ".join(f"{k} {v}" for k, v in changes.items())
         if context.out_of_time(f"no hidden wait: {name}", 15.0):
             continue
-        options: dict[str, object] = {"attention_backend": "cuda", "dtype": "bfloat16", **changes}
-        options |= {} if context.dry else {"debug_sync": True}
+        options: dict[str, object] = {"attention_backend": "cuda", "dtype": "bfloat16", "debug_sync": True, **changes}
         try:
             probe = open_probe(arguments(context, path, **options))
         except ValueError as error:

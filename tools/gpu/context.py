@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +67,13 @@ class Context:
         self.out.write(json.dumps(line, default=str) + "\n")
         self.out.flush()
         os.fsync(self.out.fileno())
+
+
+def pretending() -> AbstractContextManager[object]:
+    """Inside, `torch.cuda` has the tests' pretend GPU. Pieces run as traced: Inductor's code for a CPU is nothing that
+    a GPU would run."""
+    pretend: AbstractContextManager[object] = load_test_module("pretend_gpu", "pretend_gpu").pretend_gpu(inductor=False)
+    return pretend
 
 
 def load_test_module(room: str, name: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Everything the suite asks of CUDA, behind one small interface, so that a machine without a GPU runs the same code.
 
-`CudaDevice` is `torch.cuda`. `DryDevice` is a CPU with fakes: events read the host's clock, a captured graph is the
-function itself, a profile is a stopwatch. What it measures means nothing; that every line ran is the point.
+`CudaDevice` is `torch.cuda`. `DryDevice` is the same on the tests' pretend GPU (`pretending`), except that a profile is a
+stopwatch. What it measures means nothing; that every line ran is the point.
 """
 
 from __future__ import annotations
@@ -138,42 +138,13 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
 
-class DryDevice(Device):
-    """The CPU in the place of a GPU."""
+class DryDevice(CudaDevice):
+    """The pretend GPU, within `pretending`."""
 
     dry = True
 
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
-
     def describe(self) -> dict[str, str | int | float]:
-        return {"name": "none (dry run on a CPU)", "l2_bytes": self.l2_bytes, "torch": torch.__version__}
-
-    @property
-    def l2_bytes(self) -> int:
-        return 1 << 16
-
-    def synchronize(self) -> None:
-        """The CPU has always finished."""
-
-    def record(self) -> object:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: object, end: object) -> float:
-        assert isinstance(start, float) and isinstance(end, float)
-        return 1e3 * max(end - start, 1e-9)
-
-    def capture(self, function: Callable[[], object]) -> Callable[[], None]:
-        function()
-
-        def replay() -> None:
-            function()
-
-        return replay
-
-    @contextlib.contextmanager
-    def sync_is_error(self) -> Iterator[None]:
-        yield
+        return super().describe() | {"name": "none (dry run on a CPU)"}
 
     def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
         started = time.perf_counter()

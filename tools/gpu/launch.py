@@ -55,8 +55,7 @@ class Running:
         if settings.dry:
             command.append("--dry")
             environment["OMP_NUM_THREADS"] = "1"
-            if part.interpreted_when_dry:
-                environment["TRITON_INTERPRET"] = "1"
+            environment["TRITON_INTERPRET"] = "1"
         self._log: TextIO = self.log.open("w")
         self._started = time.monotonic()
         self._process = subprocess.Popen(

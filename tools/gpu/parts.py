@@ -116,6 +116,12 @@ def _kernels(name: str) -> Callable[[Context], None]:
     return run
 
 
+def _linears(context: Context) -> None:
+    from gpu.bench_linear import run
+
+    run(context)
+
+
 def _cache(context: Context) -> None:
     from gpu.bench_cache import run
 
@@ -159,6 +165,7 @@ PARTS: tuple[Part, ...] = (
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),
     Part("decode-kernels", "benchmark", "measure", _kernels("decode"), 15, 60),
     Part("prefill-kernels", "benchmark", "measure", _kernels("prefill"), 15, 45),
+    Part("linears", "benchmark", "measure", _linears, 15, 60, True),
     Part("engine-8b-full", "benchmark", "measure", _engine("qwen3-8b", "both"), 50, 140),
     Part("engine-8b-piecewise", "benchmark", "measure", _engine("qwen3-8b", "piecewise", throughput=False), 30, 80),
     Part("engine-0.6b-full", "benchmark", "measure", _engine("qwen3-0.6b", "both"), 30, 90),

@@ -1,5 +1,5 @@
 // The launchers of attention for one (head_dim, element type, cache type); see launch.h.
-#include "merge.cuh"
+#include "decode.cuh"
 #include "prefill.cuh"
 
 namespace pageloom::cuda {
@@ -69,10 +69,7 @@ extern "C" const char* pageloom_decode(const Tokens* q, const Tokens* out, const
   if (schedule->max_items > MAX_GRID_Y) return "a decode schedule holds at most 65535 items";
   DecodeParams p{*q, *out, *cache, *batch, *schedule, *partials, scoring_of(*layer, S::BYTES), 0, max_rows, 0};
   p.group = layer->num_heads / cache->num_kv_heads;
-  const char* error = is_plain(*layer) ? launch_decode_rows<false>(p, stream) : launch_decode_rows<true>(p, stream);
-  if (error != nullptr) return error;
-  const dim3 grid(static_cast<unsigned>(batch->num_seqs), static_cast<unsigned>(cache->num_kv_heads));
-  return launch(merge_kernel<S>, grid, MERGE_WARPS * WARP, merge_shared_bytes(), stream, p);
+  return is_plain(*layer) ? launch_decode_rows<false>(p, stream) : launch_decode_rows<true>(p, stream);
 }
 
 extern "C" const char* pageloom_prefill(const Tokens* q, const Tokens* out, const Cache* cache, const Batch* batch,

@@ -4,8 +4,8 @@
 // stands in the main loop.
 #pragma once
 
+#include "merge.cuh"
 #include "schedule.cuh"
-#include "softmax.cuh"
 
 namespace pageloom::cuda {
 
@@ -27,14 +27,15 @@ struct DecodeShape {
   using S = S_;
   static constexpr int M = M_;
   static constexpr int ROWS = M * 16;
-  static constexpr int WARPS = 4;
   static constexpr int ROW_BYTES = S::KeyRows::ROW_BYTES;
   static constexpr int SLICE = ROW_BYTES <= 128 ? 32 : 16;  // keys a warp takes at a time
-  static constexpr int STAGES = ROW_BYTES <= 256 ? 3 : 2;   // 512-byte rows: 3 would not fit an A100
   static constexpr int STAGE_BYTES = 2 * SLICE * ROW_BYTES;
   static constexpr int QUERY_BYTES = ROWS * S::QueryRows::ROW_BYTES;
   static constexpr int SIGHT_AT = QUERY_BYTES;
   static constexpr int RING_AT = SIGHT_AT + 128;
+  static constexpr bool fits(int warps, int stages) { return RING_AT + warps * stages * STAGE_BYTES <= SHARED_LIMIT; }
+  static constexpr int WARPS = fits(4, 2) ? 4 : 2;
+  static constexpr int STAGES = fits(WARPS, 3) ? 3 : 2;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   // At the end: sums and maxima where the queries were, accumulators where the rings were.
   static constexpr int MERGE_COLUMNS = S::HEAD_DIM + 8;  // + 8: rows start in different banks
@@ -42,7 +43,7 @@ struct DecodeShape {
   static constexpr int SHARED_BYTES = RING_AT + (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
   static constexpr int BLOCKS = SHARED_BYTES <= 108 * 1024 ? 2 : 1;  // on a multiprocessor of an H100
   static constexpr bool KEPT = S::HEAD_DIM * M <= 128;
-  static_assert(2 * WARPS * ROWS * 4 <= QUERY_BYTES && CHUNK_UNIT % SLICE == 0);
+  static_assert(2 * WARPS * ROWS * 4 <= QUERY_BYTES && CHUNK_UNIT % SLICE == 0 && SHARED_BYTES <= SHARED_LIMIT);
 };
 
 // A warp's share of a chunk: every WARPS-th slice, in order.
@@ -70,10 +71,8 @@ struct SliceStream {
         const char* from = pages.template key_row<S>(found[i], key + i * PIECE);
         const int first = first_key - key - i * PIECE;
         const int last = end_key - key - i * PIECE;
-        const int keys_at = to + i * PIECE * D::ROW_BYTES;
-        const int values_at = keys_at + D::SLICE * D::ROW_BYTES;
-        copy_rows<typename S::KeyRows, PIECE>(keys_at, from, first, last);
-        copy_rows<typename S::KeyRows, PIECE>(values_at, from + pages.to_values, first, last);
+        copy_rows<typename S::KeyRows, PIECE, 2>(to + i * PIECE * D::ROW_BYTES, from, first, last,
+                                                 D::SLICE * D::ROW_BYTES, pages.to_values);
       }
     }
     cp_async_commit();
@@ -129,21 +128,21 @@ __device__ __forceinline__ void lay_out(Accumulator<typename D::S, D::M>& state)
 }
 
 // What the warps together say about a row.
+template <class D>
 struct RowTotal {
   float top;  // in exponents of 2
   float sum;  // of exponentials relative to top
-  float weight[4];
+  float weight[D::WARPS];
 };
 
 template <class D>
-__device__ __forceinline__ RowTotal total_of_row(int row, float scale) {
-  static_assert(D::WARPS == 4);
+__device__ __forceinline__ RowTotal<D> total_of_row(int row, float scale) {
   const float* tops = reinterpret_cast<const float*>(shared_memory()) + row;
   const float* sums = tops + D::WARPS * D::ROWS;
   float top = LOWEST;
 #pragma unroll
   for (int w = 0; w < D::WARPS; ++w) top = max_f(top, tops[w * D::ROWS]);
-  RowTotal total{top * scale, 0.0f, {}};
+  RowTotal<D> total{top * scale, 0.0f, {}};
 #pragma unroll
   for (int w = 0; w < D::WARPS; ++w) {
     total.weight[w] = exp2_fast((tops[w * D::ROWS] - top) * scale);
@@ -153,7 +152,7 @@ __device__ __forceinline__ RowTotal total_of_row(int row, float scale) {
 }
 
 template <class D>
-__device__ __forceinline__ void add_warps(float (&out)[8], const RowTotal& total, int row, int column, float scale) {
+__device__ __forceinline__ void add_warps(float (&out)[8], const RowTotal<D>& total, int row, int column, float scale) {
   const char* from = shared_memory() + D::RING_AT + (row * D::MERGE_COLUMNS + column) * 4;
 #pragma unroll
   for (int i = 0; i < 8; ++i) out[i] = 0.0f;
@@ -179,7 +178,7 @@ __device__ __forceinline__ void write_rows(const DecodeParams& p, const PackedRo
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
     const int row = i / EIGHTS;
     const int column = i % EIGHTS * 8;
-    const RowTotal total = total_of_row<D>(row, p.scoring.scale);
+    const RowTotal<D> total = total_of_row<D>(row, p.scoring.scale);
     const int head = rows.first_head + (first_row + row) % rows.group;
     const bool empty = total.sum == 0;  // which a NaN is not
     const float sum = total.sum + (only && !empty ? sink_weight(p.scoring, head, total.top) : 0.0f);
@@ -205,6 +204,21 @@ __device__ __forceinline__ void write_rows(const DecodeParams& p, const PackedRo
   }
 }
 
+template <class D>
+__device__ __forceinline__ void merge_rows(const DecodeParams& p, const PackedRows& rows, int first_row, int kv_head,
+                                           int first_item, int items) {
+  using S = typename D::S;
+  const int64_t stride = int64_t{p.cache.num_kv_heads} * p.max_rows;
+  const int64_t first = first_item * stride + int64_t{kv_head} * p.max_rows + first_row;
+  const int count = min_i(D::ROWS, rows.count - first_row);
+  for (int row = static_cast<int>(threadIdx.x) / WARP; row < count; row += D::WARPS) {
+    const int64_t at = first + row;
+    const RowChunks chunks{p.partials.out + at * S::HEAD_DIM, p.partials.lse + at, stride, items};
+    merge_row<S>(rows.address<typename S::Half>(p.out, first_row + row), chunks, p.scoring,
+                 rows.first_head + (first_row + row) % rows.group);
+  }
+}
+
 // Grid: (KV head x row block, item). Items beyond those in use have nothing to do.
 template <class D, bool VARIANT>
 __global__ void __launch_bounds__(D::WARPS * WARP, D::BLOCKS) decode_kernel(DecodeParams p) {
@@ -216,7 +230,8 @@ __global__ void __launch_bounds__(D::WARPS * WARP, D::BLOCKS) decode_kernel(Deco
   if (item >= p.schedule.header[0]) return;
   const int kv_head = static_cast<int>(blockIdx.x) / p.row_blocks;
   const int first_row = static_cast<int>(blockIdx.x) % p.row_blocks * D::ROWS;
-  const bool only = p.schedule.item_start[seq + 1] - p.schedule.item_start[seq] == 1;
+  const int first_item = p.schedule.item_start[seq];
+  const int items = p.schedule.item_start[seq + 1] - first_item;
   const int window = VARIANT ? p.scoring.window : 0;
   Sequence sequence;
   sequence.open(p.batch, seq);
@@ -258,7 +273,11 @@ __global__ void __launch_bounds__(D::WARPS * WARP, D::BLOCKS) decode_kernel(Deco
     stage = stage + 1 < D::STAGES ? stage + 1 : 0;
   }
   lay_out<D>(state);
-  write_rows<D>(p, rows, first_row, kv_head, item, only);
+  write_rows<D>(p, rows, first_row, kv_head, item, items == 1);
+  if (items == 1) return;
+  int32_t* arrivals = p.partials.arrivals + seq * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  if (!last_to_arrive(arrivals, items, D::SIGHT_AT)) return;
+  merge_rows<D>(p, rows, first_row, kv_head, first_item, items);
 }
 
 }  // namespace pageloom::cuda

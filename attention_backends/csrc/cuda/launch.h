@@ -3,6 +3,8 @@
 //   PAGELOOM_HEAD_DIM  64 | 96 | 128 | 256
 //   PAGELOOM_HALF      0: bfloat16, 1: float16      (queries, outputs and, unless 8-bit, the cache)
 //   PAGELOOM_KV_FP8    0: the cache has the type of the queries, 1: float8 e4m3
+// and a fourth says what the device has:
+//   PAGELOOM_SHARED_KIB  shared memory that a thread block may have: 99 (compute capability 8.6, 8.9, 12.x) | 163 | 227
 // Every launcher queues work on `stream` and returns null, or a message that lives for ever. None synchronises. Grids depend
 // on sizes given by value only, never on what the device tensors hold, so every launch may be captured and replayed.
 #pragma once
@@ -50,7 +52,7 @@ struct Layer {
 };
 
 // How a decode is split over the machine; written by schedule_decode on the device once a step (for each distinct window),
-// read by decode and merge in every layer. An item is one chunk of one sequence's keys.
+// read by decode in every layer. An item is one chunk of one sequence's keys.
 struct DecodeSchedule {
   int32_t* header;      // [2]: items in use, tokens per chunk (a multiple of 64)
   int32_t* items;       // [max_items, 2]: sequence (counted from first_seq), chunk
@@ -62,6 +64,7 @@ struct DecodeSchedule {
 struct Partials {
   float* out;  // [max_items, num_kv_heads, max_rows, head_dim]
   float* lse;  // [max_items, num_kv_heads, max_rows]: log2 of the sum of exponentials; -inf where no key was seen
+  int32_t* arrivals;  // [num_seqs, num_kv_heads, ceil(max_rows / 16)]: zero before every decode, and after it
 };
 
 extern "C" {

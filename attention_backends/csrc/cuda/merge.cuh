@@ -1,96 +1,91 @@
 // Brings the chunks of a sequence together (the second half of flash-decoding, Dao et al. 2023): each chunk's result
-// weighs as much as its sum of exponentials. A block per sequence and KV head; returns at once where decode wrote the
-// output itself.
+// weighs as much as its sum of exponentials. The block that finishes last does it, so that a decode is one launch.
 #pragma once
 
-#include "decode.cuh"
+#include "softmax.cuh"
 
 namespace pageloom::cuda {
 
-constexpr int MERGE_WARPS = 8;
-
-// Largest of the items' sums and their total weight relative to it; every lane of the warp gets both.
-__device__ __forceinline__ void weigh_items(const float* lse, int64_t stride, int count, float& top, float& total) {
-  const int lane = static_cast<int>(threadIdx.x) % WARP;
-  top = LOWEST;
-  for (int i = lane; i < count; i += WARP) top = max_f(top, lse[i * stride]);
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) top = max_f(top, shuffle_xor(top, mask));
-  total = 0.0f;
-  for (int i = lane; i < count; i += WARP) total += exp2_fast(lse[i * stride] - top);
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) total += shuffle_xor(total, mask);
+// `count` blocks call it with the same counter when they have written; true for the last one, which may read what all
+// have written. By the whole block; `flag_at`: 4 bytes of shared memory that nobody uses. The counter is 0 before and
+// afterwards, so a captured graph may be replayed.
+__device__ __forceinline__ bool last_to_arrive(int32_t* counter, int count, int flag_at) {
+  int* flag = reinterpret_cast<int*>(shared_memory() + flag_at);
+  fence_device();
+  sync_block();
+  if (threadIdx.x == 0) {
+    const bool last = atomic_add(counter, 1) == count - 1;
+    if (last) *counter = 0;
+    fence_device();
+    *flag = last ? 1 : 0;
+  }
+  sync_block();
+  return *flag != 0;
 }
 
-// A row is the work of `splits` warps, each of which adds up every splits-th item; a lane holds 4 columns at a time.
+// A row's results, one per chunk of its sequence, `stride` rows apart.
+struct RowChunks {
+  const float* out;
+  const float* lse;
+  int64_t stride;
+  int count;
+
+  // Largest of the chunks' sums and their total weight relative to it; every lane of the warp gets both.
+  __device__ __forceinline__ void weigh(float& top, float& total) const {
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    top = LOWEST;
+    for (int i = lane; i < count; i += WARP) top = max_f(top, load_fresh(lse + i * stride));
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) top = max_f(top, shuffle_xor(top, mask));
+    total = 0.0f;
+    for (int i = lane; i < count; i += WARP) total += exp2_fast(load_fresh(lse + i * stride) - top);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) total += shuffle_xor(total, mask);
+  }
+};
+
+// One warp; a lane holds 4 columns at a time.
 template <class S>
-__device__ __forceinline__ void merge_row(const DecodeParams& p, const PackedRows& rows, int row, int kv_head,
-                                          int first_item, int items, int split, int splits) {
+__device__ __forceinline__ void merge_row(typename S::Half* to, const RowChunks& chunks, const Scoring& scoring,
+                                          int head) {
+  using Half = typename S::Half;
   constexpr int STEPS = (S::HEAD_DIM / 4 + WARP - 1) / WARP;
+  constexpr int TOGETHER = 8;
   const int lane = static_cast<int>(threadIdx.x) % WARP;
-  const int warp = static_cast<int>(threadIdx.x) / WARP;
-  float* shared = reinterpret_cast<float*>(shared_memory());
-  const bool real = row < rows.count;
-  const int64_t stride = int64_t{p.cache.num_kv_heads} * p.max_rows;
-  const int64_t at = first_item * stride + int64_t{kv_head} * p.max_rows + (real ? row : 0);
   float top;
   float total;
-  weigh_items(p.partials.lse + at, stride, items, top, total);
-  const bool empty = total == 0;
-  total += real && !empty ? sink_weight(p.scoring, rows.first_head + row % rows.group, top) : 0.0f;
+  chunks.weigh(top, total);
+  const bool empty = total == 0;  // which a NaN is not
+  if (!empty) total += sink_weight(scoring, head, top);
   const float scale = empty ? 0.0f : 1.0f / total;
+  float out[STEPS][4] = {};
+  for (int first = 0; first < chunks.count; first += WARP) {
+    const int mine = first + lane;
+    float weight = 0.0f;
+    if (mine < chunks.count) weight = exp2_fast(load_fresh(chunks.lse + mine * chunks.stride) - top) * scale;
+    const int here = min_i(WARP, chunks.count - first);
+    for (int i = 0; i < here; i += TOGETHER) {
+#pragma unroll
+      for (int k = 0; k < TOGETHER; ++k) {  // few chunks are the rule: all loads start at once
+        const float share = shuffle(weight, i + k);
+        const float* from = chunks.out + (first + min_i(i + k, here - 1)) * chunks.stride * S::HEAD_DIM + lane * 4;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+          if ((step * WARP + lane) * 4 >= S::HEAD_DIM) continue;
+          const vec16 four = load16_fresh(from + step * WARP * 4);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) out[step][j] += i + k < here ? share * bits_float(four.x[j]) : 0.0f;
+        }
+      }
+    }
+  }
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const int column = (step * WARP + lane) * 4;
-    float out[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (real && column < S::HEAD_DIM) {
-#pragma unroll 4
-      for (int i = split; i < items; i += splits) {
-        const float weight = exp2_fast(p.partials.lse[at + i * stride] - top) * scale;
-        const vec16 four = load16(p.partials.out + (at + i * stride) * S::HEAD_DIM + column);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out[j] += weight * bits_float(four.x[j]);
-      }
-    }
-    if (splits > 1) {
-      sync_block();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) shared[warp * WARP * 4 + lane * 4 + j] = out[j];
-      sync_block();
-      for (int other = 1; split == 0 && other < splits; ++other) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out[j] += shared[(warp + other) * WARP * 4 + lane * 4 + j];
-      }
-    }
-    if (real && split == 0 && column < S::HEAD_DIM) {
-      using Half = typename S::Half;
-      uint32_t* to = reinterpret_cast<uint32_t*>(rows.address<Half>(p.out, row) + column);
-      to[0] = pack2<Half>(out[0], out[1]);
-      to[1] = pack2<Half>(out[2], out[3]);
-    }
-  }
-}
-
-inline int merge_shared_bytes() { return MERGE_WARPS * WARP * 16; }
-
-// Grid: (sequence, KV head).
-template <class S>
-__global__ void __launch_bounds__(MERGE_WARPS * WARP) merge_kernel(DecodeParams p) {
-  const int seq = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y);
-  const int first_item = p.schedule.item_start[seq];
-  const int items = p.schedule.item_start[seq + 1] - first_item;
-  if (items == 1) return;
-  Sequence sequence;
-  sequence.open(p.batch, seq);
-  PackedRows rows;
-  rows.open(sequence, p.group, kv_head);
-  int splits = MERGE_WARPS;  // few rows: several warps share one
-  while (splits > 1 && splits * rows.count > MERGE_WARPS) splits /= 2;
-  const int warp = static_cast<int>(threadIdx.x) / WARP;
-  const int together = MERGE_WARPS / splits;
-  for (int row = 0; row < rows.count; row += together) {
-    merge_row<S>(p, rows, row + warp / splits, kv_head, first_item, items, warp % splits, splits);
+    if (column >= S::HEAD_DIM) continue;
+    auto* two = reinterpret_cast<uint32_t*>(to + column);
+    two[0] = pack2<Half>(out[step][0], out[step][1]);
+    two[1] = pack2<Half>(out[step][2], out[step][3]);
   }
 }
 

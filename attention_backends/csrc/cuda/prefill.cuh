@@ -27,9 +27,9 @@ template <class S_>
 struct PrefillShape {
   using S = S_;
   static constexpr int M = S::HEAD_DIM <= 128 ? 2 : 1;
-  static constexpr int WARPS = S::HEAD_DIM <= 128 ? 4 : 8;
+  static constexpr int WARPS = S::HEAD_DIM <= 128 || SHARED_LIMIT < 132 * 1024 ? 4 : 8;
   static constexpr int WARP_ROWS = M * 16;
-  static constexpr int ROWS = WARPS * WARP_ROWS;  // 128
+  static constexpr int ROWS = WARPS * WARP_ROWS;  // 128; 64 where shared memory is small and the head is not
   // 8-bit values need registers to be unpacked in: with 64 keys, head_dim 128 would spill.
   static constexpr int KEYS = S::HEAD_DIM < 128 || (S::HEAD_DIM == 128 && !S::BYTES) ? 64 : 32;
   static constexpr int ROW_BYTES = S::KeyRows::ROW_BYTES;
@@ -42,7 +42,7 @@ struct PrefillShape {
   static constexpr bool KEPT = S::HEAD_DIM <= 64;
   static constexpr int SHARES = WARPS / (KEYS / PIECE);  // warps that copy one piece
   static __device__ __forceinline__ TileJob* job() { return reinterpret_cast<TileJob*>(shared_memory() + JOB_AT); }
-  static_assert((SHARES == 1 || SHARES == 2 || SHARES == 4) && sizeof(TileJob) <= 64);
+  static_assert((SHARES == 1 || SHARES == 2 || SHARES == 4) && sizeof(TileJob) <= 64 && SHARED_BYTES <= SHARED_LIMIT);
 };
 
 // Slots of the grid to tiles of sequences. Sequence i's tiles start at slot floor(rows before it / ROWS) + i, which
@@ -106,8 +106,7 @@ struct TileStream {
     key += piece();
     const char* from = pages()->template key_row<S>(block, key);
     if constexpr (P::SHARES == 1) {
-      copy_rows<R, PIECE>(to, from, first_key - key, end_key - key);
-      copy_rows<R, PIECE>(to + P::HALF_STAGE, from + pages()->to_values, first_key - key, end_key - key);
+      copy_rows<R, PIECE, 2>(to, from, first_key - key, end_key - key, P::HALF_STAGE, pages()->to_values);
     } else {
       constexpr int COUNT = PIECE * 2 / P::SHARES;
       const int share = static_cast<int>(threadIdx.x) / WARP % P::SHARES;
@@ -115,7 +114,7 @@ struct TileStream {
       const int at = to + row * P::ROW_BYTES + share % 2 * P::HALF_STAGE;
       key += row;
       from += row * P::ROW_BYTES + share % 2 * pages()->to_values;
-      copy_rows<R, COUNT>(at, from, first_key - key, end_key - key);
+      copy_rows<R, COUNT, 1>(at, from, first_key - key, end_key - key, 0, 0);
     }
     cp_async_commit();
   }

@@ -12,6 +12,7 @@
 namespace pageloom::cuda {
 
 constexpr int PIECE = 16;  // keys copied together: they never straddle two pages
+constexpr int SHARED_LIMIT = PAGELOOM_SHARED_KIB * 1024;
 
 template <int ROW_BYTES_>
 struct Rows {
@@ -48,31 +49,34 @@ struct Shape {
 };
 
 // Copies COUNT rows, contiguous in memory, to row 0.. of shared address `to` (a multiple of 8 rows); rows outside
-// [first, last) become zeros and are not read. One warp works together.
-template <class R, int COUNT>
-__device__ __forceinline__ void copy_rows(int to, const char* from, int first, int last) {
+// [first, last) become zeros and are not read. HALVES 2: and as many from `from_step` further on to `to_step` further
+// on. One warp works together.
+template <class R, int COUNT, int HALVES>
+__device__ __forceinline__ void copy_rows(int to, const char* from, int first, int last, int to_step,
+                                          int64_t from_step) {
   constexpr int STEPS = COUNT * R::CHUNKS / WARP;
   constexpr bool POWER = (R::CHUNKS & (R::CHUNKS - 1)) == 0 && R::CHUNKS <= WARP;
+  constexpr int STRIDE = POWER ? WARP / R::CHUNKS : 0;  // rows in a step
   static_assert(COUNT * R::CHUNKS % WARP == 0);
   const int lane = static_cast<int>(threadIdx.x) % WARP;
-  const bool all = first <= 0 && last >= COUNT;
+  const auto count = static_cast<uint32_t>(max_i(last - first, 0));
   from += lane * 16;
-  if constexpr (POWER) {
-    constexpr int STRIDE = WARP / R::CHUNKS;  // rows in a step
-    const int row = lane / R::CHUNKS;
-    to += R::at(row, lane % R::CHUNKS);
+  const int lane_row = lane / R::CHUNKS;
+  const int lane_to = to + R::at(lane_row, lane % R::CHUNKS);
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      char* place = shared_memory() + ((to ^ (R::flip(i * STRIDE) * 16)) + i * STRIDE * R::ROW_BYTES);
-      const bool valid = all || (row + i * STRIDE >= first && row + i * STRIDE < last);
-      cp_async16(place, from + i * (WARP * 16), valid);
+  for (int i = 0; i < STEPS; ++i) {
+    int row, at;
+    if constexpr (POWER) {
+      row = lane_row + i * STRIDE;
+      at = (lane_to ^ (R::flip(i * STRIDE) * 16)) + i * STRIDE * R::ROW_BYTES;
+    } else {
+      row = (i * WARP + lane) / R::CHUNKS;
+      at = to + R::at(row, (i * WARP + lane) % R::CHUNKS);
     }
-  } else {
+    const bool valid = static_cast<uint32_t>(row - first) < count;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      const int row = (i * WARP + lane) / R::CHUNKS;
-      const int chunk = (i * WARP + lane) % R::CHUNKS;
-      cp_async16(shared_memory() + to + R::at(row, chunk), from + i * (WARP * 16), all || (row >= first && row < last));
+    for (int half = 0; half < HALVES; ++half) {
+      cp_async16(shared_memory() + at + half * to_step, from + half * from_step + i * (WARP * 16), valid);
     }
   }
 }

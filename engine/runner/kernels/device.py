@@ -14,6 +14,8 @@ from engine.runner.kernels import InputBuffers, StepSizes
 
 _COPY_BLOCK = 1024
 _POST_BLOCK = 256
+_MAX_PARTS = 32
+"""a long sequence beside many short ones must not make a grid of its length times their number"""
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "writes", "values"])
@@ -22,9 +24,10 @@ def apply_staged_writes_kernel(table: tl.tensor, writes: tl.tensor, values: tl.t
     dst = tl.load(write)
     src = tl.load(write + 1)
     length = tl.load(write + 2)
-    offsets = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < length
-    tl.store(table + dst + offsets, tl.load(values + src + offsets, mask=mask), mask=mask)
+    for first in range(tl.program_id(1).to(tl.int64) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        mask = offsets < length
+        tl.store(table + dst + offsets, tl.load(values + src + offsets, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -55,11 +58,18 @@ def _fill_samples(
 
 @triton.jit
 def _store_sample(
-    index: tl.tensor, row_at: tl.tensor, position: tl.tensor, end: tl.tensor, row: tl.tensor, seq_len: tl.tensor
+    indices: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    sample: tl.tensor,
+    end: tl.tensor,
+    row: tl.tensor,
+    seq_len: tl.tensor,
 ) -> None:
-    tl.store(index, (end - 1).to(tl.int64))
-    tl.store(row_at, row)
-    tl.store(position, seq_len.to(tl.int64))
+    if sample >= 0:
+        tl.store(indices + sample, (end - 1).to(tl.int64))
+        tl.store(rows + sample, row)
+        tl.store(positions + sample, seq_len.to(tl.int64))
 
 
 @triton.jit
@@ -113,9 +123,9 @@ def prepare_inputs_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # Program i < num_seqs writes all of sequence i; the last program writes every tail.
+    # Programs (i < num_seqs, part) write sequence i, the first of them what there is once; (num_seqs, 0) every tail.
     seq = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
+    part = tl.program_id(1)
     if seq < num_seqs:
         row = tl.load(step + seq).to(tl.int64)
         computed = tl.load(step + step_stride + seq)
@@ -123,12 +133,12 @@ def prepare_inputs_kernel(
         end = tl.load(step + 2 * step_stride + seq + 1)
         sample = tl.load(step + 3 * step_stride + seq)
         seq_len = computed + end - start
-        tl.store(seq_lens + seq, seq_len)
-        tl.store(query_start_loc + seq + 1, end)
-        if sample >= 0:
-            _store_sample(logits_indices + sample, sample_rows + sample, sample_positions + sample, end, row, seq_len)
-        for first in range(0, end - start, BLOCK):
-            offsets = first + lanes
+        if part == 0:
+            tl.store(seq_lens + seq, seq_len)
+            tl.store(query_start_loc + seq + 1, end)
+            _store_sample(logits_indices, sample_rows, sample_positions, sample, end, row, seq_len)
+        for first in range(part * BLOCK, end - start, tl.num_programs(1) * BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
             mask = offsets < end - start
             at = (computed + offsets).to(tl.int64)
             token = tl.load(tokens + row * tokens_stride + at, mask=mask, other=0)
@@ -137,7 +147,7 @@ def prepare_inputs_kernel(
             for group in tl.static_range(GROUPS):
                 table = tables + group * tables_group_stride + row * tables_row_stride
                 _write_slots(slots + group * slots_group_stride + start + offsets, table, at, mask, block_size)
-    else:
+    elif part == 0:
         tl.store(query_start_loc, 0)
         for group in tl.static_range(GROUPS):
             _fill(slots + group * slots_group_stride, num_tokens, padded_tokens, -1, BLOCK)
@@ -202,13 +212,17 @@ def post_update_kernel(
 
 
 class TritonKernels:
-    """See `InputKernels`."""
+    """See `InputKernels`. `block`: elements that a program handles at a time, a power of two; `parts`: programs that
+    share one sequence or one write at most. Tests take small ones."""
+
+    def __init__(self, block: int = _COPY_BLOCK, parts: int = _MAX_PARTS) -> None:
+        self._block, self._parts = block, parts
 
     def apply_staged_writes(
         self, table: torch.Tensor, writes: torch.Tensor, values: torch.Tensor, max_length: int
     ) -> None:
-        grid = (len(writes), triton.cdiv(max_length, _COPY_BLOCK))
-        apply_staged_writes_kernel[grid](table, writes, values, BLOCK=_COPY_BLOCK)
+        grid = (len(writes), self._parts_of(max_length))
+        apply_staged_writes_kernel[grid](table, writes, values, BLOCK=self._block)
 
     def prepare_inputs(
         self,
@@ -219,7 +233,8 @@ class TritonKernels:
         sizes: StepSizes,
         block_size: int,
     ) -> None:
-        prepare_inputs_kernel[(sizes.num_seqs + 1,)](
+        longest = sizes.num_tokens - sizes.num_seqs + 1  # a bound: every sequence has a token
+        prepare_inputs_kernel[(sizes.num_seqs + 1, self._parts_of(longest))](
             step,
             step.stride(0),
             tokens,
@@ -244,13 +259,13 @@ class TritonKernels:
             sizes.padded_query_len,
             block_size,
             GROUPS=block_tables.shape[0],
-            BLOCK=_COPY_BLOCK,
+            BLOCK=self._block,
         )
 
     def gather_block_tables(
         self, block_tables: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, sizes: StepSizes, num_columns: int
     ) -> None:
-        grid = (sizes.padded_seqs, block_tables.shape[0], triton.cdiv(num_columns, _COPY_BLOCK))
+        grid = (sizes.padded_seqs, block_tables.shape[0], triton.cdiv(num_columns, self._block))
         gather_block_tables_kernel[grid](
             block_tables,
             block_tables.stride(0),
@@ -261,7 +276,7 @@ class TritonKernels:
             out.stride(1),
             sizes.num_seqs,
             num_columns,
-            BLOCK=_COPY_BLOCK,
+            BLOCK=self._block,
         )
 
     def post_update(
@@ -271,3 +286,6 @@ class TritonKernels:
         post_update_kernel[(triton.cdiv(count, _POST_BLOCK),)](
             tokens, tokens.stride(0), rows, positions, token_ids, count, BLOCK=_POST_BLOCK
         )
+
+    def _parts_of(self, length: int) -> int:
+        return min(-(-length // self._block), self._parts)

@@ -74,15 +74,20 @@ class KernelSignature(msgspec.Struct, frozen=True):
     """attribute of `engine.sampling.kernels.device`"""
     signature: dict[str, str]
     constexprs: dict[str, int]
+    options: dict[str, int]
+    """how it is launched"""
 
+
+ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
+FOUR_WARPS = {"num_warps": 4, "enable_fp_fusion": False}
+EIGHT_WARPS = {"num_warps": 8, "enable_fp_fusion": False}
+"""for kernels that compute more than they read: with 8 tokens a thread, registers are few enough to hide latency"""
 
 _CHUNK, _BLOCK = 2048, 1024
 _ROW = {"logits": "*fp32", "rows": "*i64", "floats": "*fp32", "ints": "*i64", "chunk_keys": "*i32"}
-_FILTERED = {**_ROW, "chunk_lows": "*fp32", "sums": "*i64"}
-_SCAN = {
-    "logits": "*fp32", "chunk_keys": "*i32", "chunk_ids": "*i32", "chunk_lows": "*fp32", "sums": "*i64",
-    "sizes": "*i32",
-}  # fmt: skip
+_SURVEYS = {"chunk_lows": "*fp32", "counts": "*i32", "masses": "*fp32"}
+_SCAN = {"logits": "*fp32", "chunk_keys": "*i32", "chunk_ids": "*i32", **_SURVEYS, "sums": "*i64"}
+_LISTED = {"sums": "*i64", "spans": "*fp32", "listed": "*i64"}
 _DRAW = {**_ROW, "positions": "*i64", "borders": "*i32", "scores": "*fp32", "ids": "*i32"}
 _FINISH = {
     "chunk_keys": "*i32", "chunk_ids": "*i32", "rows": "*i64", "floats": "*fp32", "scores": "*fp32", "ids": "*i32",
@@ -103,22 +108,20 @@ def _signatures(vocab: int) -> Iterator[KernelSignature]:
     chunks = -(-vocab // _CHUNK)
     chunked = {"VOCAB": vocab, "CHUNK": _CHUNK, "CHUNKS": chunks}
     padded = {"CHUNKS": chunks, "PADDED": 1 << (chunks - 1).bit_length()}
-    shapes, unit, listed = {**chunked, **padded}, {"UNIT": mass_unit(vocab)}, {"CAPACITY": vocab // 4}
+    shapes, exact = {**chunked, **padded}, {"UNIT": mass_unit(vocab), "CAPACITY": vocab // 8}
     for flag in (0, 1):
-        yield KernelSignature("scan_kernel", _SCAN, {**chunked, "FILTERED": flag})
-        yield KernelSignature("draw_kernel", _DRAW, {**shapes, "FILTERED": flag})
-        yield KernelSignature("finish_kernel", _FINISH, {**padded, "DRAWN": flag})
-    lists = {**_FILTERED, "sizes": "*i32", "listed": "*i64"}
-    yield KernelSignature("survey_kernel", _FILTERED, {**shapes, **unit, "LANES": 128})
-    yield KernelSignature("gather_kernel", lists, {**shapes, **listed})
-    yield KernelSignature("select_kernel", {**lists, "borders": "*i32"}, {**shapes, **unit, **listed, "BLOCK": _BLOCK})
-    yield KernelSignature("penalise_kernel", _PENALISE, {"VOCAB": vocab, "BLOCK": _BLOCK})
-    yield KernelSignature("score_chunks_kernel", {**_SCORE, "columns": "i32"}, chunked)
-    yield KernelSignature(
-        "score_finish_kernel",
-        {**_SCORE, **_SCORED, "columns": "i32"},
-        {"VOCAB": vocab, **padded, "FLAT": 32 * padded["PADDED"]},
-    )
+        yield KernelSignature("scan_kernel", _SCAN, {**chunked, "FILTERED": flag}, FOUR_WARPS)
+        yield KernelSignature("draw_kernel", _DRAW, {**shapes, "FILTERED": flag}, EIGHT_WARPS)
+        yield KernelSignature("finish_kernel", _FINISH, {**padded, "DRAWN": flag}, ONE_WARP)
+        yield KernelSignature("survey_kernel", {**_ROW, **_SURVEYS}, {**shapes, "SURVEY": flag}, EIGHT_WARPS)
+    listing, searched = {**_ROW, **_SURVEYS, **_LISTED}, {**_ROW, **_LISTED, "borders": "*i32"}
+    yield KernelSignature("gather_kernel", listing, {**shapes, **exact}, EIGHT_WARPS)
+    searching = {"VOCAB": vocab, **padded, **exact, "BLOCK": _BLOCK}
+    yield KernelSignature("select_kernel", searched, searching, EIGHT_WARPS)
+    yield KernelSignature("penalise_kernel", _PENALISE, {"VOCAB": vocab, "BLOCK": _BLOCK}, FOUR_WARPS)
+    yield KernelSignature("score_chunks_kernel", {**_SCORE, "columns": "i32"}, chunked, FOUR_WARPS)
+    finishing = {"VOCAB": vocab, **padded, "FLAT": 32 * padded["PADDED"]}
+    yield KernelSignature("score_finish_kernel", {**_SCORE, **_SCORED, "columns": "i32"}, finishing, FOUR_WARPS)
 
 
 KERNELS: tuple[KernelSignature, ...] = tuple(_signatures(151_936))

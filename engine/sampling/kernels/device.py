@@ -14,8 +14,9 @@ import triton
 
 from engine.sampling.batch import BatchPlan, PenalisedGroup
 from engine.sampling.draw import mass_unit
-from engine.sampling.kernels import StepTensors
+from engine.sampling.kernels import EIGHT_WARPS, FOUR_WARPS, ONE_WARP, StepTensors
 from engine.sampling.kernels.device_draw import draw_kernel, finish_kernel, scan_kernel
+from engine.sampling.kernels.device_math import LEVELS, NUM_SUMS, SURVEYS
 from engine.sampling.kernels.device_score import penalise_kernel, score_chunks_kernel, score_finish_kernel
 from engine.sampling.kernels.device_select import gather_kernel, select_kernel, survey_kernel
 from engine.sampling.logprobs import LogprobTensors, empty_scores
@@ -37,8 +38,6 @@ __all__ = [
 
 MAX_FUSED_COLUMNS = 32
 """alternatives up to which log-probabilities are one pass; more take `top_ids`"""
-_LEVELS = 16
-_FOUR_WARPS = {"num_warps": 4, "enable_fp_fusion": False}
 _SCORED_ROWS = 1024
 """rows of one launch: bounds the candidates of a long prompt's log-probabilities"""
 
@@ -51,13 +50,15 @@ class TritonKernels:
 
     def __init__(self, vocab_size: int, device: torch.device, chunk: int = 2048, block: int = 1024) -> None:
         chunks = triton.cdiv(vocab_size, chunk)
-        self._vocab, self._device, self._chunks, self._block = vocab_size, device, chunks, block
-        self._capacity = max(vocab_size // 4, 1)
+        self._vocab, self._device, self._chunks = vocab_size, device, chunks
+        # Less than the vocabulary: Triton 3.6 fails an assertion on a loop over blocks that cannot go round twice.
+        self._block = min(block, 1 << max((vocab_size - 1).bit_length() - 1, 0))
+        self._chunk = chunk
+        self._capacity = max(vocab_size // 8, 1)
         self._chunked = {"VOCAB": vocab_size, "CHUNK": chunk, "CHUNKS": chunks}
         self._padded = {"CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks)}
         self._shapes = {**self._chunked, **self._padded}
         self._unit = mass_unit(vocab_size)
-        self._lanes = min(128, chunk)
         self._no_sums = torch.empty(1, dtype=torch.int64, device=device)
 
     def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
@@ -78,7 +79,7 @@ class TritonKernels:
             ids.shape[1],
             VOCAB=self._vocab,
             BLOCK=self._block,
-            **_FOUR_WARPS,
+            **FOUR_WARPS,
         )
 
     def draw(self, step: StepTensors, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,11 +96,11 @@ class TritonKernels:
             scores, ids = self._empty(*shape, dtype=torch.float32), self._empty(*shape, dtype=torch.int32)
             draw_kernel[shape](
                 logits, step.rows, step.floats, step.ints, keys, step.positions, borders, scores, ids,
-                FILTERED=int(filtered), **self._shapes, **_FOUR_WARPS,
+                FILTERED=int(filtered), **self._shapes, **EIGHT_WARPS,
             )  # fmt: skip
         finish_kernel[(m,)](
             keys, firsts, step.rows, step.floats, scores, ids, tokens, faults,
-            DRAWN=int(bool(plan.draws)), **self._padded, num_warps=1, enable_fp_fusion=False,
+            DRAWN=int(bool(plan.draws)), **self._padded, **ONE_WARP,
         )  # fmt: skip
         return tokens, faults
 
@@ -112,23 +113,27 @@ class TritonKernels:
         grid = (m, self._chunks)
         keys, firsts = self._empty(*grid, dtype=torch.int32), self._empty(*grid, dtype=torch.int32)
         if not filtered:
+            unused = keys.view(torch.float32)
             scan_kernel[grid](
-                logits, keys, firsts, keys.view(torch.float32), self._no_sums, keys,
-                FILTERED=0, **self._chunked, **_FOUR_WARPS,
-            )  # fmt: skip
+                logits, keys, firsts, unused, keys, unused, self._no_sums, FILTERED=0, **self._chunked, **FOUR_WARPS
+            )
             return keys, firsts, keys
         lows = self._empty(*grid, dtype=torch.float32)
-        sums, sizes = self._empty(m, 2, _LEVELS, dtype=torch.int64), self._empty(m, dtype=torch.int32)
+        surveys = (m, SURVEYS.value, LEVELS.value)
+        counts, masses = self._empty(*surveys, dtype=torch.int32), self._empty(*surveys, dtype=torch.float32)
+        sums, spans = self._empty(m, NUM_SUMS.value, dtype=torch.int64), self._empty(m, 2, dtype=torch.float32)
         listed = self._empty(m, self._capacity, dtype=torch.int64)
         borders = self._empty(m, 2, dtype=torch.int32)
-        row = (logits, step.rows, step.floats, step.ints, keys, lows, sums)
-        scan_kernel[grid](logits, keys, firsts, lows, sums, sizes, FILTERED=1, **self._chunked, **_FOUR_WARPS)
-        survey_kernel[grid](*row, UNIT=self._unit, LANES=self._lanes, **self._shapes, **_FOUR_WARPS)
-        gather_kernel[grid](*row, sizes, listed, CAPACITY=self._capacity, **self._shapes, **_FOUR_WARPS)
+        row = (logits, step.rows, step.floats, step.ints, keys)
+        surveyed = (*row, lows, counts, masses)
+        exact = {"VOCAB": self._vocab, **self._padded, "UNIT": self._unit, "CAPACITY": self._capacity}
+        scan_kernel[grid](logits, keys, firsts, lows, counts, masses, sums, FILTERED=1, **self._chunked, **FOUR_WARPS)
+        for survey in range(SURVEYS.value):
+            survey_kernel[grid](*surveyed, SURVEY=survey, **self._shapes, **EIGHT_WARPS)
+        gather_kernel[grid](*surveyed, sums, spans, listed, CHUNK=self._chunk, **exact, **EIGHT_WARPS)
         select_kernel[(m,)](
-            *row, sizes, listed, borders,
-            UNIT=self._unit, CAPACITY=self._capacity, BLOCK=self._block, **self._shapes,
-            num_warps=8, enable_fp_fusion=False,
+            *row, sums, spans, listed, borders,
+            BLOCK=self._block, **exact, **EIGHT_WARPS,
         )  # fmt: skip
         return keys, firsts, borders
 
@@ -168,10 +173,10 @@ class TritonKernels:
         candidates = self._empty(*shape, max(columns, 1), dtype=torch.int64)
         totals = self._empty(n, dtype=torch.float32)
         row = (logits, targets, maxima, sums, greater, candidates)
-        score_chunks_kernel[shape](*row, columns, **self._chunked, **_FOUR_WARPS)
+        score_chunks_kernel[shape](*row, columns, **self._chunked, **FOUR_WARPS)
         score_finish_kernel[(n,)](
             *row, ids, logprobs, ranks, totals, columns,
-            VOCAB=self._vocab, FLAT=MAX_FUSED_COLUMNS * self._padded["PADDED"], **self._padded, **_FOUR_WARPS,
+            VOCAB=self._vocab, FLAT=MAX_FUSED_COLUMNS * self._padded["PADDED"], **self._padded, **FOUR_WARPS,
         )  # fmt: skip
         return totals
 

@@ -6,6 +6,8 @@ comparison hangs on it, so that a GPU rounds as the torch path on a CPU does. ex
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -21,14 +23,27 @@ NUM_INTS = tl.constexpr(columns.NUM_INTS)
 
 ID_MASK = tl.constexpr(0x7FFFFFFF)
 LEVELS = tl.constexpr(16)
-"""cuts of a row's range of logits; the last is minus infinity"""
-_REACH = tl.constexpr(40.0)
-"""Masses vanish at 31 temperatures below the maximum; outliers (masks of -1e9, say) must not stretch the levels."""
+"""cuts of a range of logits"""
+SURVEYS = tl.constexpr(2)
+"""each narrows a row's range of logits to one of `LEVELS` parts, so the borders are sought in 1 / 256 of it"""
+COUNT_ABOVE = tl.constexpr(0)
+MASS_ABOVE = tl.constexpr(1)
+MASS_LISTED = tl.constexpr(2)
+TOTAL_MASS = tl.constexpr(3)
+LISTED = tl.constexpr(4)
+NUM_SUMS = tl.constexpr(8)
+"""exact sums of a row, int64: tokens and mass above the listed ones, mass of these, of the row, and their number"""
+_REACH = tl.constexpr(44.0)
+"""Masses vanish at 31 temperatures below the maximum (with a vocabulary of two, at 42), and nothing is drawn from below
+`_HOPELESS` (device_draw.py). Outliers (masks of -1e9, say) must not stretch the levels."""
 _GOLDEN = tl.constexpr(0x9E3779B9)
 _POSITION_STEP = tl.constexpr(0x85EBCA6B)
 _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B)
 _UNIT = tl.constexpr(2.0**-31 * (1.0 - 2.0**-24))
+_ONE_BITS = tl.constexpr(0x3F800000)
+_LOG_OF_BIT = tl.constexpr(-math.log(2) * 2.0**-23)
+_SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit
@@ -63,19 +78,32 @@ def draw_keys(words: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 
 @triton.jit
-def log_exponential(token_ids: tl.tensor, k0: tl.tensor, k1: tl.tensor) -> tl.tensor:
-    """noise.py: log(E) of tokens. log1p by Kahan's correction, exact to a few units in the last place."""
+def uniforms(token_ids: tl.tensor, k0: tl.tensor, k1: tl.tensor) -> tl.tensor:
+    """noise.py: the number in (0, 1) that is a token's noise."""
     x = token_ids.to(tl.uint32) * _GOLDEN + k0
     x = x ^ (x >> 16)
     x = x * _MULTIPLIER_1 + k1
     x = x ^ (x >> 15)
     x = x * _MULTIPLIER_2
     signed = x.to(tl.int32, bitcast=True)
-    uniform = ((signed ^ (signed >> 16)).to(tl.float32) + 0.5) * _UNIT
+    return ((signed ^ (signed >> 16)).to(tl.float32) + 0.5) * _UNIT
+
+
+@triton.jit
+def log_exponential(uniform: tl.tensor) -> tl.tensor:
+    """noise.py: log(E). log1p by Kahan's correction, exact to a few units in the last place."""
     rest = 1.0 - uniform
     lost = rest - 1.0
     exact = lost == 0.0
     return tl.log(tl.where(exact, uniform, tl.log(rest) * uniform / tl.where(exact, -1.0, lost)))
+
+
+@triton.jit
+def gumbel_bound(uniform: tl.tensor) -> tl.tensor:
+    """At least -log(E), by at most 0.07 where it matters (small E), and without a logarithm: E >= uniform, and the
+    bits of a float are a scaled log2 of it, too small by up to 0.09. `_SLACK` outweighs every rounding."""
+    bits = uniform.to(tl.int32, bitcast=True)
+    return (bits - _ONE_BITS).to(tl.float32) * _LOG_OF_BIT + _SLACK
 
 
 @triton.jit
@@ -100,15 +128,23 @@ def row_top(chunk_keys: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr) -
 
 
 @triton.jit
-def row_levels(
+def row_bottom(
     top: tl.tensor, chunk_lows: tl.tensor, temperature: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
-    """Falling cuts float32 `[LEVELS]` through a row's range of logits."""
+    """A logit below which no token of a row has mass, nor can be drawn: the smallest, unless that is far away."""
     chunk = tl.arange(0, PADDED)
     low = tl.min(tl.load(chunk_lows + chunk, mask=chunk < CHUNKS, other=float("inf")), axis=0)
-    reach = tl.minimum(top - low, tl.maximum(temperature, 1.0) * _REACH)
+    reach = tl.maximum(temperature, 1.0) * _REACH
+    return tl.where(top - low <= reach, low, top - reach)
+
+
+@triton.jit
+def row_levels(top: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Falling cuts float32 `[LEVELS]` through the logits of [low, high); the last is `low`."""
+    ceiling = tl.minimum(high, top)
     level = tl.arange(0, LEVELS)
-    return tl.where(level == LEVELS - 1, float("-inf"), top - reach * ((level + 1).to(tl.float32) * (1.0 / 15)))
+    cuts = tl.maximum(ceiling - (ceiling - low) * ((level + 1).to(tl.float32) * (1.0 / LEVELS)), low)
+    return tl.where(level == LEVELS - 1, low, cuts)
 
 
 @triton.jit
@@ -135,14 +171,39 @@ def first_level(sums: tl.tensor, target: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def bracket(counts: tl.tensor, masses: tl.tensor, top_k: tl.tensor, top_p: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(first, last): the borders of top-k and top-p lie at or above level `last` and below level `first - 1`.
+def row_span(
+    row: tl.tensor,
+    chunk_keys: tl.tensor,
+    chunk_lows: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROUNDS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(largest logit, low, high): after `ROUNDS` surveys the borders of top-k and top-p lie in [low, high).
 
-    With both filters top-p's target is a part of what top-k leaves, of which the levels give a lower bound only.
+    That is certain of top-k. Masses are floating-point sums here, so of top-p it is a guess that `select_kernel`
+    verifies. With both filters top-p's target is a part of what top-k leaves, of which there is a lower bound only.
     """
-    by_count = first_level(counts, top_k)
-    least = tl.where(top_k > 0, pick(masses, by_count - 1), pick(masses, LEVELS - 1))
-    by_mass = first_level(masses, top_p_target(least, top_p))
-    last = tl.where(top_k > 0, by_count, by_mass)
-    first = tl.where(top_p < 1.0, tl.minimum(by_mass, last), last)
-    return first, last
+    top = key_logit(row_top(chunk_keys + row * CHUNKS, CHUNKS, PADDED))
+    low = row_bottom(top, chunk_lows + row * CHUNKS, temperature, CHUNKS, PADDED)
+    high = tl.full([], float("inf"), tl.float32)
+    least = tl.zeros([], tl.float32)
+    for survey in tl.static_range(ROUNDS):
+        levels = row_levels(top, low, high)
+        at = (row * SURVEYS + survey) * LEVELS + tl.arange(0, LEVELS)
+        mass_above = tl.load(masses + at)
+        by_count = first_level(tl.load(counts + at), top_k)
+        if survey == 0:
+            least = tl.where(top_k > 0, least, pick(mass_above, LEVELS - 1))
+        least = tl.where(top_k > 0, tl.maximum(least, pick(mass_above, by_count - 1)), least)
+        by_mass = first_level(mass_above, least * top_p)
+        last = tl.where(top_k > 0, by_count, by_mass)
+        first = tl.where(top_p < 1.0, tl.minimum(by_mass, last), last)
+        high = tl.minimum(high, pick_level(levels, first - 1))
+        low = pick_level(levels, last)
+    return top, low, high

@@ -1,8 +1,10 @@
 """Where top-k and top-p end, without a sort: three kernels narrow a row's range of logits down to one key.
 
-*Survey*: how many tokens, and how much mass, lie above each of 16 levels. *Gather*: the tokens between the two levels
-that enclose the borders are listed. *Select*: a 9-ary search over the 32-bit order key counts in that list alone.
-Counts and masses are integers, so neither the order of atomics nor that of the list can change the result.
+*Survey*, twice: how many tokens, and about how much mass, lie above each of 16 levels; the second time between the two
+levels that enclose the borders. *Gather*: what is left between two levels is listed, and exact sums say what lies
+above. *Select*: a 9-ary search over the 32-bit order key counts in that list alone; where the list does not fit, or
+the surveys guessed wrong, in the whole row. Whatever decides is an integer, so neither the order of atomics nor that
+of the list can change the result; the surveys' floating-point masses only decide how much work it is.
 """
 
 from __future__ import annotations
@@ -11,21 +13,26 @@ import triton
 import triton.language as tl
 
 from engine.sampling.kernels.device_math import (
+    COUNT_ABOVE,
     ID_MASK,
     LEVELS,
+    LISTED,
     LOG_MIN_P,
+    MASS_ABOVE,
+    MASS_LISTED,
     NUM_FLOATS,
     NUM_INTS,
+    NUM_SUMS,
+    SURVEYS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    bracket,
+    TOTAL_MASS,
     key_logit,
     mass,
     order_key,
-    pick,
-    pick_level,
     row_levels,
+    row_span,
     row_top,
     scaled,
     top_p_target,
@@ -35,6 +42,8 @@ _PIVOTS = tl.constexpr(8)
 _COUNT = tl.constexpr(0)
 _MASS = tl.constexpr(1)
 _TIES = tl.constexpr(2)
+_MASSLESS = tl.constexpr(-44.0)
+"""below this `mass` is 0, whatever the vocabulary"""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -45,36 +54,39 @@ def survey_kernel(
     ints: tl.tensor,
     chunk_keys: tl.tensor,
     chunk_lows: tl.tensor,
-    sums: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
-    UNIT: tl.constexpr,
-    LANES: tl.constexpr,
+    SURVEY: tl.constexpr,
 ) -> None:
-    # Program (row, chunk) adds its counts and masses to sums[row, 0] and sums[row, 1].
+    # Program (row, chunk) adds what its tokens contribute to counts[row, SURVEY] and masses[row, SURVEY].
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     entry = tl.load(rows + row)
     floats += entry * NUM_FLOATS
     temperature = tl.load(floats + TEMPERATURE)
-    if (temperature > 0.0) & ((tl.load(floats + TOP_P) < 1.0) | (tl.load(ints + entry * NUM_INTS + TOP_K) > 0)):
-        top = key_logit(row_top(chunk_keys + row * CHUNKS, CHUNKS, PADDED))
-        levels = row_levels(top, chunk_lows + row * CHUNKS, temperature, CHUNKS, PADDED)
-        log_min_p = tl.load(floats + LOG_MIN_P)
-        counts = tl.zeros([LEVELS, LANES], tl.int32)
-        masses = tl.zeros([LEVELS, LANES], tl.int64)
-        for start in range(0, CHUNK, LANES):
-            ids = chunk * CHUNK + start + tl.arange(0, LANES)
+    top_p = tl.load(floats + TOP_P)
+    top_k = tl.load(ints + entry * NUM_INTS + TOP_K)
+    if (temperature > 0.0) & ((top_p < 1.0) | (top_k > 0)):
+        top, low, high = row_span(
+            row, chunk_keys, chunk_lows, counts, masses, temperature, top_k, top_p, CHUNKS, PADDED, SURVEY
+        )
+        if key_logit(tl.load(chunk_keys + row * CHUNKS + chunk)) >= low:
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
             values = tl.load(logits + row * VOCAB + ids, mask=ids < VOCAB, other=float("nan"))
-            weights = mass(scaled(values, top, temperature), log_min_p, UNIT)
-            above = values[None, :] >= levels[:, None]
-            counts += above.to(tl.int32)
-            masses += tl.where(above, weights[None, :], 0)
-        target = sums + row * 2 * LEVELS + tl.arange(0, LEVELS)
-        tl.atomic_add(target, tl.sum(counts, axis=1).to(tl.int64), sem="relaxed")
-        tl.atomic_add(target + LEVELS, tl.sum(masses, axis=1), sem="relaxed")
+            levels = row_levels(top, low, high)
+            at = (row * SURVEYS + SURVEY) * LEVELS + tl.arange(0, LEVELS)
+            if top_k > 0:
+                above = values[None, :] >= levels[:, None]
+                tl.atomic_add(counts + at, tl.sum(above.to(tl.int32), axis=1), sem="relaxed")
+            if top_p < 1.0:  # compares again: 16 comparisons of each token do not stay in registers
+                share = (values - top) * (1.0 / temperature)
+                weights = tl.exp(tl.where(share >= tl.load(floats + LOG_MIN_P), share, float("-inf")))
+                heavy = tl.where(values[None, :] >= levels[:, None], weights[None, :], 0.0)
+                tl.atomic_add(masses + at, tl.sum(heavy, axis=1), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -85,37 +97,52 @@ def gather_kernel(
     ints: tl.tensor,
     chunk_keys: tl.tensor,
     chunk_lows: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
     sums: tl.tensor,
-    sizes: tl.tensor,
+    spans: tl.tensor,
     listed: tl.tensor,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
+    UNIT: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> None:
-    # Program (row, chunk) appends (key, id) of its tokens inside the bracket to listed[row], in any order. What does
-    # not fit is counted all the same: `select_kernel` then reads the whole row.
+    # Program (row, chunk) appends (key, id) of its tokens in [low, high) to listed[row], in any order, and adds to the
+    # exact sums. What does not fit is counted all the same: `select_kernel` then reads the whole row.
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     entry = tl.load(rows + row)
-    temperature = tl.load(floats + entry * NUM_FLOATS + TEMPERATURE)
-    top_p = tl.load(floats + entry * NUM_FLOATS + TOP_P)
+    floats += entry * NUM_FLOATS
+    temperature = tl.load(floats + TEMPERATURE)
+    top_p = tl.load(floats + TOP_P)
     top_k = tl.load(ints + entry * NUM_INTS + TOP_K)
     if (temperature > 0.0) & ((top_p < 1.0) | (top_k > 0)):
-        top = key_logit(row_top(chunk_keys + row * CHUNKS, CHUNKS, PADDED))
-        levels = row_levels(top, chunk_lows + row * CHUNKS, temperature, CHUNKS, PADDED)
-        row_sums = sums + row * 2 * LEVELS + tl.arange(0, LEVELS)
-        first, last = bracket(tl.load(row_sums), tl.load(row_sums + LEVELS), top_k, top_p)
-        low = pick_level(levels, last)
-        high = pick_level(levels, first - 1)
-        if key_logit(tl.load(chunk_keys + row * CHUNKS + chunk)) >= low:
+        top, low, high = row_span(
+            row, chunk_keys, chunk_lows, counts, masses, temperature, top_k, top_p, CHUNKS, PADDED, SURVEYS
+        )
+        if chunk == 0:
+            tl.store(spans + row * 2, low)
+            tl.store(spans + row * 2 + 1, high)
+        here = key_logit(tl.load(chunk_keys + row * CHUNKS + chunk))
+        weighed = (top_p < 1.0) & (scaled(here, top, temperature) >= _MASSLESS)
+        if weighed | (here >= low):
+            sums += row * NUM_SUMS
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             values = tl.load(logits + row * VOCAB + ids, mask=ids < VOCAB, other=float("nan"))
+            above = values >= high
             inside = (values >= low) & (values < high)
             found = tl.sum(inside.to(tl.int32), axis=0)
+            tl.atomic_add(sums + COUNT_ABOVE, tl.sum(above.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+            if weighed:
+                weights = mass(scaled(values, top, temperature), tl.load(floats + LOG_MIN_P), UNIT)
+                tl.atomic_add(sums + MASS_ABOVE, tl.sum(tl.where(above, weights, 0), axis=0), sem="relaxed")
+                tl.atomic_add(sums + MASS_LISTED, tl.sum(tl.where(inside, weights, 0), axis=0), sem="relaxed")
+                tl.atomic_add(sums + TOTAL_MASS, tl.sum(weights, axis=0), sem="relaxed")
             if found > 0:
-                places = tl.atomic_add(sizes + row, found, sem="relaxed") + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+                begin = tl.atomic_add(sums + LISTED, found.to(tl.int64), sem="relaxed")
+                places = begin + tl.cumsum(inside.to(tl.int32), axis=0) - 1
                 packed = (order_key(values).to(tl.int64) << 32) | ids
                 tl.store(listed + row * CAPACITY + places, packed, mask=inside & (places < CAPACITY))
 
@@ -225,12 +252,31 @@ def _search(
 
 
 @triton.jit
+def _first_ids(
+    logits: tl.tensor, key: tl.tensor, wanted: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The id of token number `wanted` (>= 1) among those of a row whose key is `key`: one pass, as far as needed."""
+    place = tl.arange(0, BLOCK)
+    start = tl.zeros([], tl.int32)
+    left = wanted
+    equal = (order_key(tl.load(logits + place, mask=place < VOCAB, other=float("nan"))) == key).to(tl.int32)
+    found = tl.sum(equal, axis=0)
+    while (found < left) & (start + BLOCK < VOCAB):
+        left -= found
+        start += BLOCK
+        ids = start + place
+        equal = (order_key(tl.load(logits + ids, mask=ids < VOCAB, other=float("nan"))) == key).to(tl.int32)
+        found = tl.sum(equal, axis=0)
+    return start + tl.sum(tl.where((equal > 0) & (tl.cumsum(equal, axis=0) == left), place, 0), axis=0)
+
+
+@triton.jit
 def _borders(
     top_k: tl.tensor,
     top_p: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    levels: tl.tensor,
+    sums: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
     logits: tl.tensor,
     listed: tl.tensor,
     size: tl.tensor,
@@ -241,21 +287,21 @@ def _borders(
     UNIT: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """(border key int64; how many of the tokens equal to it are kept, int64: 0 for all) of a row that filters."""
-    first, last = bracket(counts, masses, top_k, top_p)
-    low = pick_level(levels, last)
-    high = pick_level(levels, first - 1)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(border key int64; how many of the tokens equal to it are kept, int64: 0 for all; the size of the list, or more
+    than fits where it must not be used) of a row that filters."""
     lowest = order_key(low).to(tl.int64)
     highest = tl.minimum(order_key(high).to(tl.int64) - 1, top_key.to(tl.int64))
     top = key_logit(top_key)
-    mass_above = pick(masses, first - 1)
-    total = pick(masses, LEVELS - 1)
+    count_above = tl.load(sums + COUNT_ABOVE)
+    mass_above = tl.load(sums + MASS_ABOVE)
+    mass_listed = tl.load(sums + MASS_LISTED)
+    total = tl.load(sums + TOTAL_MASS)
     key = lowest
     ties = tl.zeros([], tl.int64)
-    if top_k > 0:
+    if (top_k > 0) & (top_k < count_above + size):  # else it cuts off nothing that could be drawn
         key, before, within = _search(
-            lowest, highest, pick(counts, first - 1), pick(counts, last), top_k, logits, listed, size, low, high,
+            lowest, highest, count_above, count_above + size, top_k, logits, listed, size, low, high,
             top_key, top, temperature, log_min_p, VOCAB, UNIT, CAPACITY, BLOCK, _COUNT,
         )  # fmt: skip
         ties = tl.where(top_k >= within, 0, top_k - before)
@@ -268,14 +314,23 @@ def _borders(
             total = mass_above + tl.max(over, axis=0) + (top_k - before) * tied_mass
     if top_p < 1.0:
         target = top_p_target(total, top_p)
+        within = mass_above + mass_listed
+        if (mass_above >= target) | (within < target):  # the surveys' guess was wrong
+            size = tl.zeros([], tl.int32) + CAPACITY + 1
+            low = tl.full([], float("-inf"), tl.float32)
+            high = tl.full([], float("inf"), tl.float32)
+            lowest = order_key(low).to(tl.int64)
+            highest = top_key.to(tl.int64)
+            mass_above = tl.zeros([], tl.int64)
+            within = tl.load(sums + TOTAL_MASS)
         key, before, within = _search(
-            lowest, highest, mass_above, pick(masses, last), target, logits, listed, size, low, high,
+            lowest, highest, mass_above, within, target, logits, listed, size, low, high,
             top_key, top, temperature, log_min_p, VOCAB, UNIT, CAPACITY, BLOCK, _MASS,
         )  # fmt: skip
         tied_mass = tl.maximum(mass(scaled(key_logit(key.to(tl.int32)), top, temperature), log_min_p, UNIT), 1)
         ties = (target - before + tied_mass - 1) // tied_mass
         ties = tl.where(before + ties * tied_mass >= within, 0, ties)
-    return key, ties
+    return key, ties, size
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -285,13 +340,11 @@ def select_kernel(
     floats: tl.tensor,
     ints: tl.tensor,
     chunk_keys: tl.tensor,
-    chunk_lows: tl.tensor,
     sums: tl.tensor,
-    sizes: tl.tensor,
+    spans: tl.tensor,
     listed: tl.tensor,
     borders: tl.tensor,
     VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
     UNIT: tl.constexpr,
@@ -309,26 +362,26 @@ def select_kernel(
     if (temperature > 0.0) & ((top_p < 1.0) | (top_k > 0)):
         logits += row * VOCAB
         listed += row * CAPACITY
-        size = tl.load(sizes + row)
+        sums += row * NUM_SUMS
+        low = tl.load(spans + row * 2)
+        high = tl.load(spans + row * 2 + 1)
         log_min_p = tl.load(floats + entry * NUM_FLOATS + LOG_MIN_P)
         top_key = row_top(chunk_keys + row * CHUNKS, CHUNKS, PADDED)
-        top = key_logit(top_key)
-        levels = row_levels(top, chunk_lows + row * CHUNKS, temperature, CHUNKS, PADDED)
-        row_sums = sums + row * 2 * LEVELS + tl.arange(0, LEVELS)
-        counts, masses = tl.load(row_sums), tl.load(row_sums + LEVELS)
-        key, ties = _borders(
-            top_k, top_p, counts, masses, levels, logits, listed, size, top_key, temperature, log_min_p,
+        size = tl.load(sums + LISTED).to(tl.int32)
+        key, ties, size = _borders(
+            top_k, top_p, sums, low, high, logits, listed, size, top_key, temperature, log_min_p,
             VOCAB, UNIT, CAPACITY, BLOCK,
         )  # fmt: skip
         border = key.to(tl.int32)
         if ties > 0:
-            first, last = bracket(counts, masses, top_k, top_p)
-            none = tl.zeros([], tl.int64)
-            found, _, _ = _search(
-                none + (ID_MASK - VOCAB + 1), none + ID_MASK, none, none, ties, logits, listed, size,
-                pick_level(levels, last), pick_level(levels, first - 1), border, top, temperature, log_min_p,
-                VOCAB, UNIT, CAPACITY, BLOCK, _TIES,
-            )  # fmt: skip
-            limit = (found ^ ID_MASK).to(tl.int32)
+            if size <= CAPACITY:
+                none = tl.zeros([], tl.int64)
+                found, _, _ = _search(
+                    none + (ID_MASK - VOCAB + 1), none + ID_MASK, none, none, ties, logits, listed, size, low, high,
+                    border, key_logit(top_key), temperature, log_min_p, VOCAB, UNIT, CAPACITY, BLOCK, _TIES,
+                )  # fmt: skip
+                limit = (found ^ ID_MASK).to(tl.int32)
+            else:
+                limit = _first_ids(logits, border, ties.to(tl.int32), VOCAB, BLOCK)
     tl.store(borders + row * 2, border)
     tl.store(borders + row * 2 + 1, limit)

@@ -34,7 +34,6 @@ constexpr int WARP = 32;
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min_i(int a, int b) { return a < b ? a : b; }
 inline int max_i(int a, int b) { return a > b ? a : b; }
-inline float min_f(float a, float b) { return fminf(a, b); }
 inline float max_f(float a, float b) { return fmaxf(a, b); }
 inline uint32_t float_bits(float x) { return emulator::bits_of(x); }
 inline float bits_float(uint32_t x) { return emulator::float_of(x); }
@@ -57,28 +56,18 @@ inline float to_float(f16 x) { return emulator::f16_to_float(x.bits); }
 inline float to_float(fp8 x) { return emulator::fp8_to_float(x.bits); }
 
 template <class T>
-inline T from_float(float x);
+uint32_t pack2(float low, float high);
 template <>
-inline bf16 from_float<bf16>(float x) {
-  return bf16{emulator::float_to_bf16(x)};
+inline uint32_t pack2<bf16>(float low, float high) {
+  return emulator::float_to_bf16(low) | uint32_t{emulator::float_to_bf16(high)} << 16;
 }
 template <>
-inline f16 from_float<f16>(float x) {
-  return f16{emulator::float_to_f16(x)};
-}
-template <>
-inline fp8 from_float<fp8>(float x) {
-  return fp8{emulator::float_to_fp8(x)};
-}
-
-template <class T>
-inline uint32_t pack2(float low, float high) {
-  static_assert(sizeof(T) == 2);
-  return from_float<T>(low).bits | uint32_t{from_float<T>(high).bits} << 16;
+inline uint32_t pack2<f16>(float low, float high) {
+  return emulator::float_to_f16(low) | uint32_t{emulator::float_to_f16(high)} << 16;
 }
 inline uint32_t pack4_fp8(float a, float b, float c, float d) {
-  return from_float<fp8>(a).bits | uint32_t{from_float<fp8>(b).bits} << 8 | uint32_t{from_float<fp8>(c).bits} << 16 |
-         uint32_t{from_float<fp8>(d).bits} << 24;
+  return emulator::float_to_fp8(a) | uint32_t{emulator::float_to_fp8(b)} << 8 |
+         uint32_t{emulator::float_to_fp8(c)} << 16 | uint32_t{emulator::float_to_fp8(d)} << 24;
 }
 template <class T>
 inline float unpack_low(uint32_t two) {
@@ -138,9 +127,6 @@ inline bool any_in_warp(bool x, emulator::Site site = emulator::Site::current())
   return operand.value;
 }
 
-inline void griddep_wait() {}
-inline void griddep_launch() {}
-
 // ---- memory ----
 
 inline char* shared_memory() { return emulator::shared_memory(); }
@@ -161,6 +147,19 @@ inline vec16 load16_streaming(const void* from, emulator::Site site = emulator::
 inline void store16_streaming(void* to, vec16 value, emulator::Site site = emulator::Site::current()) {
   store16(to, value, site);
 }
+
+// Blocks run one after another here, so these can only be tested for what they compute, not for when it is seen.
+inline void fence_device() {}
+inline int atomic_add(int* at, int value) {
+  const int before = *at;
+  *at = before + value;
+  return before;
+}
+inline float load_fresh(const float* from) { return *from; }
+inline vec16 load16_fresh(const void* from, emulator::Site site = emulator::Site::current()) {
+  return load16(from, site);
+}
+
 inline void cp_async16(void* shared, const void* global, bool valid, emulator::Site site = emulator::Site::current()) {
   emulator::cp_async16(shared, global, valid, site);
 }
@@ -194,11 +193,6 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared_row,
 inline void ldmatrix_x2(uint32_t (&r)[2], const void* shared_row, emulator::Site site = emulator::Site::current()) {
   detail::ldmatrix(r, shared_row, false, site);
 }
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared_row,
-                              emulator::Site site = emulator::Site::current()) {
-  detail::ldmatrix(r, shared_row, true, site);
-}
-
 template <class T>
 struct is_f16;
 template <>
@@ -220,13 +214,11 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 // ---- host ----
 
 template <class Params>
-const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream, const Params& params,
-                   bool overlap = false) {
+const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream, const Params& params) {
   struct Job {
     void (*kernel)(Params);
     const Params& params;
   };
-  static_cast<void>(overlap);  // kernels of a stream run one after another here
   const Job job{kernel, params};
   const auto entry = [](const void* argument) {
     const Job& job = *static_cast<const Job*>(argument);

@@ -27,7 +27,7 @@ __global__ void mma_registers(MmaParams p) {
 struct LdMatrixParams {
   const vec16* rows;   // [32]
   const int* order;    // [32]: the row that each lane names
-  uint32_t* out;       // [4 variants][32 lanes][4]
+  uint32_t* out;       // [3 variants][32 lanes][4]
 };
 
 __global__ void ldmatrix_registers(LdMatrixParams p) {
@@ -36,15 +36,14 @@ __global__ void ldmatrix_registers(LdMatrixParams p) {
   store16(shared + lane * 16, load16(p.rows + lane));
   sync_warp();
   const char* row = shared + p.order[lane] * 16;
-  uint32_t four[2][4], two[2][2];
+  uint32_t four[2][4], two[2];
   ldmatrix_x4(four[0], row);
   ldmatrix_x4_trans(four[1], row);
-  ldmatrix_x2(two[0], row);
-  ldmatrix_x2_trans(two[1], row);
+  ldmatrix_x2(two, row);
   for (int variant = 0; variant < 2; ++variant) {
     for (int i = 0; i < 4; ++i) p.out[variant * 128 + lane * 4 + i] = four[variant][i];
-    for (int i = 0; i < 2; ++i) p.out[256 + variant * 128 + lane * 4 + i] = two[variant][i];
   }
+  for (int i = 0; i < 2; ++i) p.out[256 + lane * 4 + i] = two[i];
 }
 
 // ---- conversions over arrays ----
@@ -59,13 +58,6 @@ template <class T>
 __global__ void widen(ConvertParams p) {  // T -> float
   for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < p.count; i += gridDim.x * blockDim.x) {
     static_cast<float*>(p.out)[i] = to_float(static_cast<const T*>(p.in)[i]);
-  }
-}
-
-template <class T>
-__global__ void narrow(ConvertParams p) {  // float -> T
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < p.count; i += gridDim.x * blockDim.x) {
-    static_cast<T*>(p.out)[i] = from_float<T>(static_cast<const float*>(p.in)[i]);
   }
 }
 
@@ -105,6 +97,34 @@ __global__ void functions(ConvertParams p) {  // float -> exp2, log2, tanh, shuf
   out[160] = static_cast<float>(shuffle_xor(i, 16) * 100 + shuffle(i, 9));
   out[192] = any_in_warp(i == p.count) ? 1.f : 0.f;
   out[224] = bits_float(byte_perm(0x33221100u, 0x77665544u, 0x7250u));
+}
+
+// Every block adds its number to a sum of its own and announces it; the last to arrive adds all up.
+struct ArriveParams {
+  float* parts;   // [blocks][4]
+  int* arrivals;  // zero, before and after
+  float* out;     // [4]
+};
+
+__global__ void last_adds_up(ArriveParams p) {
+  const int thread = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x);
+  int* last = reinterpret_cast<int*>(shared_memory());
+  if (thread < 4) p.parts[blockIdx.x * 4 + thread] = static_cast<float>(blockIdx.x * 4 + thread);
+  fence_device();
+  sync_block();
+  if (thread == 0) {
+    *last = atomic_add(p.arrivals, 1) == blocks - 1;
+    if (*last != 0) *p.arrivals = 0;
+    fence_device();
+  }
+  sync_block();
+  if (*last == 0) return;
+  float sum = 0.f;
+  for (int i = 0; i < blocks && thread < 4; ++i) sum += load_fresh(p.parts + i * 4 + thread);
+  if (thread < 4) p.out[thread] = sum;
+  if (thread == 4) {
+    for (int i = 0; i < blocks; ++i) p.out[4] += bits_float(load16_fresh(p.parts + i * 4).x[3]);
+  }
 }
 
 // ---- kernels with and without what CUDA demands ----
@@ -243,15 +263,18 @@ const char* self_test_ldmatrix(const void* rows, const int* order, uint32_t* out
 }
 
 const char* self_test_convert(int kind, const void* in, void* out, int count) {
-  void (*const kernels[])(ConvertParams) = {widen<bf16>,       widen<f16>,        widen<fp8>,   narrow<bf16>,
-                                            narrow<f16>,       narrow<fp8>,       narrow_pairs<bf16>,
-                                            narrow_pairs<f16>, narrow_fours,      widen_pairs<bf16>,
+  void (*const kernels[])(ConvertParams) = {widen<bf16>,        widen<f16>,        widen<fp8>,  narrow_pairs<bf16>,
+                                            narrow_pairs<f16>,  narrow_fours,      widen_pairs<bf16>,
                                             widen_pairs<f16>};
   return launch(kernels[kind], dim3(2), 64, 0, nullptr, ConvertParams{in, out, count});
 }
 
 const char* self_test_functions(const void* in, void* out, int count) {
   return launch(functions, dim3(1), 32, 0, nullptr, ConvertParams{in, out, count});
+}
+
+const char* self_test_arrive(float* parts, int* arrivals, float* out, int blocks) {
+  return launch(last_adds_up, dim3(static_cast<unsigned>(blocks)), 64, 16, nullptr, ArriveParams{parts, arrivals, out});
 }
 
 const char* self_test_neighbour(const char* in, float* out, int fault, int threads) {

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include <atomic>
 #include <mutex>
 
 namespace pageloom::cuda {
@@ -32,7 +31,6 @@ constexpr int WARP = 32;
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ int min_i(int a, int b) { return min(a, b); }
 __device__ __forceinline__ int max_i(int a, int b) { return max(a, b); }
-__device__ __forceinline__ float min_f(float a, float b) { return fminf(a, b); }
 __device__ __forceinline__ float max_f(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ uint32_t float_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float bits_float(uint32_t x) { return __uint_as_float(x); }
@@ -50,25 +48,6 @@ __device__ __forceinline__ float to_float(f16 x) {
 }
 __device__ __forceinline__ float to_float(fp8 x) {
   return to_float(f16{__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3).x});
-}
-
-template <class T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ bf16 from_float<bf16>(float x) {
-  bf16 y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
-}
-template <>
-__device__ __forceinline__ f16 from_float<f16>(float x) {
-  f16 y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
-}
-template <>
-__device__ __forceinline__ fp8 from_float<fp8>(float x) {
-  return fp8{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
 }
 
 // The first argument lies at the lower address.
@@ -172,20 +151,6 @@ __device__ __forceinline__ float shuffle(float x, int lane) { return __shfl_sync
 __device__ __forceinline__ int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ bool any_in_warp(bool x) { return __any_sync(0xffffffffu, x); }
 
-// Programmatic dependent launch, for kernels launched with `overlap`: nothing of the kernels before may be read, and
-// nothing they read may be written, before griddep_wait; every such kernel must reach it. griddep_launch lets the next
-// kernel start early.
-__device__ __forceinline__ void griddep_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void griddep_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // ---- memory ----
 
 // The block's dynamic shared memory, aligned to 128 bytes.
@@ -218,6 +183,24 @@ __device__ __forceinline__ void store16_streaming(void* to, vec16 value) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x[0]), "r"(value.x[1]),
                "r"(value.x[2]), "r"(value.x[3])
                : "memory");
+}
+
+// Between blocks of one kernel: the writer's threads fence, meet in sync_block, and one of them adds; the reader's one
+// thread adds, fences, and its block meets in sync_block. What was written is then read by load*_fresh.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ int atomic_add(int* at, int value) { return atomicAdd(at, value); }  // the value before
+__device__ __forceinline__ float load_fresh(const float* from) {  // past L1, which other blocks' writes do not reach
+  float y;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(y) : "l"(from) : "memory");
+  return y;
+}
+__device__ __forceinline__ vec16 load16_fresh(const void* from) {
+  vec16 y;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3])
+               : "l"(from)
+               : "memory");
+  return y;
 }
 
 // 16 bytes global to shared without registers; when !valid, zeros, and `global` is not dereferenced.
@@ -253,19 +236,12 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* shared
                : "r"(detail::shared_address(shared_row))
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* shared_row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(detail::shared_address(shared_row))
-               : "memory");
-}
-
 // d += a b; a [16, 16] row-major, b [16, 8] column-major, d [16, 8].
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 template <>
 __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -273,7 +249,7 @@ __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t
 }
 template <>
 __device__ __forceinline__ void mma_m16n8k16<f16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -310,52 +286,23 @@ inline cudaError_t allow_shared(const void* kernel, int shared_bytes) {
   return error;
 }
 
-// Devices before compute capability 9.0 know no programmatic launch.
-inline cudaError_t may_overlap(bool* allowed) {
-  constexpr int DEVICES = 64;
-  static std::atomic<int> known[DEVICES];  // 0: not asked yet, 1: no, 2: yes
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  int answer = device < DEVICES ? known[device].load(std::memory_order_relaxed) : 0;
-  if (answer == 0) {
-    int major = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error != cudaSuccess) return error;
-    answer = major >= 9 ? 2 : 1;
-    if (device < DEVICES) known[device].store(answer, std::memory_order_relaxed);
-  }
-  *allowed = answer == 2;
-  return cudaSuccess;
-}
-
 }  // namespace detail
 
 // Queues kernel(params); returns null or an error text that lives for ever. A grid with a zero dimension launches
-// nothing. `overlap`: the kernel may start before its predecessor in the stream has ended (see griddep_wait); no effect
-// before sm_90.
+// nothing.
 template <class Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes, Stream stream,
-                   const Params& params, bool overlap = false) {
+                   const Params& params) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
   if (shared_bytes > detail::SHARED_WITHOUT_ASKING) {
     const cudaError_t error = detail::allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
-  bool overlaps = false;
-  if (overlap) {
-    const cudaError_t error = detail::may_overlap(&overlaps);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-  }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
