@@ -3,8 +3,8 @@
     python3 tools/gpu_suite.py OUT [--dry] [--only NAME,NAME] [--minutes 9]
 
 Writes OUT/gpu_suite.json (kept whole while the suite runs) and prints a table as its last lines; docs/gpu.md says how
-to read it. `--dry` runs the same code on a machine without a GPU, with fakes and toy sizes. Exits 0 when every part
-passed and no target was missed, else 1.
+to read it. `--dry` runs the same code on a machine without a GPU, on a pretend one, in toy sizes. Exits 0 when every
+part passed and no target was missed, else 1.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from gpu.context import Context, UnavailableError  # noqa: E402 - the path comes first
+from gpu.context import Context, UnavailableError, pretending  # noqa: E402 - the path comes first
 from gpu.device import open_device  # noqa: E402
 from gpu.launch import Settings, run_suite  # noqa: E402
 from gpu.parts import PARTS, part_named  # noqa: E402
@@ -33,8 +34,9 @@ def run_part(name: str, out: Path, seconds: float, dry: bool, cache_dir: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.jsonl").open("a") as lines, tempfile.TemporaryDirectory() as scratch:
         try:
-            context = Context(open_device(dry), deadline, cache_dir, Path(scratch), lines)
-            part_named(name).run(context)
+            with pretending() if dry else nullcontext():
+                context = Context(open_device(dry), deadline, cache_dir, Path(scratch), lines)
+                part_named(name).run(context)
             end, reason = ("failed", f"{context.failures} checks failed") if context.failures else ("passed", "")
         except UnavailableError as error:
             end, reason = "unavailable", str(error)
@@ -51,7 +53,7 @@ def run_part(name: str, out: Path, seconds: float, dry: bool, cache_dir: Path) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the JSON and the parts' logs")
-    parser.add_argument("--dry", action="store_true", help="no GPU: fakes and toy sizes, the same code")
+    parser.add_argument("--dry", action="store_true", help="no GPU: a pretend one and toy sizes, the same code")
     parser.add_argument("--only", help=f"some of: {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
     parser.add_argument("--cache", type=Path, help="compiled kernels and pieces (default: a temporary folder)")

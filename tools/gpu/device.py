@@ -1,7 +1,7 @@
 """Everything the suite asks of CUDA, behind one small interface, so that a machine without a GPU runs the same code.
 
-`CudaDevice` is `torch.cuda`. `DryDevice` is the same on the tests' pretend GPU (`pretending`), except that a profile is a
-stopwatch. What it measures means nothing; that every line ran is the point.
+`CudaDevice` is `torch.cuda`. `DryDevice` is the same on the tests' pretend GPU (see `gpu.context.pretending`), where a
+profile is a stopwatch. What it measures means nothing; that every line ran is the point.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ class Part:
     """not started with less"""
     limit_s: float
     """ended by force after this"""
-    interpreted_when_dry: bool = False
-    """in a dry run Triton's interpreter takes the place of its compiler"""
 
 
 def _build(name: str) -> Callable[[Context], None]:
@@ -157,15 +155,15 @@ PARTS: tuple[Part, ...] = (
     Part("models", "correctness", "check", _models, 20, 200),
     Part("graph-modes", "correctness", "check", _graphs, 20, 200),
     Part("no-hidden-wait", "correctness", "check", _sync, 20, 120),
-    Part("input-kernels", "correctness", "check", _inputs, 10, 90, True),
-    Part("sampling", "correctness", "check", _sampling, 10, 90, True),
+    Part("input-kernels", "correctness", "check", _inputs, 10, 90),
+    Part("sampling", "correctness", "check", _sampling, 10, 90),
     Part("compile-pieces", "preparation", "check", _pieces, 30, 180),
     Part("tests-marked-gpu", "correctness", "check", _marked, 10, 150),
     Part("build-flashinfer", "preparation", "check", _build("flashinfer"), 10, 180),
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),
     Part("decode-kernels", "benchmark", "measure", _kernels("decode"), 15, 60),
     Part("prefill-kernels", "benchmark", "measure", _kernels("prefill"), 15, 45),
-    Part("linears", "benchmark", "measure", _linears, 15, 60, True),
+    Part("linears", "benchmark", "measure", _linears, 15, 60),
     Part("engine-8b-full", "benchmark", "measure", _engine("qwen3-8b", "both"), 50, 140),
     Part("engine-8b-piecewise", "benchmark", "measure", _engine("qwen3-8b", "piecewise", throughput=False), 30, 80),
     Part("engine-0.6b-full", "benchmark", "measure", _engine("qwen3-0.6b", "both"), 30, 90),

@@ -299,7 +299,7 @@ def _borders(
     total = tl.load(sums + TOTAL_MASS)
     key = lowest
     ties = tl.zeros([], tl.int64)
-    if (top_k > 0) & (top_k < count_above + size):  # else it cuts off nothing that could be drawn
+    if (top_k > 0) & (top_k <= count_above + size):  # else it cuts off nothing that could be drawn
         key, before, within = _search(
             lowest, highest, count_above, count_above + size, top_k, logits, listed, size, low, high,
             top_key, top, temperature, log_min_p, VOCAB, UNIT, CAPACITY, BLOCK, _COUNT,

@@ -1,0 +1,108 @@
+"""`device="cuda"` from `LLM` to the last kernel, on a pretend GPU: what a CPU engine says comes out, in every graph
+mode on every backend, and nothing waits for the device where nothing may."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKLOADS = ROOT / "tests" / "pretend_gpu" / "pretend_cases.py"
+LIMIT_S = 480
+PROCESSES = 2
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+_BACKENDS = ("cuda", "flashinfer", "reference")
+_MODES = ("none", "none"), ("none", "pieces"), ("piecewise", "pieces"), ("full_decode", "none"), ("both", "pieces")
+QUICK = [
+    *(
+        f"greedy {backend} graphs={graphs} compile={compile}"
+        for backend in _BACKENDS
+        for graphs, compile in _MODES
+        if (graphs, compile) != ("none", "pieces") and (backend != "reference" or graphs in ("none", "piecewise"))
+    ),
+    "greedy bfloat16 cuda",
+    "mixed equals the CPU, piecewise",
+    "mixed on cuda",
+    "fp8 cache",
+    "no hidden wait cuda graphs=both",
+    "no hidden wait flashinfer graphs=both",
+    "a hidden wait is found",
+    "captures between steps",
+    "chosen by itself",
+]
+SLOW = [
+    *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),
+    "greedy bfloat16 flashinfer",
+    "mixed equals the CPU, eager",
+    "mixed on flashinfer",
+    "no hidden wait cuda graphs=piecewise",
+    "no hidden wait cuda graphs=none",
+    "compiled by Inductor",
+    "own linears",
+]
+
+
+class Workloads:
+    """Runs the cases that this session asks for, in processes side by side, at the first question."""
+
+    def __init__(self, cases: list[str], folder: Path) -> None:
+        self._cases = cases
+        self._folder = folder
+        self._found: dict[str, str | None] | None = None
+
+    def problem(self, case: str) -> str | None:
+        if self._found is None:
+            self._found = self._run()
+        return self._found.get(case, "the process ended before this case")
+
+    def _run(self) -> dict[str, str | None]:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(WORKLOADS), str(self._folder)]
+        # The first process makes the model and the kernels that all use.
+        subprocess.run([*command, "prepare"], env=environment, cwd=ROOT, check=True, timeout=LIMIT_S)
+        running = []
+        for i in range(PROCESSES):
+            if mine := self._cases[i::PROCESSES]:
+                with (self._folder / f"{i}.log").open("w") as log:
+                    running.append(
+                        subprocess.Popen(
+                            [*command, *mine], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log
+                        )
+                    )
+        found: dict[str, str | None] = {}
+        for process in running:
+            try:
+                out, _ = process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+            for line in out.decode().splitlines():
+                if line.startswith("{"):
+                    entry: dict[str, Any] = json.loads(line)
+                    found[entry["case"]] = entry["problem"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def workloads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workloads:
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec")
+    ]
+    return Workloads(asked, tmp_path_factory.mktemp("pretend"))
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_on_a_pretend_gpu(workloads: Workloads, case: str) -> None:
+    problem = workloads.problem(case)
+    assert problem is None, problem

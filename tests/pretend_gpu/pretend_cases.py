@@ -1,0 +1,305 @@
+"""Run by tests/end_to_end/test_pretend_gpu.py in a process of its own (Triton must be imported with TRITON_INTERPRET=1
+already set): `python pretend_cases.py FOLDER CASE...` runs engines on a pretend GPU and prints a JSON line for each
+case, with what was wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end_to_end")]
+
+import torch  # noqa: E402 - the path comes first
+from pretend_gpu import Machine, pretend_gpu  # noqa: E402
+from pretend_workloads import (  # noqa: E402
+    EXACT,
+    GREEDY,
+    HALF_TIE_NATS,
+    PROMPTS,
+    SCORED,
+    SMALL_POOL,
+    TIE_NATS,
+    Oracles,
+    generate,
+    loaded,
+    mixed_params,
+    run_mixed,
+    same_but_for_ties,
+    save_model,
+    tokens,
+)
+
+import engine.models.linear_choice as linear_choice  # noqa: E402
+import engine.models.linear_timing as linear_timing  # noqa: E402
+import engine.runner.loading as loading  # noqa: E402
+import engine.runner.model_runner as model_runner  # noqa: E402
+from engine import LLM, SamplingParams  # noqa: E402
+
+
+def greedy(
+    folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str, dtype: str = "float16", **options: Any
+) -> None:
+    oracle = oracles.greedy("bfloat16" if dtype == "bfloat16" else "float32")
+    with pretend_gpu(inductor=False) as machine:
+        with loaded(
+            folder, device="cuda", attention_backend=backend, graphs=graphs, compile=compile, dtype=dtype, **options
+        ) as llm:
+            assert llm.ready.attention_backend == backend
+            outputs = generate(llm, PROMPTS, GREEDY)
+            again = generate(llm, PROMPTS[3:], GREEDY)
+            check_graphs(machine, llm, graphs)
+        check_closed(machine)
+    differing = same_but_for_ties(outputs, oracle, TIE_NATS if dtype == "bfloat16" else HALF_TIE_NATS)
+    assert differing <= (3 if dtype == "bfloat16" else 1), f"{differing} of {len(PROMPTS)} sequences differ"
+    same_but_for_ties(again, oracle[3:], TIE_NATS if dtype == "bfloat16" else HALF_TIE_NATS)
+
+
+def check_graphs(machine: Machine, llm: LLM, graphs: str) -> None:
+    assert machine.late_copies > 0
+    assert (machine.captures > 0) == (machine.replays > 0) == (graphs != "none")
+
+
+def check_closed(machine: Machine) -> None:
+    assert machine.recording is None
+    assert machine.sync_debug_mode == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "runner"]
+
+
+def mixed_equals_cpu(folder: Path, oracles: Oracles, graphs: str, compile: str) -> None:
+    """By the same arithmetic, so token for token: what differs is everything but the matrix products."""
+    oracle = oracles.mixed()
+    options = {"attention_backend": "reference", "graphs": graphs, "compile": compile, **SMALL_POOL, **EXACT}
+    with pretend_gpu(inductor=False) as machine:
+        with loaded(folder, device="cuda", **options) as llm:
+            ours = run_mixed(llm)
+        check_closed(machine)
+    for mine, theirs in zip(ours, oracle, strict=True):
+        differing = [i for i, (a, b) in enumerate(zip(tokens(mine), tokens(theirs), strict=True)) if a != b]
+        assert not differing, {i: (tokens(mine)[i], tokens(theirs)[i]) for i in differing}
+        for a, b in zip(mine, theirs, strict=True):
+            same_logprobs(a.prompt_logprobs or [], b.prompt_logprobs or [])
+            for x, y in zip(a.outputs, b.outputs, strict=True):
+                same_logprobs(x.logprobs or [], y.logprobs or [])
+
+
+def same_logprobs(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert (mine is None) == (wanted is None)
+        if mine is not None:
+            assert list(mine) == list(wanted)
+            for token in mine:
+                assert mine[token].rank == wanted[token].rank
+                assert abs(mine[token].logprob - wanted[token].logprob) < 1e-5
+
+
+def mixed_runs(folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str, **options: Any) -> None:
+    """Every feature on a native backend; a request of the same kind gives the same tokens in another batch."""
+    settings = {"attention_backend": backend, "graphs": graphs, "compile": compile, **SMALL_POOL}
+    with pretend_gpu(inductor=False) as machine:
+        with loaded(folder, device="cuda", **settings, **options) as llm:
+            first, second = run_mixed(llm)
+        check_closed(machine)
+        assert machine.waits == []
+    differing = sum(a != b for a, b in zip(tokens(first[::3]), tokens(second), strict=True))
+    assert differing <= 1, f"{differing} sequences differ from their repetition"
+
+
+def fp8(folder: Path, oracles: Oracles) -> None:
+    """Two implementations over the same rounded keys and values."""
+    outputs = []
+    for backend in ("cuda", "flashinfer"):
+        with pretend_gpu(inductor=False) as machine:
+            with loaded(
+                folder, device="cuda", attention_backend=backend, compile="pieces", kv_cache_dtype="fp8"
+            ) as llm:
+                outputs.append(generate(llm, PROMPTS[:4], SCORED))
+                check_graphs(machine, llm, "both")
+            check_closed(machine)
+    assert same_but_for_ties(*outputs, TIE_NATS) <= 2
+
+
+def no_hidden_wait(folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str) -> None:
+    """A wait in a steady decode step is an error there, so a run that ends proves that there is none."""
+    prompts, params = mixed_params()
+    watched: list[int] = []
+    with pretend_gpu(inductor=False) as machine:
+        settings = {"attention_backend": backend, "graphs": graphs, "compile": compile}
+        with loaded(folder, device="cuda", debug_sync=True, **settings) as llm:
+            set_mode = torch._C._cuda_set_sync_debug_mode
+
+            def counted(mode: int) -> None:
+                watched.append(mode)
+                set_mode(mode)
+
+            torch._C._cuda_set_sync_debug_mode = counted
+            generate(llm, prompts[1:6], params[1:6])
+        check_closed(machine)
+        assert machine.waits == []
+    assert watched.count(2) >= 8, f"{watched.count(2)} steps were watched"
+
+
+def a_hidden_wait_is_found(folder: Path, oracles: Oracles) -> None:
+    """The oracle backend reads lengths from the device in every step."""
+    with pretend_gpu(inductor=False) as machine:
+        try:
+            with loaded(folder, device="cuda", attention_backend="reference", debug_sync=True):
+                pass
+        except RuntimeError as error:
+            assert "synchronizing" in str(error), error
+        else:
+            raise AssertionError("nothing was found")
+        assert machine.waits
+        check_closed(machine)
+
+
+def captures_between_steps(folder: Path, oracles: Oracles) -> None:
+    """Start-up ends with a few graphs; the others come while requests are served."""
+    before, model_runner.FIRST_CAPTURES_S = model_runner.FIRST_CAPTURES_S, 0.0
+    oracle = oracles.greedy("bfloat16")
+    try:
+        with pretend_gpu(inductor=False) as machine:
+            with loaded(folder, device="cuda", attention_backend="cuda", compile="pieces", graphs="both") as llm:
+                at_start = machine.captures
+                outputs = [generate(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+                until = time.monotonic() + 20
+                while machine.captures < at_start + 6 and time.monotonic() < until:
+                    time.sleep(0.05)
+                assert machine.captures >= at_start + 6, (at_start, machine.captures)
+            check_closed(machine)
+        same_but_for_ties(outputs, oracle, TIE_NATS)
+    finally:
+        model_runner.FIRST_CAPTURES_S = before
+
+
+def own_linears(folder: Path, oracles: Oracles) -> None:
+    """Linear layers timed as on a GPU; two plans are tried for each number of rows, and the last counts as fastest."""
+    times = itertools.count()
+    plans_for, median_us = linear_choice.plans_for, linear_choice.CudaTimer.median_us
+
+    def two_plans(*shape: int) -> list[Any]:
+        return [plans_for(*shape)[0], plans_for(*shape)[-1]]
+
+    def ever_faster(timer: Any, *call: Any) -> float:
+        assert median_us(timer, *call) > 0
+        return 1.0 / (2.0 ** (next(times) % 1000))
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (loading, "choose_linears", partial(linear_choice.choose_linears, least_bytes=1)),
+            (linear_choice, "plans_for", two_plans),
+            (linear_choice.CudaTimer, "median_us", ever_faster),
+            (linear_timing, "_MAX_CALLS", 2),
+            (linear_timing, "_SAMPLES", 1),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        greedy(folder, oracles, "cuda", "both", "pieces", cache_dir=str(folder / "linears"))
+    assert next(times) >= 3 * 5 * 5
+
+
+def prepare(folder: Path, oracles: Oracles) -> None:
+    """Build what all other cases use, so that processes side by side find it."""
+    for backend in ("cuda", "reference"):
+        with pretend_gpu(inductor=False), loaded(folder, device="cuda", attention_backend=backend, compile="pieces"):
+            pass
+
+
+def chosen_by_itself(folder: Path, oracles: Oracles) -> None:
+    """Nothing but the model is given: device, backend, graphs, dtype, memory; weights are invented."""
+    with pretend_gpu(total_bytes=1 << 30, inductor=False) as machine:
+        with LLM(
+            str(folder), load_format="dummy", max_num_seqs=4, max_num_batched_tokens=32, memory_fraction=0.4
+        ) as llm:
+            assert llm.config.device.kind == "cuda"
+            assert llm.ready.attention_backend == "cuda"
+            outputs = generate(llm, PROMPTS[:3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+            assert [len(o.outputs[0].token_ids) for o in outputs] == [4, 4, 4]
+            check_graphs(machine, llm, "both")
+        check_closed(machine)
+
+
+def compiled(folder: Path, oracles: Oracles) -> None:
+    """Pieces by Inductor (for the processor that is there), keys by the GPU's properties, stored and loaded again."""
+    oracle = oracles.greedy("bfloat16")
+    found = []
+    for _ in range(2):
+        with pretend_gpu() as machine:
+            cache = {"cache_dir": str(folder / "inductor"), "attention_backend": "cuda"}
+            with loaded(folder, device="cuda", compile="pieces", graphs="piecewise", **cache) as llm:
+                found.append(llm.ready.pieces_compiled)
+                outputs = generate(llm, PROMPTS[:4], GREEDY)
+            check_closed(machine)
+        same_but_for_ties(outputs, oracle[:4], 2 * TIE_NATS)
+    assert found[0] == llm.ready.distinct_pieces > 0 == found[1], found
+
+
+Case = Callable[[Path, Oracles], None]
+MODES = (("none", "none"), ("none", "pieces"), ("piecewise", "pieces"), ("full_decode", "none"), ("both", "pieces"))
+CASES: dict[str, Case] = {
+    **{
+        f"greedy {backend} graphs={graphs} compile={compile}": partial(
+            greedy, backend=backend, graphs=graphs, compile=compile
+        )
+        for backend in ("cuda", "flashinfer", "reference")
+        for graphs, compile in MODES
+        if backend != "reference" or graphs in ("none", "piecewise")
+    },
+    **{
+        f"greedy bfloat16 {backend}": partial(
+            greedy, backend=backend, graphs="both", compile="pieces", dtype="bfloat16"
+        )
+        for backend in ("cuda", "flashinfer")
+    },
+    "mixed equals the CPU, eager": partial(mixed_equals_cpu, graphs="none", compile="none"),
+    "mixed equals the CPU, piecewise": partial(mixed_equals_cpu, graphs="piecewise", compile="pieces"),
+    **{
+        f"mixed on {backend}": partial(mixed_runs, backend=backend, graphs="both", compile="pieces")
+        for backend in ("cuda", "flashinfer")
+    },
+    "fp8 cache": fp8,
+    **{
+        f"no hidden wait {backend} graphs={graphs}": partial(
+            no_hidden_wait, backend=backend, graphs=graphs, compile="pieces"
+        )
+        for backend, graphs in (("cuda", "both"), ("cuda", "piecewise"), ("cuda", "none"), ("flashinfer", "both"))
+    },
+    "a hidden wait is found": a_hidden_wait_is_found,
+    "captures between steps": captures_between_steps,
+    "own linears": own_linears,
+    "prepare": prepare,
+    "chosen by itself": chosen_by_itself,
+    "compiled by Inductor": compiled,
+}
+
+
+def main() -> int:
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
+    torch.set_num_threads(1)
+    if not (folder / "config.json").exists():
+        save_model(folder)
+    oracles = Oracles(folder)
+    failed = 0
+    for name in names:
+        began, problem = time.process_time(), None
+        try:
+            CASES[name](folder, oracles)
+        except Exception:
+            problem = traceback.format_exc()
+            failed += 1
+        line = {"case": name, "problem": problem, "seconds": round(time.process_time() - began, 2)}
+        print(json.dumps(line), flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

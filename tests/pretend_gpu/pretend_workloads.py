@@ -1,0 +1,142 @@
+"""What engines on a pretend GPU are asked, and what a CPU answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_families import save_tokenizer
+
+from engine import LLM, SamplingParams
+from engine.request import RequestOutput
+
+VOCAB = 300
+TIE_NATS = 0.06
+"""log-probabilities that bf16 may put in either order: activations are rounded to 8 bits after every operation"""
+HALF_TIE_NATS = 0.02
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=4)
+Outputs = list[RequestOutput]
+
+
+def save_model(path: Path) -> None:
+    """Two layers in the smallest shape that the GPU kernels serve."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, initializer_range=0.15,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
+    save_tokenizer(path)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return torch.randint(5, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [ids(i, n) for i, n in enumerate((3, 1, 16, 40, 90))]
+
+
+@contextmanager
+def loaded(folder: Path, **options: Any) -> Iterator[LLM]:
+    settings: dict[str, Any] = {
+        "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 1 << 20,
+        "cache_dir": str(folder / "cache"), "dtype": "bfloat16", "compile": "none", "max_logprobs": 40, **options,
+    }  # fmt: skip
+    with LLM(str(folder), **settings) as llm:
+        yield llm
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> Outputs:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    for output in outputs:
+        for sample in output.outputs:
+            assert sample.finish_reason in ("length", "stop"), sample.stop_reason
+    assert llm.stats().kv_blocks_used == 0
+    assert llm.stats().compiles_after_ready == 0
+    return outputs
+
+
+def tokens(outputs: Outputs) -> list[list[int]]:
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
+
+
+class Oracles:
+    """What a CPU says, by torch's own operations; computed once for each dtype, before a GPU is pretended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._greedy: dict[str, Outputs] = {}
+        self._mixed: tuple[Outputs, Outputs] | None = None
+
+    def greedy(self, dtype: str) -> Outputs:
+        if dtype not in self._greedy:
+            with loaded(self._folder, device="cpu", attention_backend="reference", dtype=dtype) as llm:
+                self._greedy[dtype] = generate(llm, PROMPTS, SCORED)
+        return self._greedy[dtype]
+
+    def mixed(self) -> tuple[Outputs, Outputs]:
+        if self._mixed is None:
+            with loaded(self._folder, device="cpu", attention_backend="reference", **SMALL_POOL | EXACT) as llm:
+                self._mixed = run_mixed(llm)
+        return self._mixed
+
+
+def same_but_for_ties(ours: Outputs, theirs: Outputs, tolerance: float) -> int:
+    """Up to the first token that differs, log-probabilities are near (where ours are there); at it, the oracle thinks
+    nearly as much of our token as of its own. Returns how many sequences differ."""
+    differing = 0
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        mine, wanted = a.outputs[0], b.outputs[0]
+        for at, (x, y) in enumerate(zip(mine.token_ids, wanted.token_ids, strict=True)):
+            candidates = (wanted.logprobs or [])[at]
+            assert x in candidates, f"sequence {i}, token {at}: {x} is not among the oracle's best, {list(candidates)}"
+            gap = candidates[y].logprob - candidates[x].logprob
+            assert gap <= 2 * tolerance, f"sequence {i}, token {at}: {x} is {gap:.3f} nats behind {y}"
+            if mine.logprobs is not None:
+                off = abs(mine.logprobs[at][x].logprob - candidates[x].logprob)
+                assert off <= 3 * tolerance, f"sequence {i}, token {at}: log-probability is {off:.3f} off"
+            if x != y:
+                differing += 1
+                break
+    return differing
+
+
+SMALL_POOL: dict[str, Any] = {"kv_cache_memory": 16 * 16 * 2 * 2 * 2 * 64 * 2, "max_num_batched_tokens": 32}
+"""16 blocks of 16 tokens"""
+EXACT: dict[str, Any] = {"kv_cache_memory": 2 * SMALL_POOL["kv_cache_memory"], "dtype": "float32"}
+"""the same in float32, where matrix products of other batch sizes round alike as far as tokens can tell"""
+
+
+def mixed_params() -> tuple[list[list[int]], list[SamplingParams]]:
+    shared = ids(99, 33)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.9, "seed": 2, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.1, "seed": 3, "top_p": 0.8, "min_p": 0.02, "logprobs": 2},
+        {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 0},
+        {"temperature": 1.0, "seed": 5, "logit_bias": {7: 4.0, 9: -50.0}, "allowed_token_ids": list(range(5, 60))},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+        {"temperature": 0.9, "seed": 6, "n": 2, "top_k": 5},
+        {"temperature": 1.2, "seed": 8, "min_tokens": 4, "stop_token_ids": list(range(5, 150)), "logprobs": 40},
+    ]
+    prompts = [[*shared[: 33 - 3 * (i % 3)], *ids(200 + i, 2 + 3 * i)] for i in range(len(kinds))]
+    return prompts, [SamplingParams(**{"max_tokens": 9, "ignore_eos": True, **kind}) for kind in kinds]
+
+
+def run_mixed(llm: LLM) -> tuple[Outputs, Outputs]:
+    """Everything at once in too little memory, twice."""
+    prompts, params = mixed_params()
+    first = generate(llm, prompts, params)
+    assert llm.stats().preemptions > 0
+    second = generate(llm, prompts[::3], params[::3])
+    assert sum(output.num_cached_tokens or 0 for output in second) > 0
+    return first, second
