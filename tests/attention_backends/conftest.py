@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_backends.build import find_compiler
+from attention_backends.toolchain import find_compiler
 from attention_backends.cpu import CpuBackend, Isa
 
 

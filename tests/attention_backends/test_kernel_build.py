@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from attention_backends import build as build_module
-from attention_backends.build import BuildError, build, find_cached
+from attention_backends.build import build, find_cached
 from attention_backends.cpu import CpuBackend
+from attention_backends.toolchain import BuildError
 
 
 def fake_compiler(folder: Path, body: str) -> str:

@@ -1,0 +1,132 @@
+"""Compiles a library of CPU kernels with the system's C++ compiler: some units once, some once per instruction set.
+
+Used by the paged attention here and by the engine's linear layers and sampling: each describes its sources as data
+(`NativeSources`), and gets a library whose operators live in a namespace that names the build.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention_backends.toolchain import (
+    TORCH_INCLUDE,
+    TORCH_LIBRARIES,
+    BuildError,
+    KernelLibrary,
+    build_once,
+    find_compiler,
+    hash_of,
+    run,
+    run_all,
+    version_hash,
+)
+
+COMPILE_TIMEOUT_S = 300
+
+_LANGUAGE = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
+_COMMON = (*_LANGUAGE, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+# Not -march=native: the library may be cached on a shared disk and loaded by another CPU.
+_X86_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": _AVX512,
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+ISAS = ("portable", *_X86_FLAGS)
+"""narrowest first; every CPU with avx512bf16 has avx512vnni, every one with amx has both"""
+_LINK = ("-shared", "-Wl,--no-as-needed")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source file. `isas` None: compiled once; else once for each of them, with `-DPAGELOOM_ISA=<isa>` and
+    `-DPAGELOOM_KERNELS=kernels_<isa>`. Units compiled once see `-DPAGELOOM_HAVE_<ISA>` for every variant built."""
+
+    source: Path
+    isas: tuple[str, ...] | None = None
+    sees_torch: bool = False
+    optimise: str = "-O3"
+
+
+@dataclass(frozen=True)
+class NativeSources:
+    """`folder`: below the cache directory. `prefix`: of the operators' namespace, which is the macro PAGELOOM_OPS.
+    `headers`: all that units include, because a change must build anew."""
+
+    folder: str
+    prefix: str
+    units: tuple[Unit, ...]
+    headers: tuple[Path, ...]
+    include: tuple[Path, ...] = ()
+
+
+def find_cached(sources: NativeSources, cache_dir: Path) -> KernelLibrary | None:
+    """A library built from exactly these sources for this torch, by whatever compiler; needs no compiler itself."""
+    found = sorted((cache_dir / sources.folder).glob(f"{_source_key(sources)}_*.so"))
+    return _library(sources, found[0]) if found else None
+
+
+def build(sources: NativeSources, cache_dir: Path, compiler: str | None = None) -> KernelLibrary:
+    """The library from the cache, or compiled now (seconds). Safe against concurrent builds in other processes.
+
+    Raises BuildError: no compiler and nothing cached, or the compiler failed.
+    """
+    compiler = compiler or find_compiler()
+    if compiler is None:
+        if (cached := find_cached(sources, cache_dir)) is not None:
+            return cached
+        raise BuildError(f"no C++ compiler (g++, c++, clang++) on PATH, and no built library under {cache_dir}")
+    target = cache_dir / sources.folder / f"{_source_key(sources)}_{version_hash(compiler)}.so"
+    build_once(target, lambda scratch: _compile(sources, compiler, _library(sources, target).namespace, scratch))
+    return _library(sources, target)
+
+
+def _library(sources: NativeSources, path: Path) -> KernelLibrary:
+    return KernelLibrary(path, f"{sources.prefix}_{path.stem}")
+
+
+def _source_key(sources: NativeSources) -> str:
+    shape = [(unit.source.name, unit.isas, unit.sees_torch, unit.optimise) for unit in sources.units]
+    settings = (_COMMON, _X86_FLAGS, _LINK, shape, torch.__version__, platform.machine())
+    files = dict.fromkeys((*(unit.source for unit in sources.units), *sources.headers))
+    return hash_of(settings, sorted(files, key=lambda path: path.name))
+
+
+def _compile(sources: NativeSources, compiler: str, namespace: str, scratch: Path) -> Path:
+    flags_of = {isa: flags for isa, flags in _isa_flags().items() if _accepts(compiler, flags)}
+    have = [f"-DPAGELOOM_HAVE_{isa.upper()}" for isa in flags_of]
+    include = [f"-I{path}" for path in sources.include]
+    commands, objects = [], []
+    for unit in sources.units:
+        for isa in (None,) if unit.isas is None else [isa for isa in reversed(unit.isas) if isa in flags_of]:
+            flags = [unit.optimise, *include, f"-DPAGELOOM_OPS={namespace}"]
+            flags += (
+                have if isa is None else [*flags_of[isa], f"-DPAGELOOM_ISA={isa}", f"-DPAGELOOM_KERNELS=kernels_{isa}"]
+            )
+            flags += TORCH_INCLUDE if unit.sees_torch else ()
+            objects.append(str(scratch / f"{unit.source.stem}_{isa or 'once'}.o"))
+            commands.append([compiler, *_COMMON, *flags, "-c", str(unit.source), "-o", objects[-1]])
+    run_all(commands, COMPILE_TIMEOUT_S)
+    built = scratch / "library.so"
+    run([compiler, *objects, "-o", str(built), *_LINK, *TORCH_LIBRARIES], COMPILE_TIMEOUT_S)
+    return built
+
+
+def _isa_flags() -> dict[str, Sequence[str]]:
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return {"portable": (), **(_X86_FLAGS if on_x86 else {})}
+
+
+def _accepts(compiler: str, flags: Sequence[str]) -> bool:
+    """Whether the compiler knows these options; an older one is no error, the variant is left out."""
+    command = [compiler, *flags, "-x", "c++", "-fsyntax-only", "/dev/null"]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0

@@ -1,0 +1,96 @@
+// What crosses between the scheduler of a linear layer (linear_schedule.cpp) and its kernels, compiled once per ISA.
+// Plain data only: a unit that is compiled for AVX-512 must not emit any shared inline function (std::vector,
+// std::max), because the linker may keep that copy for every caller, and an older CPU would meet an illegal instruction.
+//
+// Weights are packed in panels of 32 outputs (the last one padded with zeros), one after another, each `panel_bytes`
+// long (a multiple of 64) and holding everything that its outputs need, in the order in which a kernel streams it:
+//
+//   kBFloat16  bf16 [k / 2][32 outputs][2]: what `vdpbf16ps` and AMX (a tile of B: 16 rows, 128 bytes apart) multiply.
+//   kInt8      int8 [k / 4][32][4], then float scale[32], then int32 sum_of_weights[32]. w = scale * q, -127 <= q <= 127.
+//   the group formats, k in groups of 32 (or 256 for the K-quants), for each group, one after another:
+//   kQ4_0      nibbles [4][32][4] (512 bytes): byte [i][o][j] = q[4 i + j] | q[16 + 4 i + j] << 4; then half d[32].
+//              w = d * (q - 8)
+//   kQ4_1      the same nibbles; half d[32]; half m[32].   w = d * q + m   (also what --quantization int4 makes)
+//   kQ8_0      int8 [8][32][4]; half d[32].   w = d * q
+//   kQ4K       groups of 256: eight times nibbles [4][32][4]; uint8 sc[8][32]; uint8 mn[8][32]; half d[32]; half dmin[32].
+//              w = d * sc * q - dmin * mn
+//   kQ6K       groups of 256: low nibbles, eight times [4][32][4] as above; high bits, four times [4][32][4] for each two
+//              of those eight (see group_formats.h); int8 sc[16][32]; half d[32].   w = d * sc * (q - 32)
+//
+// Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
+// up rows [16 p, 16 p + 16), so that one panel makes 16 outputs silu(gate) * up.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace pageloom {
+
+inline constexpr int64_t kPanel = 32;  // outputs of a panel
+inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale in the group formats
+
+enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6 };
+
+struct LinearProblem {
+  int64_t rows, n, k;  // n: rows of the weight matrix (gated: gate and up together)
+  Format format;
+  const uint8_t* weight;
+  int64_t panel_bytes;
+  const uint16_t* x;  // bf16 [rows][k], rows x_stride elements apart
+  int64_t x_stride;
+  const uint16_t* norm_weight;  // bf16 [k] or null. RMSNorm of x first: bf16(norm_weight * bf16(x / rms(x))), rms in
+  float norm_eps;               // float32, as engine.models.decoder.RMSNorm
+  const uint16_t* bias;         // bf16 [n] in the packed order of outputs, or null
+  const uint16_t* residual;     // bf16 [rows][outputs], added to the rounded product, or null
+  int64_t residual_stride;
+  bool gated;  // outputs are silu(gate) * up: n / 2 of them
+  bool wide;   // out is float32, holding the values rounded to bf16
+  void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
+  int64_t out_stride;
+};
+
+// Rows as a kernel multiplies them, made once per call by `prepare`.
+enum class OperandKind : int32_t {
+  kBFloat16 = 0,      // bf16 [rows][k]: x itself where there is no norm
+  kInt8PerToken = 1,  // int8 [rows][k] with one scale a row: scales[row]
+  kInt8PerGroup = 2,  // int8 [rows][k] with a scale for 32 inputs: scales[row * groups + g], and
+                      // sums[row * groups + g] = scale * sum of the group's int8, which offsets (m, -8 d) multiply
+};
+
+struct Operand {
+  OperandKind kind;
+  const void* data;
+  int64_t stride;  // elements between rows
+  const float* scales;
+  const float* sums;
+};
+
+// Scratch of one thread and of one prepared operand; sizes in bytes, addresses 64-byte aligned.
+struct LinearKernels {
+  // How `compute` wants rows of this problem (it may depend on format and the number of rows).
+  OperandKind (*operand_kind)(const LinearProblem&);
+  // Norm and quantisation of rows [row_begin, row_end) into memory that the caller laid out for all rows.
+  void (*prepare)(const LinearProblem&, const Operand& target, int64_t row_begin, int64_t row_end);
+  size_t (*scratch_bytes)(const LinearProblem&);  // per thread, for compute
+  // All outputs of panels [panel_begin, panel_end) for rows [row_begin, row_end), bias, gate, residual and store
+  // included. A row's result depends on that row alone: not on row_begin, on other rows, nor on how panels are cut.
+  void (*compute)(const LinearProblem&, const Operand&, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                  int64_t panel_end, void* scratch);
+};
+
+// Per ISA; null where a format has no kernel in that unit (the scheduler then takes the next narrower ISA's).
+#define PAGELOOM_PASTE2(a, b) a##_##b
+#define PAGELOOM_PASTE(a, b) PAGELOOM_PASTE2(a, b)
+#define PAGELOOM_FOR_ISA(name) PAGELOOM_PASTE(name, PAGELOOM_ISA)
+#define PAGELOOM_DECLARE_LINEAR(isa)                   \
+  const LinearKernels* linear_bf16_##isa();            \
+  const LinearKernels* linear_int8_##isa();            \
+  const LinearKernels* linear_group_##isa(Format format);
+PAGELOOM_DECLARE_LINEAR(portable)
+PAGELOOM_DECLARE_LINEAR(avx2)
+PAGELOOM_DECLARE_LINEAR(avx512)
+PAGELOOM_DECLARE_LINEAR(avx512vnni)
+PAGELOOM_DECLARE_LINEAR(avx512bf16)
+PAGELOOM_DECLARE_LINEAR(amx)
+
+}  // namespace pageloom
