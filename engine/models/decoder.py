@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from engine.models.linear_op import linear as small_batch_linear
+from engine.models.layers import Embedding, Linear, RMSNorm, normalised
+from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.rope import rope_table
 from engine.models.spec import DecoderSpec
 
@@ -31,46 +31,17 @@ def _attention_not_set(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: t
     raise RuntimeError("Decoder.set_attention must be called before the first forward")
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ + b. Weights are left uninitialised, since a checkpoint fills them."""
-
-    choice: int
-    """who computes few rows, as `engine.models.linear_choice` finds; 0: the library, always"""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = _parameter((outputs, inputs), dtype, device)
-        self.bias = _parameter((outputs,), dtype, device) if bias else None
-        self.choice = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.choice:
-            return small_batch_linear(x, self.weight, self.bias, self.choice)
-        return F.linear(x, self.weight, self.bias)
-
-
-class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = _parameter((vocab_size, hidden_size), dtype, device)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(input_ids, self.weight)
-
-
-class RMSNorm(nn.Module):
-    """Normalised in float32, rounded to the model's dtype, then weighted (transformers' order)."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = _parameter((size,), dtype, device)
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * _normalised(x, self.eps)
+AnyLinear = Linear | PackedLinear | JoinedLinear
 
 
 class DecoderLayer(nn.Module):
+    """Its linear layers may be replaced by packed ones before the first forward."""
+
+    qkv_proj: AnyLinear
+    o_proj: AnyLinear
+    gate_up_proj: AnyLinear
+    down_proj: AnyLinear
+
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
@@ -82,24 +53,23 @@ class DecoderLayer(nn.Module):
         self.k_norm = RMSNorm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
         self.o_proj = Linear(spec.num_heads * dim, hidden, spec.o_bias, dtype, device)
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up_proj = Linear(hidden, 2 * inner, spec.mlp_bias, dtype, device)
+        self.gate_up_proj = Linear(hidden, 2 * inner, spec.mlp_bias, dtype, device, gated=True)
         self.down_proj = Linear(inner, hidden, spec.mlp_bias, dtype, device)
 
     def forward(self, hidden: torch.Tensor, rope: torch.Tensor, attend: Attend, layer_index: int) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
-        qkv = self.qkv_proj(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv_proj(hidden, self.input_norm).unflatten(-1, (-1, self.head_dim))
         qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
             pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
             weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs])
-            qk = weights * _normalised(qk, self.q_norm.eps)
+            qk = weights * normalised(qk, self.q_norm.eps)
         q, k = torch.split(_rotate(qk, rope), self.heads[:2], dim=1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
-        hidden = hidden + self.o_proj(out.flatten(1))
-        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
-        updated: torch.Tensor = hidden + self.down_proj(F.silu(gate) * up)
+        hidden = self.o_proj(out.flatten(1), residual=hidden)
+        updated: torch.Tensor = self.down_proj(self.gate_up_proj(hidden, self.post_attention_norm), residual=hidden)
         return updated
 
 
@@ -108,6 +78,8 @@ class Decoder(nn.Module):
 
     attend: Attend
     rope: torch.Tensor
+    embed_tokens: Embedding | PackedEmbedding
+    lm_head: Linear | PackedLinear
 
     def __init__(
         self,
@@ -157,18 +129,8 @@ class Decoder(nn.Module):
         return logits.float()
 
 
-def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over the root mean square of its last dimension, in float32, rounded to the dtype of x."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (i, i + rotary_dim / 2) of each head. x [tokens, heads, rotary_dim], rope [tokens, rotary_dim]."""
     cos, sin = rope[:, None].chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

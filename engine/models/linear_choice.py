@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from compilation.store import locked, trusted_directory, write_atomically
-from engine.models.decoder import Linear
 from engine.models.kernels import BUCKETS, SPLITS, TILES, LinearKernels, Plan, device_kernels, encode, plans_for
+from engine.models.layers import Linear
 from engine.models.linear_timing import CudaTimer, LinearTimer
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from compilation.errors import CompileError
-from engine.models.decoder import Linear
 from engine.models.kernels import BUCKETS, TILES, Plan, decode, encode
+from engine.models.layers import Linear
 from engine.models.linear_choice import choose_linears
 
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ from compilation.split import Piece, split
 from compilation.structure import describe
 from compilation.trace import trace
 from engine.models import linear_op
-from engine.models.decoder import Decoder, Linear
+from engine.models.decoder import Decoder
 from engine.models.kernels import BUCKETS, MAX_ROWS, TILES, LinearKernels, Plan, encode
+from engine.models.layers import Linear
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
 
 ATTENTION = "pageloom::attention"

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.models.decoder import Linear
 from engine.models.kernels import BUCKETS, LinearKernels, Plan, decode, device_kernels, plans_for
+from engine.models.layers import Linear
 from engine.models.linear_choice import choose_linears
 from gpu.ceilings import copy_gb_per_s
 from gpu.context import Context

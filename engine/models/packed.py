@@ -1,0 +1,98 @@
+"""Linear layers and embeddings whose weights are packed for the CPU kernels (`engine.cpu_kernels`), one copy in memory.
+
+A checkpoint's loader puts them where the decoder had dense ones. Their weights are plain buffers, so a compiled piece
+takes them as inputs, like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from engine.models.layers import RMSNorm
+
+if TYPE_CHECKING:
+    from engine.cpu_kernels.linear import Format, LinearOps
+
+
+class PackedLinear(nn.Module):
+    """See `engine.models.layers.Linear`; bfloat16 activations.
+
+    `weight`: uint8 [panels, panel_bytes], packed as `format` from a matrix [n, k] (gated: its rows interleaved by
+    `interleave_gate_up`, `bias` too). `wide`: returns float32 that holds the rounded values (logits).
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        ops: LinearOps,
+        weight: torch.Tensor,
+        n: int,
+        k: int,
+        format: Format,
+        *,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+        wide: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.n, self.k, self.format = n, k, int(format)
+        self.gated, self.wide = gated, wide
+        self.op = ops.packed_linear
+
+    def forward(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [tokens, k]: `norm` is applied to it first; `residual` [tokens, outputs] is added to the result."""
+        y: torch.Tensor = self.op(
+            x,
+            self.weight,
+            self.n,
+            self.format,
+            self.bias,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            residual,
+            self.gated,
+            self.wide,
+            0,
+        )
+        return y
+
+
+class JoinedLinear(nn.Module):
+    """Layers over the same input whose outputs lie side by side: parts of one matrix that are encoded differently."""
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        joined = torch.cat([part(x, norm) for part in self.parts], dim=-1)
+        return joined if residual is None else residual + joined
+
+
+class PackedEmbedding(nn.Module):
+    """Looks tokens up in a packed matrix [vocabulary, hidden], which the unembedding may share."""
+
+    weight: torch.Tensor
+
+    def __init__(self, ops: LinearOps, weight: torch.Tensor, n: int, k: int, format: Format) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.n, self.k, self.format = n, k, int(format)
+        self.op = ops.packed_embedding
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] → bfloat16 [tokens, k]."""
+        rows: torch.Tensor = self.op(input_ids, self.weight, self.n, self.k, self.format)
+        return rows
