@@ -17,8 +17,10 @@ def sources() -> NativeSources:
         prefix="pageloom_cpu",
         units=(
             Unit(CSRC / "amx_kernel.cpp", ("amx",)),
-            Unit(CSRC / "attention_kernel.cpp", _VECTOR_ISAS),
+            Unit(CSRC / "attention_kernel.cpp", _VECTOR_ISAS, always=("avx2",)),
             Unit(CSRC / "binding.cpp", sees_torch=True, optimise="-O2"),
+            Unit(CSRC / "cache.cpp"),
+            Unit(CSRC / "plan.cpp"),
             Unit(CSRC / "schedule.cpp"),
         ),
         headers=tuple(sorted(CSRC.glob("*.h"))),
@@ -27,9 +29,11 @@ def sources() -> NativeSources:
 
 def find_cached(cache_dir: Path) -> KernelLibrary | None:
     """See `native_build.find_cached`."""
-    return native_build.find_cached(sources(), cache_dir)
+    whole = native_build.find_cached(sources(), cache_dir)
+    return whole or native_build.find_cached(sources().for_this_cpu(), cache_dir)
 
 
-def build(cache_dir: Path, compiler: str | None = None) -> KernelLibrary:
-    """See `native_build.build`. Raises BuildError."""
-    return native_build.build(sources(), cache_dir, compiler)
+def build(cache_dir: Path, compiler: str | None = None, *, every_isa: bool = True) -> KernelLibrary:
+    """See `native_build.build`. Not `every_isa`: only what this CPU takes. Raises BuildError."""
+    make = native_build.build if every_isa else native_build.build_for_this_cpu
+    return make(sources(), cache_dir, compiler)

@@ -10,7 +10,13 @@ from typing import Literal, NoReturn
 import torch
 
 from attention_backends.build import build, find_cached
-from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Capabilities
+from attention_backends.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionSpec,
+    Capabilities,
+)
 from attention_backends.toolchain import default_cache_dir, find_compiler
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
@@ -22,7 +28,8 @@ MAX_BLOCK_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class CpuMetadata:
-    """One step, as the kernels read it. Nothing is copied or computed: the kernels cut the work themselves."""
+    """One step, as the kernels read it; nothing is copied. The kernels cut the work at the first layer of a kind, and
+    again only in the next step."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -30,6 +37,19 @@ class CpuMetadata:
     slot_mapping: torch.Tensor
     num_seqs: int
     num_tokens: int
+    step: int
+    """0: cut at every layer; else of this step only, whose tables do not change"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """How a layer's attention is cut, counted for one KV head."""
+
+    items: int
+    shared_items: int
+    """items with rows of several sequences, which have these keys' blocks in common"""
+    keys: int
+    """read by all items: what sequences share counts once"""
 
 
 def _unprepared(*_: object) -> NoReturn:
@@ -37,11 +57,13 @@ def _unprepared(*_: object) -> NoReturn:
 
 
 class CpuBackend(AttentionBackend):
-    """float32, bfloat16 and float16 caches; sums in float32 (bfloat16 products in hardware where the CPU has them).
+    """float32, bfloat16 and float16 caches, and int8 ones for bfloat16 queries; sums in float32 (bfloat16 products in
+    hardware where the CPU has them). An int8 cache has a scale for each token and KV head of its own; `k_scale` and
+    `v_scale`, which are for fp8, do not matter to it.
 
     `isa` forces one instruction set (tests, comparisons); "auto" takes the widest that this CPU has. A block size that
     is not a multiple of that ISA's vector (16 tokens for AVX-512) runs on the next narrower one, and so does what AMX
-    is not for: other dtypes than bfloat16, and rows too few to fill a tile (decode).
+    is not for: float32 and float16, and rows too few to fill a tile (decode).
     """
 
     name = "cpu"
@@ -54,7 +76,10 @@ class CpuBackend(AttentionBackend):
         self._paged_attention: Callable[..., None] = _unprepared
         self._write_kv: Callable[..., None] = _unprepared
         self._copy_blocks: Callable[..., None] = _unprepared
+        self._describe_plan: Callable[..., tuple[int, int, int]] = _unprepared
+        self._new_step: Callable[[], int] = _unprepared
         self._supported: tuple[Isa, ...] = ()
+        self._kv_dtype: torch.dtype | None = None
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -63,6 +88,7 @@ class CpuBackend(AttentionBackend):
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             head_dims=frozenset(range(8, MAX_HEAD_DIM + 1, 8)),
             block_sizes=frozenset(range(8, MAX_BLOCK_SIZE + 1, 8)),
+            kv_dtypes=frozenset({torch.int8}),
             window=True,
             soft_cap=True,
         )
@@ -74,9 +100,15 @@ class CpuBackend(AttentionBackend):
             return f"no C++ compiler (g++, c++, clang++) on PATH, and no built kernels under {cache_dir}"
         return None
 
+    def bind(self, spec: AttentionSpec) -> None:
+        """Raises RuntimeError: an int8 cache serves bfloat16 queries only."""
+        if spec.kv_dtype == torch.int8 and spec.dtype != torch.bfloat16:
+            raise RuntimeError(f"CpuBackend: an int8 KV cache serves torch.bfloat16 queries, not {spec.dtype}")
+        self._kv_dtype = spec.kv_dtype
+
     def prepare(self, cache_dir: Path | None = None) -> None:
         """Builds (once per machine) and loads the kernels. Raises BuildError; RuntimeError if the CPU lacks `isa`."""
-        library = build(cache_dir or default_cache_dir())
+        library = build(cache_dir or default_cache_dir(), every_isa=self._isa != 0)
         if not hasattr(getattr(torch.ops, library.namespace), "paged_attention"):
             torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         ops = getattr(torch.ops, library.namespace)
@@ -88,6 +120,8 @@ class CpuBackend(AttentionBackend):
         self._paged_attention = ops.paged_attention.default
         self._write_kv = ops.write_kv.default
         self._copy_blocks = ops.copy_blocks.default
+        self._describe_plan = ops.describe_plan.default
+        self._new_step = ops.new_step.default
 
     @property
     def supported_isas(self) -> tuple[Isa, ...]:
@@ -95,8 +129,10 @@ class CpuBackend(AttentionBackend):
         return self._supported
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """[num_blocks, 2, num_kv_heads, block_size, head_dim rounded up to 16]; kernels order a block's inside."""
-        return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16)
+        """[num_blocks, 2, num_kv_heads, block_size, head_dim rounded up to 16]; kernels order a block's inside. int8:
+        the last dimension is 4 longer, the bytes of a token's scale."""
+        scale_bytes = 4 if self._kv_dtype == torch.int8 else 0
+        return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16 + scale_bytes)
 
     def build_metadata(self, batch: AttentionBatch) -> CpuMetadata:
         return CpuMetadata(
@@ -106,6 +142,7 @@ class CpuBackend(AttentionBackend):
             batch.slot_mapping,
             batch.num_seqs,
             batch.num_tokens,
+            self._new_step(),
         )
 
     def forward(
@@ -135,6 +172,22 @@ class CpuBackend(AttentionBackend):
             layer.window or 0,
             layer.soft_cap or 0.0,
             self._isa,
+            metadata.step,
+        )
+
+    def summarise_plan(self, kv_cache: torch.Tensor, layer: AttentionLayer, metadata: CpuMetadata) -> PlanSummary:
+        """What `forward` would do; computes nothing."""
+        return PlanSummary(
+            *self._describe_plan(
+                kv_cache,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                metadata.block_tables,
+                metadata.num_seqs,
+                layer.num_heads // layer.num_kv_heads,
+                layer.window or 0,
+                self._isa,
+            )
         )
 
     def write_kv(

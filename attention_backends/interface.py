@@ -18,8 +18,8 @@ import torch
 class AttentionLayer:
     """What one layer's attention is. `window` w: query at position p sees keys in (p - w, p]; None sees all of [0, p].
 
-    `soft_cap` c: scores become c * tanh(score / c) after scaling (Gemma 2). Scores are `scale * q.k`. An 8-bit cache
-    holds k / k_scale and v / v_scale.
+    `soft_cap` c: scores become c * tanh(score / c) after scaling (Gemma 2). Scores are `scale * q.k`. An fp8 cache
+    holds k / k_scale and v / v_scale; an int8 one has scales of its own, for each token and head.
     """
 
     num_heads: int

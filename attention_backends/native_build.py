@@ -9,14 +9,15 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-
-import torch
 
 from attention_backends.toolchain import (
     TORCH_INCLUDE,
     TORCH_LIBRARIES,
+    TORCH_VERSION,
     BuildError,
     KernelLibrary,
     build_once,
@@ -41,8 +42,18 @@ _X86_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
+_CPU_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
+_CPU_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": _CPU_AVX512,
+    "avx512vnni": (*_CPU_AVX512, "avx512_vnni"),
+    "avx512bf16": (*_CPU_AVX512, "avx512_vnni", "avx512_bf16"),
+    "amx": (*_CPU_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
+}
+"""as /proc/cpuinfo names them"""
 ISAS = ("portable", *_X86_FLAGS)
 """narrowest first; every CPU with avx512bf16 has avx512vnni, every one with amx has both"""
+_SPARE = "-O1"
 _LINK = ("-shared", "-Wl,--no-as-needed")
 
 
@@ -55,6 +66,19 @@ class Unit:
     isas: tuple[str, ...] | None = None
     sees_torch: bool = False
     optimise: str = "-O3"
+    always: tuple[str, ...] = ()
+    """of `isas`: taken for some shapes also by a CPU that has wider ones"""
+    spare: tuple[str, ...] = ()
+    """of `isas`: built quickly, not well, because the CPU at hand never takes them"""
+
+    def for_cpu(self, has: frozenset[str]) -> Unit:
+        """Only what a CPU that `has` these ISAs takes: AMX, the widest of the others, and portable as a spare."""
+        if self.isas is None:
+            return self
+        vectors = [isa for isa in self.isas if isa in has and isa not in ("portable", "amx")]
+        taken = {*vectors[-1:], *(isa for isa in self.always if isa in has), *({"amx"} & has)}
+        kept = tuple(isa for isa in self.isas if isa in taken or isa == "portable")
+        return replace(self, isas=kept, spare=("portable",) if vectors else ())
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,24 @@ class NativeSources:
     units: tuple[Unit, ...]
     headers: tuple[Path, ...]
     include: tuple[Path, ...] = ()
+
+    def for_this_cpu(self) -> NativeSources:
+        """What this machine's CPU takes, so that a cold build is short. The library serves other CPUs too, slowly."""
+        has = cpu_isas()
+        return self if has is None else replace(self, units=tuple(unit.for_cpu(has) for unit in self.units))
+
+
+@cache
+def cpu_isas() -> frozenset[str] | None:
+    """Which of `ISAS` this machine's CPU has; None where the kernel does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    flags = next((set(line.partition(":")[2].split()) for line in text.splitlines() if line.startswith("flags")), None)
+    if flags is None or not _on_x86():
+        return None
+    return frozenset({"portable", *(isa for isa, needed in _CPU_FLAGS.items() if flags.issuperset(needed))})
 
 
 def find_cached(sources: NativeSources, cache_dir: Path) -> KernelLibrary | None:
@@ -90,25 +132,34 @@ def build(sources: NativeSources, cache_dir: Path, compiler: str | None = None) 
     return _library(sources, target)
 
 
+def build_for_this_cpu(sources: NativeSources, cache_dir: Path, compiler: str | None = None) -> KernelLibrary:
+    """As `build`, but only what this machine's CPU takes; a library with every ISA, if there is one, serves as well."""
+    return find_cached(sources, cache_dir) or build(sources.for_this_cpu(), cache_dir, compiler)
+
+
 def _library(sources: NativeSources, path: Path) -> KernelLibrary:
     return KernelLibrary(path, f"{sources.prefix}_{path.stem}")
 
 
 def _source_key(sources: NativeSources) -> str:
-    shape = [(unit.source.name, unit.isas, unit.sees_torch, unit.optimise) for unit in sources.units]
-    settings = (_COMMON, _X86_FLAGS, _LINK, shape, torch.__version__, platform.machine())
+    shape = [(unit.source.name, unit.isas, unit.spare, unit.sees_torch, unit.optimise) for unit in sources.units]
+    settings = (_COMMON, _X86_FLAGS, _LINK, shape, TORCH_VERSION, platform.machine())
     files = dict.fromkeys((*(unit.source for unit in sources.units), *sources.headers))
     return hash_of(settings, sorted(files, key=lambda path: path.name))
 
 
 def _compile(sources: NativeSources, compiler: str, namespace: str, scratch: Path) -> Path:
-    flags_of = {isa: flags for isa, flags in _isa_flags().items() if _accepts(compiler, flags)}
+    with ThreadPoolExecutor() as pool:
+        known = pool.map(lambda flags: _accepts(compiler, flags), _isa_flags().values())
+        flags_of = {isa: flags for (isa, flags), accepted in zip(_isa_flags().items(), known) if accepted}
+    wanted = {isa for unit in sources.units for isa in unit.isas or ()}
+    flags_of = {isa: flags for isa, flags in flags_of.items() if isa in wanted}
     have = [f"-DPAGELOOM_HAVE_{isa.upper()}" for isa in flags_of]
     include = [f"-I{path}" for path in sources.include]
     commands, objects = [], []
     for unit in sources.units:
         for isa in (None,) if unit.isas is None else [isa for isa in reversed(unit.isas) if isa in flags_of]:
-            flags = [unit.optimise, *include, f"-DPAGELOOM_OPS={namespace}"]
+            flags = [_SPARE if isa in unit.spare else unit.optimise, *include, f"-DPAGELOOM_OPS={namespace}"]
             flags += (
                 have if isa is None else [*flags_of[isa], f"-DPAGELOOM_ISA={isa}", f"-DPAGELOOM_KERNELS=kernels_{isa}"]
             )
@@ -122,8 +173,11 @@ def _compile(sources: NativeSources, compiler: str, namespace: str, scratch: Pat
 
 
 def _isa_flags() -> dict[str, Sequence[str]]:
-    on_x86 = platform.machine() in ("x86_64", "AMD64")
-    return {"portable": (), **(_X86_FLAGS if on_x86 else {})}
+    return {"portable": (), **(_X86_FLAGS if _on_x86() else {})}
+
+
+def _on_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def _accepts(compiler: str, flags: Sequence[str]) -> bool:

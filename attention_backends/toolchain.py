@@ -2,29 +2,37 @@
 concurrent builds, compilers run in parallel, and errors that end with the compiler's own words.
 
 Why not `torch.utils.cpp_extension`: one source becomes several translation units with different options, only one of
-which needs torch's headers; the cache directory is the caller's; and a cold build stays within seconds.
+which needs torch's headers; the cache directory is the caller's; and a cold build stays within seconds. torch itself is
+not imported: its place and version are known without, so that compilers run while it is.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 CSRC = Path(__file__).parent / "csrc"
-TORCH_DIR = Path(torch.__file__).parent
+_TORCH = importlib.util.find_spec("torch")
+TORCH_DIR = Path(_TORCH.origin).parent if _TORCH is not None and _TORCH.origin else Path("torch-is-missing")
+TORCH_VERSION = version("torch") if _TORCH is not None else ""
 TORCH_INCLUDE = ("-isystem", str(TORCH_DIR / "include"))
 TORCH_LIBRARIES = (f"-L{TORCH_DIR / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
+
+_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_COMPILERS = threading.BoundedSemaphore(_CPUS)
+"""one for each compiler that runs: builds of several libraries share the CPUs"""
 
 
 class BuildError(RuntimeError):
@@ -87,9 +95,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def run_all(commands: Sequence[list[str]], timeout_s: float) -> None:
-    """As many at a time as there are CPUs. Raises BuildError of the first (in order) that fails."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda command: run(command, timeout_s), commands))
+    """As many at a time as there are CPUs, also of several builds at once. Raises BuildError of the first (in order)
+    that fails."""
+
+    def in_turn(command: list[str]) -> None:
+        with _COMPILERS:
+            run(command, timeout_s)
+
+    with ThreadPoolExecutor(_CPUS) as pool:
+        list(pool.map(in_turn, commands))
 
 
 def run(command: list[str], timeout_s: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from compilation.behind import check_stop
 from compilation.errors import CompileError
 from compilation.inductor import (
     compile_piece,
@@ -42,6 +44,7 @@ def compile_model(
     split_ops: frozenset[str],
     bind: BoundOps,
     settings: CompileSettings,
+    stop: threading.Event | None = None,
 ) -> CompiledModel:
     """Compile `module` for every number of tokens (dimension 0 of all inputs; `example_inputs` may have any, 1
     included).
@@ -49,7 +52,7 @@ def compile_model(
     Calls of `split_ops` ("namespace::name") become calls of the function bound under the same name, with the op's own
     arguments. Weights are held by reference: writes into them are seen, replacing a parameter object is not. Inputs of
     `run` must have the dtypes, devices, contiguity and trailing shapes of the examples. Mode "none" returns the module
-    itself.
+    itself. Once `stop` is set, the compilation ends at its next part with CompileStoppedError (`compilation.behind`).
 
     Raises CompileError if the module cannot be traced, split or compiled, or if the cache directory is not trusted.
     """
@@ -60,7 +63,7 @@ def compile_model(
     start = time.perf_counter()
     with inductor_lock:
         store = ArtifactStore(settings.cache_dir)
-        builder = _Builder(store, settings, example_inputs[0].device if example_inputs else torch.device("cpu"))
+        builder = _Builder(store, settings, example_inputs[0].device if example_inputs else torch.device("cpu"), stop)
         traced = builder.trace(module, example_inputs)
         steps = split(traced, split_ops)
         pieces = [step for step in steps if isinstance(step, Piece)]
@@ -82,8 +85,11 @@ def compile_model(
 class _Builder:
     """Where one model's pieces come from: the store if it has them, Inductor otherwise."""
 
-    def __init__(self, store: ArtifactStore, settings: CompileSettings, device: torch.device) -> None:
+    def __init__(
+        self, store: ArtifactStore, settings: CompileSettings, device: torch.device, stop: threading.Event | None
+    ) -> None:
         self.compiled = 0
+        self._stop = stop
         self._store = store
         self._options = inductor_options(settings.debug_asserts, device.type)
         self._bound = None if settings.largest_size is None else _bound(settings.largest_size)
@@ -92,13 +98,15 @@ class _Builder:
 
     def trace(self, module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
         """Dynamo's trace; on a CPU, the toolchain is made ready meanwhile."""
+        check_stop(self._stop)
         if self._toolchain is None:
             return trace(module, example_inputs)
-        with inductor_directories(self._toolchain, self._headers()), preparing(self._toolchain):
+        with inductor_directories(self._toolchain, self._headers()), preparing(self._toolchain, self._stop):
             return trace(module, example_inputs)
 
     def build(self, piece: Piece, sample: list[Any]) -> PieceFunction:
         """Load the piece if a verified entry exists, else compile it and publish the entry."""
+        check_stop(self._stop)
         material = piece_material(piece.module.graph, self._environment)
         with self._store.entry_lock(material) as path, inductor_directories(path / "inductor", self._headers()):
             function = load_piece(path / _ARTIFACT, self._options) if self._store.is_valid(material) else None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from compilation.behind import THREAD_PREFIX, CompileStoppedError, check_stop
 from compilation.key import compiler_identity, cpu_identity
 from compilation.store import locked, trusted_directory, write_atomically
 
@@ -35,7 +36,7 @@ def toolchain_directory(root: Path) -> Path:
 
 
 @contextmanager
-def preparing(directory: Path) -> Iterator[None]:
+def preparing(directory: Path, stop: threading.Event | None = None) -> Iterator[None]:
     """Prepare the toolchain beside the body, wait for it at the end. Inductor's directories must point into
     `directory`.
 
@@ -43,7 +44,7 @@ def preparing(directory: Path) -> Iterator[None]:
     left half-built, for instance by a killed compiler, is wiped: Inductor would take a broken library for a missing
     feature.
     """
-    worker = threading.Thread(target=_prepare, args=(directory,), name="compile-toolchain", daemon=True)
+    worker = threading.Thread(target=_prepare, args=(directory, stop), name="toolchain", daemon=True)
     worker.start()
     try:
         yield
@@ -51,7 +52,7 @@ def preparing(directory: Path) -> Iterator[None]:
         worker.join()
 
 
-def _prepare(directory: Path) -> None:
+def _prepare(directory: Path, stop: threading.Event | None) -> None:
     from torch._inductor.codecache import torch_key
 
     try:
@@ -61,10 +62,14 @@ def _prepare(directory: Path) -> None:
                 if directory.exists():
                     shutil.rmtree(directory)
                 trusted_directory(directory)
-            _probe_instruction_sets()
+            _probe_instruction_sets()  # never cut short: torch keeps the answer as long as the process lives
+            threading.current_thread().name = f"{THREAD_PREFIX}toolchain"
+            check_stop(stop)
             if not (directory / _COMPLETE).exists():
                 _precompile_header()
                 write_atomically(directory / _COMPLETE, "")
+    except CompileStoppedError:
+        log.debug("toolchain preparation was stopped")
     except Exception as error:
         log.warning("toolchain preparation failed, compilation will do without: %s", error)
 

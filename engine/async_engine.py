@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,8 @@ from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
 
 logger = logging.getLogger(__name__)
+
+_COMPILED_POLL_S = 0.05
 
 
 class _Started:
@@ -50,6 +53,7 @@ class _Started:
         self.admission = Admission(config, tokenizer)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name)
+        self.metrics.stats = CoreStats(compiling=ready.compiling)
         self.streams: dict[str, asyncio.Event] = {}
         self.receiver: asyncio.Task[None] | None = None
         self.death: CoreDiedError | None = None
@@ -142,6 +146,14 @@ class AsyncEngine:
             self._end(engine, *engine.processor.abort(name, time.monotonic()))
             if name in engine.streams:
                 engine.streams[name].set()
+
+    async def wait_compiled(self) -> None:
+        """Return once no compilation goes on behind the serving engine (`stats().compiling`); benchmarks begin there.
+        Raises `CoreDiedError`."""
+        engine = await self._started()
+        while engine.metrics.stats.compiling:
+            self.check_health()
+            await asyncio.sleep(_COMPILED_POLL_S)
 
     def check_health(self) -> None:
         """Raises `CoreDiedError` when requests can not be served: the core died, or `shutdown` was called."""
@@ -257,7 +269,7 @@ class AsyncEngine:
         client = self._client_factory(config)
         ready, tokenizer = await asyncio.gather(
             asyncio.to_thread(client.start),
-            asyncio.to_thread(Tokenizer.load, config.model.tokenizer),
+            asyncio.to_thread(Tokenizer.load, config.model.tokenizer, Path(config.compile.cache_dir)),
             return_exceptions=True,
         )
         if isinstance(ready, BaseException) or isinstance(tokenizer, BaseException):

@@ -13,7 +13,9 @@ import msgspec
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
-KVCacheDType = Literal["auto", "fp8"]
+Quantization = Literal["none", "gguf", "int8", "int4"]
+"""of weights; gguf: each matrix as its file encodes it"""
+KVCacheDType = Literal["auto", "bf16", "int8", "fp8"]
 GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
 """auto: all that compile mode and attention backend allow (GPU)"""
 Policy = Literal["fcfs", "priority"]
@@ -26,6 +28,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     tokenizer: str | None = None
     dtype: DType = "auto"
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """of weights (CPU): int8 per output with int8 activations, int4 in groups of 32; none: the dtype; auto: as the
+    checkpoint has them, so a GGUF file runs from its blocks"""
     device: Device = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -33,18 +38,22 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 4096
     block_size: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
-    """auto: the model's dtype; fp8: e4m3, half the memory (GPU backends that read it)"""
+    """auto: the model's dtype; bf16: that of a bfloat16 model, by name; int8: half the memory, with a scale for each
+    token and KV head (CPU); fp8: e4m3, half the memory (GPU backends that read it)"""
     kv_cache_memory: int | None = None
     """bytes"""
     memory_fraction: float = 0.9
     enable_prefix_caching: bool = True
     scheduling_policy: Policy = "fcfs"
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
+    """plan a step while the one before computes; None: on a GPU"""
     compile: CompileMode = "pieces"
     graphs: GraphMode | None = None
     """None: auto on a GPU, none on a CPU"""
     attention_backend: str | None = None
     threads: int | None = None
+    cores: tuple[int, ...] | None = None
+    """logical CPUs that the compute threads are bound to (CPU); None: the operating system places them"""
     seed: int = 0
     max_logprobs: int = 20
     cache_dir: str | None = None
@@ -65,12 +74,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     seed: int
     load_format: Literal["auto", "dummy"]
+    quantization: Quantization = "none"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """tokens per block"""
-    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
     """of keys and values"""
     kv_cache_memory: int | None
     """bytes; None: what `memory_fraction` of the device leaves after weights and activations"""
@@ -101,6 +111,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     threads: int = 1
     """compute threads of the runner (CPU)"""
+    cores: tuple[int, ...] | None = None
+    """logical CPUs that they are bound to; None: not bound"""
     attention_backend: str | None = None
     debug_sync: bool = False
     """a hidden synchronisation in a steady decode step is an error (CUDA)"""

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, cast
 
@@ -50,6 +51,7 @@ class LLM:
         *,
         tokenizer: str | None = None,
         dtype: DType = "auto",
+        quantization: Literal["auto", "none", "int8", "int4"] = "auto",
         device: Device = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -61,11 +63,12 @@ class LLM:
         memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
         scheduling_policy: Policy = "fcfs",
-        async_scheduling: bool = True,
+        async_scheduling: bool | None = None,
         compile: CompileMode = "pieces",
         graphs: GraphMode | None = None,
         attention_backend: str | None = None,
         threads: int | None = None,
+        cores: Sequence[int] | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
         cache_dir: str | None = None,
@@ -75,33 +78,10 @@ class LLM:
         in_process: bool = True,
     ) -> None:
         """`model`: a Hugging Face directory or a GGUF file. `kv_cache_memory`: bytes, or "4GiB". See `EngineArgs`."""
-        args = EngineArgs(
-            model=model,
-            served_model_name=served_model_name,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_waiting=max_waiting,
-            block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
-            memory_fraction=memory_fraction,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            async_scheduling=async_scheduling,
-            compile=compile,
-            graphs=graphs,
-            attention_backend=attention_backend,
-            threads=threads,
-            seed=seed,
-            max_logprobs=max_logprobs,
-            cache_dir=cache_dir,
-            debug_sync=debug_sync,
-            load_format=load_format,
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "in_process")}
+        given["kv_cache_memory"] = None if kv_cache_memory is None else parse_size(kv_cache_memory)
+        given["cores"] = None if cores is None else tuple(cores)
+        args = EngineArgs(**given)
         self._start(args, InProcessClient if in_process else ProcessClient)
 
     @classmethod
@@ -119,7 +99,7 @@ class LLM:
         self._calls = 0
         self._stats = CoreStats()
         self.model, self.config = resolve_here(args)
-        self._tokenizer = Tokenizer.load(self.config.model.tokenizer)
+        self._tokenizer = Tokenizer.load(self.config.model.tokenizer, Path(self.config.compile.cache_dir))
         self._admission = Admission(self.config, self._tokenizer)
         self._processor = OutputProcessor(self._tokenizer)
         self._client = client_factory(self.config)
@@ -140,6 +120,11 @@ class LLM:
     def stats(self) -> CoreStats:
         """The core's counters as of its latest step."""
         return self._stats
+
+    def wait_compiled(self) -> None:
+        """Return once no compilation goes on behind the serving engine. `generate` does not wait for it: until then
+        steps run eagerly, which is slower; benchmarks call this first."""
+        self._alive().wait_compiled()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes before the next request runs."""

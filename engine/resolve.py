@@ -7,11 +7,20 @@ Defaults that are choices
 - max_model_len: what the model was trained for, cut to what an explicit `kv_cache_memory` can hold.
 - max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long
   enough to run at the machine's speed and short enough not to stall those who decode.
-- kv_cache_dtype "auto": the model's dtype, exact. fp8 halves the cache and is for GPUs only: no CPU kernel reads it.
+- kv_cache_dtype "auto": the model's dtype, exact. int8 (CPU) and fp8 (GPU) halve the cache; neither device reads the
+  other's. bf16 is the name of what "auto" gives a bfloat16 model.
+- quantization "auto": the checkpoint's own. On a CPU in bfloat16 a GGUF file runs from its blocks ("none" decodes them
+  to bfloat16 first: four times the memory, half the speed, and the values that other engines compute with); GPUs and
+  float32 decode them always.
 - graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
+- async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and
+  who arrives would wait for one step more.
 - served_model_name: the directory's name, or the file's without ".gguf".
 - threads: physical cores, since a second hyper-thread shares the vector units of the first.
+- who computes on which core: compute threads run wherever the operating system puts them, unless `cores` names their
+  CPUs; then there are as many threads as CPUs, and only they (and what the core's loop does between steps) are bound.
+  The front end is never bound. It works in one burst a step, and gives way through the scheduler's fairness alone.
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from engine.config import (
     EngineConfig,
     GraphMode,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
 )
 from engine.errors import ConfigError
@@ -39,9 +49,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 RealDType = Literal["bfloat16", "float16", "float32"]
-CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
+CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -67,6 +77,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             eos_token_ids=tuple(model.eos_token_ids),
             seed=args.seed,
             load_format=args.load_format,
+            quantization=_quantization(args, dtype, kind, model.source),
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
         scheduler=_scheduler(args, kind, max_model_len),
@@ -79,7 +90,8 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
         ),
         device=DeviceConfig(
             kind=kind,
-            threads=args.threads if args.threads is not None else machine.physical_cores,
+            threads=_threads(args, machine),
+            cores=args.cores,
             attention_backend=args.attention_backend,
             debug_sync=_debug_sync(args, kind),
         ),
@@ -114,9 +126,31 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
         kind = args.device
     if kind == "cuda" and not machine.cuda:
         raise ConfigError("device='cuda', but torch finds no CUDA device here; set device='cpu' or 'auto'")
+    _check_cores(args)
+    if kind == "cuda" and args.cores is not None:
+        raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     if kind == "cuda" and args.threads is not None:
         raise ConfigError("threads sets the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     return kind
+
+
+def _threads(args: EngineArgs, machine: Machine) -> int:
+    if args.threads is not None:
+        return args.threads
+    return len(args.cores) if args.cores is not None else machine.physical_cores
+
+
+def _check_cores(args: EngineArgs) -> None:
+    cores = args.cores
+    if cores is None:
+        return
+    if not cores or min(cores) < 0 or len(set(cores)) != len(cores):
+        raise ConfigError(f"cores must name logical CPUs, each once, for example 0,1; got {cores}")
+    if args.threads is not None and args.threads > len(cores):
+        raise ConfigError(
+            f"threads ({args.threads}) exceeds the {len(cores)} cores: compute threads that share one wait for each "
+            "other; lower threads or name more cores"
+        )
 
 
 def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:
@@ -136,11 +170,33 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
     return args.dtype
 
 
+def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, source: str) -> Quantization:
+    wanted = args.quantization
+    packs = kind == "cpu" and dtype == "bfloat16"
+    if wanted == "auto":
+        return "gguf" if packs and source == "gguf" and args.load_format == "auto" else "none"
+    if wanted != "none" and not packs:
+        raise ConfigError(
+            f"quantization={wanted!r} needs device='cpu' and dtype='bfloat16', got {kind!r} and {dtype!r}"
+        )
+    return wanted
+
+
 def _kv_dtype(args: EngineArgs, dtype: RealDType, kind: Kind) -> CacheDType:
     if args.kv_cache_dtype == "auto":
         return dtype
+    if args.kv_cache_dtype == "bf16":
+        if dtype != "bfloat16":
+            raise ConfigError(f"kv_cache_dtype='bf16' needs dtype='bfloat16', got {dtype!r}; leave it at 'auto'")
+        return dtype
+    if args.kv_cache_dtype == "int8":
+        if kind != "cpu":
+            raise ConfigError("kv_cache_dtype='int8' needs device='cpu': no GPU kernel reads int8, use 'fp8'")
+        if dtype != "bfloat16":
+            raise ConfigError(f"kv_cache_dtype='int8' needs dtype='bfloat16', got {dtype!r}")
+        return "int8"
     if kind == "cpu":
-        raise ConfigError("kv_cache_dtype='fp8' needs device='cuda': no CPU kernel reads fp8; leave it at 'auto'")
+        raise ConfigError("kv_cache_dtype='fp8' needs device='cuda': no CPU kernel reads fp8, use 'int8'")
     if dtype == "float32":
         raise ConfigError("kv_cache_dtype='fp8' needs dtype='bfloat16' or 'float16', got 'float32'")
     return "float8_e4m3fn"
@@ -171,8 +227,9 @@ def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
 
 
 def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
-    """Bytes of keys and values that one token keeps over all layers."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _DTYPE_BYTES[dtype]
+    """Bytes of keys and values that one token keeps over all layers (int8: with its float32 scales)."""
+    scale_bytes = 4 if dtype == "int8" else 0
+    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * _DTYPE_BYTES[dtype] + scale_bytes)
 
 
 def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int) -> int:
@@ -224,7 +281,7 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int) -> SchedulerCon
         max_model_len=max_model_len,
         max_waiting=args.max_waiting,
         policy=args.scheduling_policy,
-        async_scheduling=args.async_scheduling,
+        async_scheduling=args.async_scheduling if args.async_scheduling is not None else kind == "cuda",
     )
 
 

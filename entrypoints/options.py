@@ -22,6 +22,15 @@ def size_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def core_list(text: str) -> tuple[int, ...]:
+    """'0,2-4' → (0, 2, 3, 4)."""
+    try:
+        ranges = [part.split("-") for part in text.split(",")]
+        return tuple(core for first, *last in ranges for core in range(int(first), int((last or [first])[-1]) + 1))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a list of CPUs; write 0,1 or 0-3") from None
+
+
 def refuse_without_effect(
     parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str], because: str
 ) -> None:
@@ -43,6 +52,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="directory or GGUF file of the tokenizer, where it is not the model's own")
     group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    group.add_argument(
+        "--quantization",
+        default="auto",
+        choices=["auto", "none", "int8", "int4"],
+        help="of weights (CPU); auto: a GGUF file runs from its blocks; none decodes it",
+    )
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     group.add_argument("--max-model-len", type=int, help="longest sequence, prompt and answer, in tokens")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
@@ -51,12 +66,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
     )
     group.add_argument("--block-size", type=int, help="tokens per KV block")
-    group.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the memory (GPU)")
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=["auto", "bf16", "int8", "fp8"],
+        help="half the memory: int8 on a CPU, fp8 on a GPU",
+    )
     group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
     group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
     group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
-    group.add_argument("--no-async-scheduling", dest="async_scheduling", action="store_false")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before computes; default: on a GPU",
+    )
     group.add_argument("--compile", default="pieces", choices=["none", "pieces"])
     group.add_argument(
         "--graphs",
@@ -65,6 +89,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--attention-backend", metavar="NAME")
     group.add_argument("--threads", type=int, help="compute threads on a CPU")
+    group.add_argument(
+        "--cores", type=core_list, metavar="LIST", help="CPUs that the compute threads are bound to, as 0,1 or 0-3"
+    )
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--max-logprobs", type=int, default=20)
     group.add_argument("--cache-dir", help="compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")

@@ -27,6 +27,7 @@ import msgspec
 from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
+from engine.executor.interface import CompileState
 from engine.step import LoadReport, RowParams, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 PLAN_SHARE, COMPLETE_SHARE, PUBLISH_SHARE = 0.5, 0.375, 0.125
@@ -70,6 +71,12 @@ class SleepingDevice:
 
     def collect(self) -> StepResult:
         return self._done.get()
+
+    def compile_state(self) -> CompileState:
+        return "done"
+
+    def watch_compilation(self, changed: Callable[[], None]) -> None:
+        changed()
 
     def compiles_after_ready(self) -> int:
         return 0

@@ -1,87 +1,9 @@
-// Paged attention with AMX: the same online softmax as attention_kernel.cpp for items with enough rows to fill tiles of
-// a bfloat16 cache; everything else goes to the AVX-512-BF16 kernels. A pass takes 32 rows against up to kKeys keys:
-// one product into `scores`, one softmax over them, one product onto the accumulator.
-#include "kernels.h"
-#include "simd.h"
-
-#include <stddef.h>
-
-using namespace pageloom;
+// Paged attention with AMX: the same online softmax as attention_kernel.cpp for items with enough rows to fill tiles,
+// of a bfloat16 or int8 cache; everything else goes to the AVX-512-BF16 kernels. A pass takes 32 rows against up to
+// kKeys keys: one product into `scores`, one softmax over them, one product onto the accumulator.
+#include "amx_pages.h"
 
 namespace {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kFloor = -1e30f;   // the running maximum starts here, so that -inf - maximum is never NaN
-constexpr int64_t kTile = 16;      // rows of a tile, and 32-bit lanes of its rows
-constexpr int64_t kPassRows = 32;  // two tiles of rows meet two tiles of keys: every loaded tile is used twice
-constexpr int64_t kKeys = 256;     // keys between two rescalings of the accumulator
-constexpr int64_t kRows = 384;     // rows of an item: they share one copy of its pages into tile order
-constexpr int64_t kMinRows = 12;   // fewer leave most of a tile empty
-
-PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-PAGELOOM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-// GCC's tile loads do not tell the compiler that they read memory.
-PAGELOOM_INLINE void tiles_read_memory() { __asm__ volatile("" ::: "memory"); }
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-constexpr TileConfig kConfig;
-
-// A thread's tiles for the life of one item; afterwards they are as empty as everybody else expects them. Results
-// below 2^-126 are flushed to 0 meanwhile: exact zeros are what they stand for, and they would cost a microcode assist.
-class TileSession {
- public:
-  TileSession() : control_(_mm_getcsr()) {
-    _tile_loadconfig(&kConfig);
-    _mm_setcsr(control_ | 0x8040);
-  }
-  ~TileSession() {
-    _tile_release();
-    _mm_setcsr(control_);
-  }
-  TileSession(const TileSession&) = delete;
-
- private:
-  unsigned control_;
-};
-
-struct Scratch {
-  int64_t depth;            // head_dim rounded up to 32: what a tile of queries multiplies at once
-  int64_t dims;             // padded_dim
-  uint16_t* queries;        // [kRows][depth], zero beyond head_dim
-  uint32_t* keys;           // [kKeys / 16][depth / 2][16 tokens], zero beyond head_dim
-  uint32_t* values;         // [dims / 16][kKeys / 2][16 dims], zero for tokens outside the item
-  float* scores;            // [kPassRows][kKeys]
-  uint16_t* probabilities;  // [kPassRows][kKeys]
-  float* accumulator;       // [kRows][dims]
-  float* sums;              // [kRows][16]: lanes are added up at the end
-  float* maximum;           // [kRows]
-  int32_t* positions;       // [kRows]
-};
-
-int64_t carve(const AttentionProblem& p, void* memory, Scratch& s) {
-  char* const start = (char*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
-  char* at = start;
-  const auto take = [&](auto*& target, int64_t bytes) {
-    target = (decltype(+target))at;
-    at += (bytes + 63) / 64 * 64;
-  };
-  s.depth = (p.cache.head_dim + 31) / 32 * 32;
-  s.dims = p.cache.padded_dim;
-  take(s.queries, kRows * s.depth * 2);
-  take(s.keys, kKeys * s.depth * 2);
-  take(s.values, kKeys * s.dims * 2);
-  take(s.scores, kPassRows * kKeys * 4);
-  take(s.probabilities, kPassRows * kKeys * 2);
-  take(s.accumulator, kRows * s.dims * 4);
-  take(s.sums, kRows * kTile * 4);
-  take(s.maximum, kRows * 4);
-  take(s.positions, kRows * 4);
-  return at - start + 64;
-}
 
 int64_t scratch_bytes(const AttentionProblem& p) {
   Scratch s;
@@ -98,60 +20,6 @@ PAGELOOM_INLINE __m512 exp2_of(__m512 t) {
   e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.6930448412895203f));
   e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(e, t);  // e * 2^floor(t)
-}
-
-void gather_queries(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t rows) {
-  const int32_t* start = p.query_start_loc + item.seq;
-  const int64_t first_position = p.seq_lens[item.seq] - (start[1] - start[0]);
-  const int64_t bytes = p.cache.head_dim * 2;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = item.row_begin + r, head = item.kv_head * p.group + row % p.group;
-    const auto* q = (const uint16_t*)p.q.data + (start[0] + row / p.group) * p.q.token_stride + head * p.q.head_stride;
-    memcpy(s.queries + r * s.depth, q, bytes);
-    memset((char*)(s.queries + r * s.depth) + bytes, 0, s.depth * 2 - bytes);
-    s.positions[r] = (int32_t)(first_position + row / p.group);
-  }
-  const int64_t padded = (rows + kTile - 1) / kTile * kTile;
-  memset(s.queries + rows * s.depth, 0, (padded - rows) * s.depth * 2);
-  memset(s.accumulator, 0, padded * s.dims * 4);
-  memset(s.sums, 0, rows * kTile * 4);
-  for (int64_t r = 0; r < kRows; ++r) s.maximum[r] = kFloor;
-}
-
-// Keys [begin, end) in tile order, from `base` <= begin, a multiple of 16. Keys outside the range are copied as they
-// are (their scores are replaced); values outside it are zeroed, because 0 * NaN is NaN.
-bool gather_pages(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t base, int64_t begin,
-                  int64_t end) {
-  const int32_t* const table = p.block_tables + item.seq * p.block_table_stride;
-  const int64_t size = p.cache.block_size, lane_rows = p.cache.head_dim / 2;
-  const int64_t vectors = (end - base + kTile - 1) / kTile;
-  for (int64_t g = 0; g < vectors; ++g) {
-    const int64_t token = base + g * kTile, column = token / size, offset = token - column * size;
-    const int64_t block = column < p.max_blocks ? table[column] : -1;
-    if (block < 0 || block >= p.cache.num_blocks) return false;
-    const uint32_t* from = p.cache.k_of(block, item.kv_head) + offset;
-    uint32_t* to = s.keys + g * s.depth / 2 * kTile;
-    for (int64_t d = 0; d < lane_rows; ++d, from += size, to += kTile) memcpy(to, from, 64);
-    memset(to, 0, (s.depth / 2 - lane_rows) * 64);
-    from = p.cache.v_of(block, item.kv_head) + offset / 2 * s.dims;
-    to = s.values + g * kTile / 2 * kTile;
-    const bool whole = token >= begin && token + kTile <= end;
-    for (int64_t i = 0; i < kTile / 2; ++i) {
-      const int64_t even = token + 2 * i;
-      const uint32_t mask = (even >= begin && even < end ? 0xffffu : 0) |
-                            (even + 1 >= begin && even + 1 < end ? 0xffff0000u : 0);
-      for (int64_t d = 0; d < s.dims; d += kTile) {
-        const vu lanes = load_as<vu>(from + i * s.dims + d);
-        const vu kept = whole ? lanes : lanes & mask;
-        memcpy(to + d * (kKeys / 2) + i * kTile, &kept, 64);
-      }
-    }
-  }
-  if (vectors % 2 == 1) {  // products take tokens by 32
-    for (int64_t d = 0; d < s.dims; d += kTile)
-      memset(s.values + d * (kKeys / 2) + vectors * kTile / 2 * kTile, 0, kTile / 2 * 64);
-  }
-  return true;
 }
 
 // scores = queries * keys for R tiles of rows and the token vectors [first, last), both even.
@@ -225,11 +93,13 @@ struct Visible {
 };
 
 // Replaces the scores of one row that it must not see, and returns the largest other one, in units of `factor`.
-PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, float* scores, const Visible& seen, bool plain) {
+PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, const Scratch& s, float* scores, const Visible& seen,
+                                      bool plain) {
   if (!plain) {
-    const bool capped = p.soft_cap > 0;
+    const bool capped = p.soft_cap > 0, scaled = p.cache.dtype == Dtype::kInt8;
     for (int64_t g = seen.first; g < seen.last; ++g) {
       vf t = loadf(scores + g * kTile);
+      if (scaled) t = t * loadf(s.key_scales + g * kTile);
       t = capped ? tanh_all(t * (p.scale / p.soft_cap)) * (p.soft_cap * kLog2e) : t * (p.scale * kLog2e);
       storef(scores + g * kTile, t);
     }
@@ -252,16 +122,22 @@ PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, float* scores, 
 }
 
 // probabilities = 2^(score * factor - maximum), exactly 0 in [first, last) where the row sees nothing; returns sums.
-PAGELOOM_INLINE __m512 exponentiate(const float* scores, uint16_t* target, const Visible& seen, int64_t first,
-                                    int64_t last, float factor, float maximum) {
+// kScaled: stored times `scales`, the sums without.
+template <bool kScaled>
+PAGELOOM_INLINE __m512 exponentiate(const float* scores, const float* scales, uint16_t* target, const Visible& seen,
+                                    int64_t first, int64_t last, float factor, float maximum) {
   const __m512 scale = _mm512_set1_ps(factor), top = _mm512_set1_ps(maximum);
   __m512 even = _mm512_setzero_ps(), odd = even;
   for (int64_t g = first; g < seen.first; g += 2) _mm512_storeu_si512(target + g * kTile, _mm512_setzero_si512());
   for (int64_t g = seen.first; g < seen.last; g += 2) {
-    const __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + g * kTile), scale, top));
-    const __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (g + 1) * kTile), scale, top));
+    __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + g * kTile), scale, top));
+    __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (g + 1) * kTile), scale, top));
     even = _mm512_add_ps(even, x);
     odd = _mm512_add_ps(odd, y);
+    if constexpr (kScaled) {
+      x = _mm512_mul_ps(x, _mm512_loadu_ps(scales + g * kTile));
+      y = _mm512_mul_ps(y, _mm512_loadu_ps(scales + (g + 1) * kTile));
+    }
     const __m512bh both = _mm512_cvtne2ps_pbh(y, x);
     memcpy(target + g * kTile, &both, 64);
   }
@@ -269,21 +145,23 @@ PAGELOOM_INLINE __m512 exponentiate(const float* scores, uint16_t* target, const
   return _mm512_add_ps(even, odd);
 }
 
-// Scores -> probabilities of rows [row, row + count), with the accumulator rescaled where a maximum has grown.
+// Scores -> probabilities of rows [row, row + count), with the accumulator rescaled where a maximum has grown. kScaled:
+// of an int8 cache.
+template <bool kScaled>
 void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t count, int64_t base, int64_t begin,
                   int64_t end, int64_t first, int64_t last) {
-  const bool plain = p.soft_cap == 0 && p.scale > 0;
+  const bool plain = p.soft_cap == 0 && p.scale > 0 && !kScaled;
   const float factor = plain ? p.scale * kLog2e : 1.0f;
   Visible seen[kPassRows];
   alignas(64) float found[kPassRows], decay[kPassRows];
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = s.positions[row + i];
     Visible& v = seen[i];
-    v.low = max64(begin, p.window > 0 ? position - p.window + 1 : 0) - base;
+    v.low = max64(begin, s.window > 0 ? position - s.window + 1 : 0) - base;
     v.high = min64(end, position + 1) - base;
     v.first = v.low < v.high ? v.low / 32 * 2 : last;
     v.last = v.low < v.high ? (v.high + 31) / 32 * 2 : last;
-    found[i] = v.low < v.high ? mask_and_reduce(p, s.scores + i * kKeys, v, plain) * factor : kFloor;
+    found[i] = v.low < v.high ? mask_and_reduce(p, s, s.scores + i * kKeys, v, plain) * factor : kFloor;
   }
   for (int64_t i = count; i < kPassRows; ++i) found[i] = kFloor;
   for (int64_t i = 0; i < count; i += kTile) {
@@ -292,8 +170,8 @@ void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int6
     _mm512_store_ps(decay + i, exp2_of(_mm512_sub_ps(before, top)));
   }
   for (int64_t i = 0; i < count; ++i) {
-    const __m512 total = exponentiate(s.scores + i * kKeys, s.probabilities + i * kKeys, seen[i], first, last, factor,
-                                      s.maximum[row + i]);
+    const __m512 total = exponentiate<kScaled>(s.scores + i * kKeys, s.value_scales, s.probabilities + i * kKeys,
+                                               seen[i], first, last, factor, s.maximum[row + i]);
     float* const sums = s.sums + (row + i) * kTile;
     _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(decay[i]), total));
     if (decay[i] == 1.0f) continue;
@@ -306,29 +184,30 @@ template <int R>
 void attend_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t count, int64_t base, int64_t begin,
                  int64_t end) {
   // Positions grow with rows: the first row sees the oldest key, the last one the newest.
-  const int64_t oldest = p.window > 0 ? max64(begin, s.positions[row] - p.window + 1) : begin;
+  const int64_t oldest = s.window > 0 ? max64(begin, s.positions[row] - s.window + 1) : begin;
   const int64_t newest = min64(end, s.positions[row + count - 1] + 1);
   if (oldest >= newest) return;
   const int64_t first = (oldest - base) / 32 * 2, last = (newest - base + 31) / 32 * 2;
   multiply_keys<R>(s, row, first, last);
-  softmax_pass(p, s, row, count, base, begin, end, first, last);
+  const auto softmax = p.cache.dtype == Dtype::kInt8 ? softmax_pass<true> : softmax_pass<false>;
+  softmax(p, s, row, count, base, begin, end, first, last);
   int64_t dim = 0;
   for (; dim + 2 * kTile <= s.dims; dim += 2 * kTile) multiply_values<R, 2>(s, row, dim, first, last);
   if (dim < s.dims) multiply_values<R, 1>(s, row, dim, first, last);
 }
 
-void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t rows, float* partial) {
+void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t rows, float* partials) {
   for (int64_t r = 0; r < rows; ++r) {
     const float* const row = s.accumulator + r * s.dims;
     const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(s.sums + r * kTile));
-    if (partial != nullptr) {
-      float* const target = partial + r * (s.dims + kPartialExtra);
+    float* const target = item.partial_of(p, partials, item.row_begin + r, s.dims + kPartialExtra);
+    if (target != nullptr) {
       memcpy(target, row, s.dims * sizeof(float));
       target[s.dims] = s.maximum[r];
       target[s.dims + 1] = sum;
       continue;
     }
-    const int64_t at = item.row_begin + r, token = p.query_start_loc[item.seq] + at / p.group;
+    const int64_t at = item.row_begin + r, token = item.token_of(p, at);
     const int64_t head = item.kv_head * p.group + at % p.group;
     auto* const out = (uint16_t*)p.out.data + token * p.out.token_stride + head * p.out.head_stride;
     const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
@@ -339,11 +218,12 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
   }
 }
 
-bool attend(const AttentionProblem& p, const WorkItem& item, void* memory, float* partial) {
+bool attend(const AttentionProblem& p, const WorkItem& item, void* memory, float* partials) {
   const int64_t rows = item.row_end - item.row_begin;
-  if (rows < kMinRows) return kernels_avx512bf16()->attend(p, item, memory, partial);
+  if (rows < kMinRows) return kernels_avx512bf16()->attend(p, item, memory, partials);
   Scratch s;
   carve(p, memory, s);
+  s.window = item.window_of(p);
   const TileSession session;
   gather_queries(p, item, s, rows);
   for (int64_t base = item.kv_begin / kTile * kTile; base < item.kv_end; base += kKeys) {
@@ -355,7 +235,7 @@ bool attend(const AttentionProblem& p, const WorkItem& item, void* memory, float
       pass(p, s, row, count, base, begin, end);
     }
   }
-  write_rows(p, item, s, rows, partial);
+  write_rows(p, item, s, rows, partials);
   return true;
 }
 

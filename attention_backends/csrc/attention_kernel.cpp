@@ -23,7 +23,9 @@ struct Scratch {
   float* maximum;
   float* sum;
   float* decay;
-  uint32_t* edge_values;  // two lane rows [padded_dim]: pairs of which one token must not be read
+  uint32_t* edge_values;  // two rows of cells [padded_dim]: pairs of which one token must not be read
+  float* key_scales;      // [kKeyTile], of int8 caches; 0 for tokens outside the item
+  float* value_scales;
 };
 
 int64_t rows_bytes(int64_t per_row) { return (kRowTile * per_row * 4 + 63) / 64 * 64; }
@@ -31,7 +33,7 @@ int64_t rows_bytes(int64_t per_row) { return (kRowTile * per_row * 4 + 63) / 64 
 int64_t scratch_bytes(const AttentionProblem& p) {
   const int64_t scores = rows_bytes(kKeyTile) + rows_bytes(kKeyTile / 2);
   const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + 3 * rows_bytes(1);
-  return scores + vectors + 2 * p.cache.padded_dim * 4 + 64;
+  return scores + vectors + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + 64;
 }
 
 Scratch carve(const AttentionProblem& p, void* memory) {
@@ -46,21 +48,38 @@ Scratch carve(const AttentionProblem& p, void* memory) {
   s.sum = (float*)take(rows_bytes(1));
   s.decay = (float*)take(rows_bytes(1));
   s.edge_values = (uint32_t*)take(2 * p.cache.padded_dim * 4);
+  s.key_scales = (float*)take(kKeyTile * 4);
+  s.value_scales = (float*)take(kKeyTile * 4);
   return s;
 }
 
 // The key tile [begin, end) of one (sequence, KV head). `base` <= begin is where its vectors and lane pairs start.
+template <class T>
 struct KeyTile {
+  using Cell = typename T::Cell;
   int64_t base, begin, end;
   int64_t num_vectors;
-  const uint32_t* keys[kKeyTile / VW + kMaxCols];  // the last kMaxCols, after num_vectors: the next tile's, to prefetch
-  const uint32_t* value_starts[kKeyTile / VW];
+  const Cell* keys[kKeyTile / VW + kMaxCols];  // the last kMaxCols, after num_vectors: the next tile's, to prefetch
+  const Cell* value_starts[kKeyTile / VW];
   int64_t num_segments;
-  Segment values[kKeyTile / 8 + 3];
+  Segment<T> values[kKeyTile / 8 + 3];
 };
 
+// The scales of one block's tokens [first, last), of which those in [tile.begin, tile.end) count.
 template <class T>
-bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile, uint32_t* edge_values) {
+void gather_scales(const AttentionProblem& p, int64_t head, int64_t block, int64_t column, int64_t first, int64_t last,
+                   const KeyTile<T>& tile, const Scratch& s) {
+  const float* const of_keys = p.cache.k_scales(block, head) - column * p.cache.block_size;
+  const float* const of_values = p.cache.v_scales(block, head) - column * p.cache.block_size;
+  for (int64_t t = first; t < last; ++t) {
+    s.key_scales[t - tile.base] = t < tile.begin ? 0.0f : of_keys[t];
+    s.value_scales[t - tile.base] = t < tile.begin ? 0.0f : of_values[t];
+  }
+}
+
+template <class T>
+bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& tile, const Scratch& scratch) {
+  using Cell = typename T::Cell;
   const int32_t* const table = p.block_tables + item.seq * p.block_table_stride;
   const int64_t size = p.cache.block_size, dims = p.cache.padded_dim;
   tile.num_vectors = (tile.end - tile.base + VW - 1) / VW;
@@ -69,9 +88,10 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile,
   for (int64_t column = tile.base / size; column * size < tile.end; ++column) {
     const int64_t block = column < p.max_blocks ? table[column] : -1;
     if (block < 0 || block >= p.cache.num_blocks) return false;
-    const uint32_t* keys = p.cache.k_of(block, item.kv_head);
+    const Cell* keys = (const Cell*)p.cache.k_of(block, item.kv_head);
     const int64_t first = max64(tile.base, column * size), last = min64(tile.end, column * size + size);
-    const uint32_t* values = p.cache.v_of(block, item.kv_head);
+    const Cell* values = (const Cell*)p.cache.v_of(block, item.kv_head);
+    if constexpr (T::kScaled) gather_scales<T>(p, item.kv_head, block, column, first, last, tile, scratch);
     for (int64_t t = first; t < last; t += VW) {
       tile.keys[(t - tile.base) / VW] = keys + (t - column * size);
       tile.value_starts[(t - tile.base) / VW] = values + (t - column * size) / T::kPerLane * dims;
@@ -80,9 +100,9 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile,
     const auto row = [&](int64_t token) { return values + (token - column * size) / T::kPerLane * dims; };
     const auto edge = [&](int64_t token, uint32_t mask) {
       // A slot outside [begin, end) may hold anything, and 0 * NaN is NaN: zero it in a copy.
-      uint32_t* copy = edge_values + edges++ * dims;
+      uint32_t* copy = scratch.edge_values + edges++ * dims;
       for (int64_t d = 0; d < dims; ++d) copy[d] = row(token)[d] & mask;
-      tile.values[tile.num_segments++] = {copy, 1, (token - tile.base) / 2};
+      tile.values[tile.num_segments++] = {(const Cell*)copy, 1, (token - tile.base) / 2};
     };
     if (T::kPerLane == 2 && t < last && (t & 1)) edge(t++, 0xffff0000u);
     const int64_t pairs = (last - t) / T::kPerLane;
@@ -94,7 +114,12 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile& tile,
     const int64_t t = tile.base + (tile.num_vectors + i) * VW, column = t / size;
     const int64_t block = t < item.kv_end && column < p.max_blocks ? table[column] : -1;
     const bool exists = block >= 0 && block < p.cache.num_blocks;
-    tile.keys[tile.num_vectors + i] = exists ? p.cache.k_of(block, item.kv_head) + (t - column * size) : tile.keys[0];
+    const Cell* const next = exists ? (const Cell*)p.cache.k_of(block, item.kv_head) + (t - column * size) : nullptr;
+    tile.keys[tile.num_vectors + i] = exists ? next : tile.keys[0];
+  }
+  if constexpr (T::kScaled) {
+    for (int64_t t = tile.end; t < tile.base + tile.num_vectors * VW; ++t)
+      scratch.key_scales[t - tile.base] = scratch.value_scales[t - tile.base] = 0;
   }
   return true;
 }
@@ -113,6 +138,7 @@ void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64
   for (int i = 0; i < VW; ++i) lane[i] = i;
   for (int64_t g = 0; g < num_vectors; ++g) {
     vf t = loadf(scores + g * VW);
+    if constexpr (T::kScaled) t = t * loadf(s.key_scales + g * VW);
     t = p.soft_cap > 0 ? tanh_all(t * (p.scale / p.soft_cap)) * (p.soft_cap * kLog2e) : t * factor;
     if (!full) {
       const vi index = lane + (int32_t)(g * VW);
@@ -128,7 +154,11 @@ void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64
   for (int64_t g = 0; g < num_vectors; ++g) {
     const vf e = exp2_neg<T::kPrecise>(loadf(scores + g * VW) - maximum);
     total += e;
-    store_operand<T>(target, g * VW, e);
+    if constexpr (T::kScaled) {
+      store_operand<T>(target, g * VW, e * loadf(s.value_scales + g * VW));
+    } else {
+      store_operand<T>(target, g * VW, e);
+    }
   }
   const vf decay = exp2_neg<T::kPrecise>(splat(before - maximum));
   s.decay[row] = before == maximum ? 1.0f : decay[0];
@@ -140,9 +170,9 @@ template <class T>
 void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* queries, int64_t words) {
   const int64_t dims = p.cache.head_dim;
   for (int64_t r = item.row_begin; r < item.row_end; ++r, queries += words) {
-    const int64_t token = p.query_start_loc[item.seq] + r / p.group, head = item.kv_head * p.group + r % p.group;
+    const int64_t token = item.token_of(p, r), head = item.kv_head * p.group + r % p.group;
     const auto* row = (const typename T::Storage*)p.q.data + token * p.q.token_stride + head * p.q.head_stride;
-    if (T::kPacked || T::kPerLane == 1) {
+    if (T::kPacked || sizeof(*row) == 4) {
       memcpy(queries, row, dims * sizeof(*row));
     } else {
       for (int64_t d = 0; d < dims; ++d) ((float*)queries)[d] = T::to_float(row[d]);
@@ -152,33 +182,31 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* q
 
 template <class T>
 void write_row(const AttentionProblem& p, const WorkItem& item, int64_t row, const float* accumulator, float sum) {
-  const int64_t token = p.query_start_loc[item.seq] + row / p.group, head = item.kv_head * p.group + row % p.group;
+  const int64_t token = item.token_of(p, row), head = item.kv_head * p.group + row % p.group;
   auto* out = (typename T::Storage*)p.out.data + token * p.out.token_stride + head * p.out.head_stride;
   const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
   for (int64_t d = 0; d < p.cache.head_dim; ++d) out[d] = T::from_float(accumulator[d] * inverse);
 }
 
 template <class T>
-bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory, float* partial) {
+bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory, float* partials) {
   const Scratch s = carve(p, memory);
-  const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim;
-  const int64_t lane_rows = p.cache.head_dim / T::kPerLane, words = lane_rows * T::kWords;
-  const int32_t* start = p.query_start_loc + item.seq;
-  const int64_t first_position = p.seq_lens[item.seq] - (start[1] - start[0]);
+  const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim, window = item.window_of(p);
+  const int64_t cell_rows = p.cache.head_dim / T::kPerLane, words = cell_rows * T::kWords;
   gather_queries<T>(p, item, s.queries, words);
   memset(s.accumulator, 0, rows * dims * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) s.maximum[r] = kFloor, s.sum[r] = 0;
 
-  KeyTile tile;
+  KeyTile<T> tile;
   for (tile.base = item.kv_begin / VW * VW; tile.base < item.kv_end; tile.base += kKeyTile) {
     tile.begin = max64(tile.base, item.kv_begin);
     tile.end = min64(tile.base + kKeyTile, item.kv_end);
-    if (!locate_tile<T>(p, item, tile, s.edge_values)) return false;
-    all_scores<T>(s.queries, words, rows, tile.keys, tile.value_starts, tile.num_vectors, p.cache.block_size, lane_rows,
+    if (!locate_tile<T>(p, item, tile, s)) return false;
+    all_scores<T>(s.queries, words, rows, tile.keys, tile.value_starts, tile.num_vectors, p.cache.block_size, cell_rows,
                   s.scores, kKeyTile);
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = first_position + (item.row_begin + r) / p.group;
-      const int64_t oldest = max64(tile.begin, p.window > 0 ? position - p.window + 1 : 0);
+      const int64_t position = item.position_of(p, item.row_begin + r);
+      const int64_t oldest = max64(tile.begin, window > 0 ? position - window + 1 : 0);
       softmax_row<T>(p, s, r, tile.num_vectors, oldest - tile.base, min64(tile.end, position + 1) - tile.base);
     }
     const uint32_t* probabilities = T::kPacked ? s.packed : (const uint32_t*)s.scores;
@@ -187,10 +215,10 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory,
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = s.accumulator + r * dims;
-    if (partial == nullptr) {
+    float* const target = item.partial_of(p, partials, item.row_begin + r, dims + kPartialExtra);
+    if (target == nullptr) {
       write_row<T>(p, item, item.row_begin + r, row, s.sum[r]);
     } else {
-      float* target = partial + r * (dims + kPartialExtra);
       memcpy(target, row, dims * sizeof(float));
       target[dims] = s.maximum[r];
       target[dims + 1] = s.sum[r];
@@ -219,18 +247,20 @@ void combine_typed(const AttentionProblem& p, const WorkItem& item, const float*
   }
 }
 
-bool attend(const AttentionProblem& p, const WorkItem& item, void* scratch, float* partial) {
+bool attend(const AttentionProblem& p, const WorkItem& item, void* scratch, float* partials) {
   switch (p.cache.dtype) {
-    case Dtype::kFloat32: return attend_typed<Float32>(p, item, scratch, partial);
-    case Dtype::kBFloat16: return attend_typed<BFloat16>(p, item, scratch, partial);
-    default: return attend_typed<Float16>(p, item, scratch, partial);
+    case Dtype::kFloat32: return attend_typed<Float32>(p, item, scratch, partials);
+    case Dtype::kBFloat16: return attend_typed<BFloat16>(p, item, scratch, partials);
+    case Dtype::kInt8: return attend_typed<Int8>(p, item, scratch, partials);
+    default: return attend_typed<Float16>(p, item, scratch, partials);
   }
 }
 
 void combine(const AttentionProblem& p, const WorkItem& item, const float* partials, int64_t parts, int64_t stride) {
   switch (p.cache.dtype) {
     case Dtype::kFloat32: return combine_typed<Float32>(p, item, partials, parts, stride);
-    case Dtype::kBFloat16: return combine_typed<BFloat16>(p, item, partials, parts, stride);
+    case Dtype::kBFloat16:
+    case Dtype::kInt8: return combine_typed<BFloat16>(p, item, partials, parts, stride);
     default: return combine_typed<Float16>(p, item, partials, parts, stride);
   }
 }

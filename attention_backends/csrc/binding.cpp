@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
+#include <tuple>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -13,6 +15,7 @@
 #include <unistd.h>
 #endif
 
+#include "plan.h"
 #include "schedule.h"
 
 using torch::headeronly::ScalarType;
@@ -34,6 +37,14 @@ bool tiles_allowed() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Not whether kernels for plain AVX-512 were built: a library for one CPU has only the widest that it takes.
+bool cpu_has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 const KernelTable* table_of(int64_t isa) {
   switch (isa) {
     case kPortable: return kernels_portable();
@@ -43,15 +54,11 @@ const KernelTable* table_of(int64_t isa) {
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kernels_avx2() : nullptr;
 #endif
 #if defined(PAGELOOM_HAVE_AVX512)
-    case kAvx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-                 ? kernels_avx512()
-                 : nullptr;
+    case kAvx512: return cpu_has_avx512() ? kernels_avx512() : nullptr;
 #endif
 #if defined(PAGELOOM_HAVE_AVX512BF16)
     case kAvx512Bf16:
-      return __builtin_cpu_supports("avx512bf16") && table_of(kAvx512) != nullptr ? kernels_avx512bf16() : nullptr;
+      return __builtin_cpu_supports("avx512bf16") && cpu_has_avx512() ? kernels_avx512bf16() : nullptr;
 #endif
 #if defined(PAGELOOM_HAVE_AMX) && defined(__linux__)
     case kAmx: {
@@ -69,7 +76,7 @@ const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
   for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i) {
     const KernelTable* table = table_of(i);
     STD_TORCH_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
-    if (i == kAmx && cache.dtype != Dtype::kBFloat16) continue;
+    if (i == kAmx && cache.dtype != Dtype::kBFloat16 && cache.dtype != Dtype::kInt8) continue;
     if (table != nullptr && cache.block_size % table->vector_tokens == 0) return *table;
   }
   STD_TORCH_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
@@ -98,7 +105,8 @@ Dtype dtype_of(const Tensor& t) {
     case ScalarType::Float: return Dtype::kFloat32;
     case ScalarType::BFloat16: return Dtype::kBFloat16;
     case ScalarType::Half: return Dtype::kFloat16;
-    default: STD_TORCH_CHECK(false, "attention: the KV cache must be float32, bfloat16 or float16");
+    case ScalarType::Char: return Dtype::kInt8;
+    default: STD_TORCH_CHECK(false, "attention: the KV cache must be float32, bfloat16, float16 or int8");
   }
 }
 
@@ -106,12 +114,14 @@ TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens,
   STD_TORCH_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
                   " must be [tokens >= ", num_tokens, ", heads, ", cache.head_dim, "]");
   STD_TORCH_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
-  STD_TORCH_CHECK(dtype_of(t) == cache.dtype, "attention: ", name, " and the KV cache differ in dtype");
+  const Dtype wanted = cache.dtype == Dtype::kInt8 ? Dtype::kBFloat16 : cache.dtype;
+  STD_TORCH_CHECK(dtype_of(t) == wanted, "attention: ", name,
+                  " must have the dtype of the KV cache (bfloat16 where that is int8)");
   return {t.data_ptr(), t.stride(0), t.stride(1)};
 }
 
-// kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim]; the shape states sizes, kernels.h the order inside
-// a block.
+// kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim], or padded_dim + 4 (bytes of a scale) where it is
+// int8; the shape states sizes, kernels.h the order inside a block.
 CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   STD_TORCH_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
                   "attention: kv_cache must be contiguous and of kv_cache_shape()");
@@ -119,10 +129,10 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.num_blocks = kv_cache.size(0);
   cache.num_kv_heads = kv_cache.size(2);
   cache.block_size = kv_cache.size(3);
-  cache.padded_dim = kv_cache.size(4);
-  cache.head_dim = head_dim;
   cache.dtype = dtype_of(kv_cache);
-  cache.base = static_cast<uint32_t*>(kv_cache.data_ptr());
+  cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
+  cache.head_dim = head_dim;
+  cache.base = static_cast<char*>(kv_cache.data_ptr());
   STD_TORCH_CHECK(head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
                   "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to 256)");
   STD_TORCH_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
@@ -145,15 +155,9 @@ void write(const CacheLayout& cache, const Tensor& k, const Tensor& v, const Ten
   STD_TORCH_CHECK(error == nullptr, error);
 }
 
-void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
-                     Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
-                     int64_t window, double soft_cap, int64_t isa) {
-  const CacheLayout cache = layout_of(kv_cache, q.size(2));
-  write(cache, k, v, slot_mapping, num_tokens);
-  AttentionProblem p{};
-  p.cache = cache;
-  p.q = view_of(q, cache, num_tokens, "q");
-  p.out = view_of(out, cache, num_tokens, "out");
+// The sizes and tables that decide how a call is cut.
+void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
+                int64_t num_seqs) {
   p.query_start_loc = int32_data(query_start_loc, num_seqs + 1, "query_start_loc");
   p.seq_lens = int32_data(seq_lens, num_seqs, "seq_lens");
   STD_TORCH_CHECK(block_tables.scalar_type() == ScalarType::Int && block_tables.dim() == 2 &&
@@ -163,6 +167,18 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   p.block_table_stride = block_tables.stride(0);
   p.max_blocks = block_tables.size(1);
   p.num_seqs = num_seqs;
+}
+
+void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
+                     Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
+                     int64_t window, double soft_cap, int64_t isa, int64_t step) {
+  const CacheLayout cache = layout_of(kv_cache, q.size(2));
+  write(cache, k, v, slot_mapping, num_tokens);
+  AttentionProblem p{};
+  p.cache = cache;
+  p.q = view_of(q, cache, num_tokens, "q");
+  p.out = view_of(out, cache, num_tokens, "out");
+  set_tables(p, query_start_loc, seq_lens, block_tables, num_seqs);
   p.group = q.size(1) / cache.num_kv_heads;
   STD_TORCH_CHECK(p.group * cache.num_kv_heads == q.size(1) && out.size(1) == q.size(1),
                   "attention: query heads must be a multiple of KV heads, and out must have as many as q");
@@ -171,8 +187,33 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   p.window = window;
   p.scale = static_cast<float>(scale);
   p.soft_cap = static_cast<float>(soft_cap);
+  p.step = step;
   const char* error = run_attention(p, pick(isa, cache), torch_threads());
   STD_TORCH_CHECK(error == nullptr, error);
+}
+
+// A number for a step that no other step in this process has.
+int64_t new_step() {
+  static std::atomic<int64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+// What a call would do, for one KV head: items, those of them with several sequences, and keys that all of them read.
+std::tuple<int64_t, int64_t, int64_t> describe_plan(Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
+                                                    Tensor block_tables, int64_t num_seqs, int64_t group,
+                                                    int64_t window, int64_t isa) {
+  AttentionProblem p{};
+  p.cache = layout_of(kv_cache, kv_cache.size(4) / 16 * 16);
+  set_tables(p, query_start_loc, seq_lens, block_tables, num_seqs);
+  p.group = group;
+  p.window = window;
+  Plan plan;
+  make_plan(plan, p, pick(isa, p.cache).row_tile);
+  STD_TORCH_CHECK(plan.error == nullptr, plan.error);
+  int64_t shared = 0, keys = 0;
+  for (const WorkItem& item : plan.items) shared += item.shared >= 0, keys += item.kv_end - item.kv_begin;
+  const int64_t heads = p.cache.num_kv_heads;
+  return {static_cast<int64_t>(plan.items.size()) / heads, shared / heads, keys / heads};
 }
 
 void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
@@ -212,9 +253,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
-      "int window, float soft_cap, int isa) -> ()");
+      "int window, float soft_cap, int isa, int step) -> ()");
   m.def("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
+  m.def(
+      "describe_plan(Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, int num_seqs, "
+      "int group, int window, int isa) -> (int, int, int)");
+  m.def("new_step() -> int");
   m.def("supported_isas() -> int");
 }
 
@@ -222,8 +267,10 @@ STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&pageloom::paged_attention));
   m.impl("write_kv", TORCH_BOX(&pageloom::write_kv));
   m.impl("copy_blocks", TORCH_BOX(&pageloom::copy_blocks));
+  m.impl("describe_plan", TORCH_BOX(&pageloom::describe_plan));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
+  m.impl("new_step", TORCH_BOX(&pageloom::new_step));
   m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
 }

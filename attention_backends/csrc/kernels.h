@@ -9,12 +9,14 @@
 
 namespace pageloom {
 
-enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-// A 32-bit lane holds one float32, or two 16-bit elements.
-//   K of one block and head: lanes [padded_dim / per_lane][block_size]; a lane pairs two neighbouring dims of a token.
-//   V of one block and head: lanes [block_size / per_lane][padded_dim]; a lane pairs two neighbouring tokens of a dim.
-// One block: K of every head, then V of every head.
+// K and V lie in cells, the unit that a vector of the kernels has a lane for: 32 bits, which hold one float32 or two
+// 16-bit elements, or one int8.
+//   K of one block and head: cells [padded_dim / per_cell][block_size]; a cell pairs two neighbouring dims of a token.
+//   V of one block and head: cells [block_size / per_cell][padded_dim]; a cell pairs two neighbouring tokens of a dim.
+// One block: K of every head, then V of every head; an int8 cache has behind them float32 scales, of K
+// [heads][block_size] and of V likewise: an element is its cell times the scale of its token and head.
 struct CacheLayout {
   int64_t num_blocks;
   int64_t block_size;
@@ -22,16 +24,25 @@ struct CacheLayout {
   int64_t head_dim;
   int64_t padded_dim;  // head_dim rounded up to 16
   Dtype dtype;
-  uint32_t* base;
+  char* base;
 
-  PAGELOOM_ALWAYS_INLINE int64_t per_lane() const { return dtype == Dtype::kFloat32 ? 1 : 2; }
-  PAGELOOM_ALWAYS_INLINE int64_t head_lanes() const { return block_size * padded_dim / per_lane(); }
-  PAGELOOM_ALWAYS_INLINE int64_t block_lanes() const { return 2 * num_kv_heads * head_lanes(); }
-  PAGELOOM_ALWAYS_INLINE uint32_t* k_of(int64_t block, int64_t head) const {
-    return base + block * block_lanes() + head * head_lanes();
+  PAGELOOM_ALWAYS_INLINE int64_t element_bytes() const {
+    return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kInt8 ? 1 : 2;
   }
-  PAGELOOM_ALWAYS_INLINE uint32_t* v_of(int64_t block, int64_t head) const {
-    return k_of(block, num_kv_heads + head);
+  PAGELOOM_ALWAYS_INLINE int64_t head_bytes() const { return block_size * padded_dim * element_bytes(); }
+  PAGELOOM_ALWAYS_INLINE int64_t block_bytes() const {
+    return 2 * num_kv_heads * (head_bytes() + (dtype == Dtype::kInt8 ? 4 * block_size : 0));
+  }
+  PAGELOOM_ALWAYS_INLINE void* k_of(int64_t block, int64_t head) const {
+    return base + block * block_bytes() + head * head_bytes();
+  }
+  PAGELOOM_ALWAYS_INLINE void* v_of(int64_t block, int64_t head) const { return k_of(block, num_kv_heads + head); }
+  // int8 only: of the block's tokens
+  PAGELOOM_ALWAYS_INLINE float* k_scales(int64_t block, int64_t head) const {
+    return (float*)k_of(block, 2 * num_kv_heads) + head * block_size;
+  }
+  PAGELOOM_ALWAYS_INLINE float* v_scales(int64_t block, int64_t head) const {
+    return k_scales(block, num_kv_heads + head);
   }
 };
 
@@ -40,6 +51,14 @@ struct TokenView {
   void* data;
   int64_t token_stride;
   int64_t head_stride;
+};
+
+// A query token whose rows take part in an item of several sequences, and where its partial results go (in floats).
+struct SharedToken {
+  int64_t partial;       // of KV head 0 and the item's part
+  int64_t partial_step;  // from one KV head to the next
+  int32_t token;
+  int32_t split_group;  // of KV head 0, at the first token of a sequence; -1 at its others
 };
 
 struct AttentionProblem {
@@ -56,19 +75,42 @@ struct AttentionProblem {
   int64_t window;      // 0: none
   float scale;
   float soft_cap;      // 0: none
+  int64_t step;        // not 0: calls with the same step and the same tables may be cut alike; see schedule.h
+  const SharedToken* shared;
 };
 
-// Rows are (query token, head of the group), token-major: row r of a sequence is token r / group, head r % group.
-// One item: some rows of one (sequence, KV head) against keys [kv_begin, kv_end).
+// Rows are (query token, head of the group), token-major: row r is token r / group, head r % group.
+// One item: some rows of one KV head against keys [kv_begin, kv_end) of one block table. The rows belong to sequence
+// `seq`, or (shared >= 0) to tokens shared[item.shared], ... of several sequences, all of which see all of these keys.
 struct WorkItem {
+  int64_t partial;  // where the first row's partial result goes; unused if there is none, or by shared rows
   int32_t seq;
   int32_t kv_head;
   int32_t row_begin;
   int32_t row_end;
   int32_t kv_begin;
   int32_t kv_end;
-  int32_t split_group;  // -1: the item owns its output; otherwise which group of partial results it belongs to
-  int32_t part;         // index within the split group
+  int32_t split_group;  // -1: the item owns its output, or is shared; otherwise which group it is a part of
+  int32_t shared;
+
+  PAGELOOM_ALWAYS_INLINE int64_t token_of(const AttentionProblem& p, int64_t row) const {
+    return shared < 0 ? p.query_start_loc[seq] + row / p.group : p.shared[shared + row / p.group].token;
+  }
+  // Position of the row's query, or one behind all keys.
+  PAGELOOM_ALWAYS_INLINE int64_t position_of(const AttentionProblem& p, int64_t row) const {
+    const int32_t* const start = p.query_start_loc + seq;
+    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + row / p.group : kv_end;
+  }
+  PAGELOOM_ALWAYS_INLINE int64_t window_of(const AttentionProblem& p) const { return shared < 0 ? p.window : 0; }
+  // Null where the item owns its output. `stride`: floats of one row.
+  PAGELOOM_ALWAYS_INLINE float* partial_of(const AttentionProblem& p, float* partials, int64_t row,
+                                           int64_t stride) const {
+    if (shared >= 0) {
+      const SharedToken& t = p.shared[shared + row / p.group];
+      return partials + t.partial + kv_head * t.partial_step + row % p.group * stride;
+    }
+    return split_group < 0 ? nullptr : partials + partial + (row - row_begin) * stride;
+  }
 };
 
 // A partial result of one item: rows x (accumulator[padded_dim], maximum, sum), unnormalised.
@@ -76,13 +118,15 @@ inline constexpr int64_t kPartialExtra = 16;
 inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
 inline constexpr int64_t kKeyTile = 128;  // keys between two rescalings of the accumulator
 inline constexpr int64_t kSplit = 256;    // keys per part (4x for many rows); never depends on threads or batch
+inline constexpr int64_t kFewRows = 32;   // up to so many rows, a sequence has parts of kSplit keys
 
 struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this
   int64_t row_tile;       // the most rows of an item
   int64_t (*scratch_bytes)(const AttentionProblem&);
   // False if a block-table entry points outside the cache: nothing is read there.
-  bool (*attend)(const AttentionProblem&, const WorkItem&, void* scratch, float* partial);
+  bool (*attend)(const AttentionProblem&, const WorkItem&, void* scratch, float* partials);
+  // Adds up the parts of the rows of one split group; part i starts at partials + i * partial_stride.
   void (*combine)(const AttentionProblem&, const WorkItem& rows, const float* partials, int64_t parts,
                   int64_t partial_stride);
 };
@@ -91,6 +135,6 @@ const KernelTable* kernels_portable();
 const KernelTable* kernels_avx2();
 const KernelTable* kernels_avx512();
 const KernelTable* kernels_avx512bf16();
-const KernelTable* kernels_amx();  // for bfloat16 caches; the caller has leave to use tiles, and AVX-512-BF16
+const KernelTable* kernels_amx();  // for bfloat16 and int8 caches; the caller has leave to use tiles, and AVX-512-BF16
 
 }  // namespace pageloom

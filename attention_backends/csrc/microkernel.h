@@ -12,20 +12,21 @@ constexpr int kMaxRows = 6, kMaxCols = 4;  // 24 accumulators + 4 loads of 32 re
 constexpr int kMaxRows = 4, kMaxCols = 2;  // 8 accumulators + 4 widened loads of 16 registers
 #endif
 
-// `count` lane rows of one page; `a_index` is where in A's row they start (in lane rows).
+// `count` rows of cells of one page; `a_index` is where in A's row they start (in rows of cells).
+template <class T>
 struct Segment {
-  const uint32_t* base;
+  const typename T::Cell* base;
   int64_t count;
   int64_t a_index;
 };
 
 template <class T, int R, int C>
-PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int64_t lda, const uint32_t* const (&b)[C],
-                                         int64_t ldb, int64_t count) {
+PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int64_t lda,
+                                         const typename T::Cell* const (&b)[C], int64_t ldb, int64_t count) {
   for (int64_t d = 0; d < count; ++d) {
     vu lanes[C];
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) lanes[j] = load_as<vu>(b[j] + d * ldb);
+    for (int j = 0; j < C; ++j) lanes[j] = T::load(b[j] + d * ldb);
     if constexpr (T::kWords == 1) {
 #pragma GCC unroll 8
       for (int i = 0; i < R; ++i) {
@@ -54,24 +55,27 @@ PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int
 // pointers, the keys that are multiplied next and the values that belong to these keys, both as long as the keys read
 // here.
 template <class T, int R, int C>
-void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens, const uint32_t* const* ahead,
-                  int64_t ldb, int64_t count, float* c, int64_t ldc) {
+void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const* tokens,
+                  const typename T::Cell* const* ahead, int64_t ldb, int64_t count, float* c, int64_t ldc) {
+  constexpr int64_t kRowBytes = VW * sizeof(typename T::Cell), kLine = kRowBytes < 64 ? 64 / kRowBytes : 1;
   vf acc[R][C] = {};
-  const uint32_t* b[C];
+  const typename T::Cell* b[C];
   for (int j = 0; j < C; ++j) b[j] = tokens[j];
   if (ahead == nullptr) {
     multiply_accumulate<T, R, C>(acc, a, lda, b, ldb, count);
   } else {
-    for (int64_t d = 0; d < count; ++d) {
+    int64_t d = 0;
+    for (; d + kLine <= count; d += kLine) {
 #pragma GCC unroll 8
       for (int j = 0; j < C; ++j) {
         __builtin_prefetch(ahead[j] + d * ldb);
         __builtin_prefetch(ahead[C + j] + d * VW);
       }
-      multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, 1);
+      multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, kLine);
 #pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) b[j] += ldb;
+      for (int j = 0; j < C; ++j) b[j] += kLine * ldb;
     }
+    multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, count - d);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
@@ -81,7 +85,7 @@ void scores_block(const uint32_t* a, int64_t lda, const uint32_t* const* tokens,
 
 // C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile.
 template <class T, int R, int C>
-void values_block(const uint32_t* a, int64_t lda, const Segment* segments, int64_t num_segments, int64_t dim,
+void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, int64_t num_segments, int64_t dim,
                   int64_t ldb, const float* decay, float* c, int64_t ldc) {
   vf acc[R][C];
 #pragma GCC unroll 8
@@ -89,7 +93,7 @@ void values_block(const uint32_t* a, int64_t lda, const Segment* segments, int64
 #pragma GCC unroll 8
     for (int j = 0; j < C; ++j) acc[i][j] = loadf(c + i * ldc + j * VW) * splat(decay[i]);
   for (int64_t s = 0; s < num_segments; ++s) {
-    const uint32_t* b[C];
+    const typename T::Cell* b[C];
     for (int j = 0; j < C; ++j) b[j] = segments[s].base + dim + j * VW;
     multiply_accumulate<T, R, C>(acc, a + segments[s].a_index * T::kWords, lda, b, ldb, segments[s].count);
   }
@@ -123,13 +127,13 @@ PAGELOOM_INLINE void with_rows(int64_t n, F f) {
 // tokens[0 .. num_vectors) are multiplied; the kMaxCols entries after them are keys that come next (any readable
 // address where none do). values[j]: where the values of token vector j start.
 template <class T>
-void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* const* tokens,
-                const uint32_t* const* values, int64_t num_vectors, int64_t ldb, int64_t count, float* c,
+void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const typename T::Cell* const* tokens,
+                const typename T::Cell* const* values, int64_t num_vectors, int64_t ldb, int64_t count, float* c,
                 int64_t ldc) {
   const bool memory_bound = rows <= kMaxRows;
   for (int64_t g = 0; g < num_vectors;) {
     const int64_t cols = g + kMaxCols <= num_vectors ? kMaxCols : 1;
-    const uint32_t* ahead[2 * kMaxCols];
+    const typename T::Cell* ahead[2 * kMaxCols];
     for (int64_t j = 0; j < cols; ++j) ahead[j] = tokens[g + cols + j], ahead[cols + j] = values[g + j];
     for (int64_t r = 0; r < rows; r += kMaxRows) {
       const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
@@ -144,7 +148,7 @@ void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* co
 }
 
 template <class T>
-void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment* segments, int64_t num_segments,
+void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* segments, int64_t num_segments,
                 int64_t dims, const float* decay, float* c) {
   for (int64_t d = 0; d < dims;) {
     const bool wide = d + kMaxCols * VW <= dims;

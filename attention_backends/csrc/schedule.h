@@ -1,4 +1,4 @@
-// Splits one attention call into work items and runs them on whatever threads the caller lends. Torch-free.
+// Runs attention calls, and writes and copies of the cache, on whatever threads the caller lends. Torch-free.
 #pragma once
 
 #include "kernels.h"
@@ -13,10 +13,14 @@ struct Threads {
   RunOnThreads run;
 };
 
-// Null where all went well, otherwise what is wrong with the input (a static string).
+// body(context) on as many threads as `work` (lane operations) and the number of pieces are worth.
+void run_threads(const Threads& threads, int64_t work, int64_t pieces, void (*body)(void*), void* context);
+
+// Null where all went well, otherwise what is wrong with the input (a static string). While problem.step is the same
+// (and not 0), block tables must be, too: layers of one step share the work of cutting it.
 const char* run_attention(const AttentionProblem& problem, const KernelTable& kernels, const Threads& threads);
 
-// Writes tokens' k and v to cache slots (block * block_size + offset); -1 is skipped.
+// Writes tokens' k and v to cache slots (block * block_size + offset); -1 is skipped. An int8 cache takes bfloat16.
 const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
                       const Threads& threads);
 

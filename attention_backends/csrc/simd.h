@@ -128,11 +128,15 @@ PAGELOOM_INLINE uint16_t float_to_bf16(float x) {
   return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// Element types. kWords: 32-bit words of the broadcast operand (queries, probabilities) that meet one cache lane.
+// Element types of a cache. Cell: kernels.h. Storage: of queries and outputs. kWords: 32-bit words of the broadcast
+// operand (queries, probabilities) that meet one cell. kPacked: that operand is bfloat16 pairs. kScaled: tokens have
+// scales.
 struct Float32 {
   using Storage = float;
+  using Cell = uint32_t;
   static constexpr int kPerLane = 1, kWords = 1;
-  static constexpr bool kPrecise = true, kPacked = false;
+  static constexpr bool kPrecise = true, kPacked = false, kScaled = false;
+  PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
   PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
   PAGELOOM_INLINE vf high(vu lanes) { return (vf)lanes; }
@@ -142,8 +146,10 @@ struct Float32 {
 
 struct BFloat16 {
   using Storage = uint16_t;
+  using Cell = uint32_t;
   static constexpr int kPerLane = 2, kWords = PAGELOOM_NATIVE_BF16 ? 1 : 2;
-  static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16;
+  static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16, kScaled = false;
+  PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) {
 #if PAGELOOM_NATIVE_BF16
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)lanes);
@@ -159,8 +165,10 @@ struct BFloat16 {
 
 struct Float16 {
   using Storage = uint16_t;
+  using Cell = uint32_t;
   static constexpr int kPerLane = 2, kWords = 2;
-  static constexpr bool kPrecise = false, kPacked = false;
+  static constexpr bool kPrecise = false, kPacked = false, kScaled = false;
+  PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t, vu) { return acc; }  // never called: kWords == 2
   // Half bits in the low 16 of each lane. Multiplying by 2^112 moves the exponent bias and makes subnormals right.
   PAGELOOM_INLINE vf widen(vu h) {
@@ -182,6 +190,28 @@ struct Float16 {
     memcpy(&u, &h, 2);
     return u;
   }
+};
+
+// int8 keys and values become float lanes as they are loaded; queries and outputs are bfloat16.
+struct Int8 {
+  using Storage = uint16_t;
+  using Cell = int8_t;
+  static constexpr int kPerLane = 1, kWords = 1;
+  static constexpr bool kPrecise = false, kPacked = false, kScaled = true;
+  PAGELOOM_INLINE vu load(const Cell* p) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return (vu)vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
+#endif
+  }
+  PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
+  PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE vf high(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE float to_float(uint16_t x) { return BFloat16::to_float(x); }
+  PAGELOOM_INLINE uint16_t from_float(float x) { return float_to_bf16(x); }
 };
 
 // Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as

@@ -10,6 +10,8 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -18,13 +20,14 @@ import zmq
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.liveness import Liveness
-from engine.core.loop import CoreLoop
+from engine.core.loop import STATS_CHANGED, CoreLoop
 from engine.core.process import failure
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.supervision import CoreHandle, SocketDirectory
 from engine.core.wire import CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
 from engine.executor.interface import Executor
+from engine.observability.step_profile import NO_OBSERVER, StepObserver
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,10 @@ class CoreClient(Protocol):
         """As `recv`; cancelling it loses nothing."""
         ...
 
+    def wait_compiled(self) -> None:
+        """Return once no compilation goes on behind the serving core. For the receiving thread, instead of `recv`."""
+        ...
+
     def close(self) -> None:
         """Stop the core at once and free everything; idempotent."""
         ...
@@ -61,20 +68,34 @@ class CoreClient(Protocol):
 class InProcessClient:
     """A core in this process and thread, for debugging and offline use: it turns only while someone receives."""
 
-    def __init__(self, config: EngineConfig, *, executor: str = DEFAULT_EXECUTOR) -> None:
-        """`executor`: "module:callable", called with the configuration."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: str | Callable[[EngineConfig], Executor] = DEFAULT_EXECUTOR,
+        observer: StepObserver = NO_OBSERVER,
+    ) -> None:
+        """`executor`: a function of the configuration, or "module:callable" that names one. `observer` is told what
+        the core spends its time on."""
         self._config = config
-        self._executor_name = executor
+        self._make_executor = executor
+        self._observer = observer
         self._executor: Executor | None = None
         self._core: CoreLoop | None = None
         self._died: str | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sent = asyncio.Event()
+        self._compiled = threading.Event()
 
     def start(self) -> CoreReady:
-        self._executor = load_executor(self._executor_name, self._config)
+        make = self._make_executor
+        self._executor = load_executor(make, self._config) if isinstance(make, str) else make(self._config)
         try:
-            self._core, ready = build_core(self._config, self._executor)
+            self._core, ready = build_core(self._config, self._executor, observer=self._observer)
+            if ready.compiling:
+                self._executor.watch_compilation(self._end_of_compilation)
+            else:
+                self._compiled.set()
         except BaseException:
             self.close()
             raise
@@ -105,6 +126,19 @@ class InProcessClient:
             outputs = self._turn()
             if outputs is not None:
                 return outputs
+
+    def wait_compiled(self) -> None:
+        self._alive()
+        self._compiled.wait()
+
+    def _end_of_compilation(self) -> None:
+        """In the executor's thread."""
+        core = self._core
+        if core is not None:
+            core.inbox.put(STATS_CHANGED)
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._sent.set)
+        self._compiled.set()
 
     def close(self) -> None:
         executor, self._executor, self._core = self._executor, None, None
@@ -155,6 +189,9 @@ class ProcessClient:
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()
         self._died: str | None = None
+        self._compiling = False
+        self._kept: deque[StepOutputs] = deque()
+        """what `wait_compiled` received for `recv`"""
         self._ready = False
         self._closed = False
         self._started = False
@@ -207,17 +244,25 @@ class ProcessClient:
 
     def recv(self) -> StepOutputs:
         while True:
-            message = self._next()
+            message = self._kept.popleft() if self._kept else self._next()
             if isinstance(message, StepOutputs):
                 return message
             self._wait()
 
     async def recv_async(self) -> StepOutputs:
         while True:
-            message = self._next()
+            message = self._kept.popleft() if self._kept else self._next()
             if isinstance(message, StepOutputs):
                 return message
             await self._wait_async()
+
+    def wait_compiled(self) -> None:
+        while self._compiling:
+            message = self._next()
+            if isinstance(message, StepOutputs):
+                self._kept.append(message)
+            else:
+                self._wait()
 
     def close(self) -> None:
         if self._closed or not self._started:
@@ -278,6 +323,7 @@ class ProcessClient:
                     raise self._failed(message)
                 case _:
                     self._liveness.progressed(now)
+                    self._compiling = (message.stats if isinstance(message, StepOutputs) else message).compiling
                     return message
 
     def _wait_s(self) -> float:

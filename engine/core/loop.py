@@ -27,6 +27,8 @@ from engine.core.wire import (
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.executor.interface import Executor
+from engine.observability import step_profile
+from engine.observability.step_profile import NO_OBSERVER, StepObserver
 from engine.step import StepPlan, StepResult
 
 
@@ -38,7 +40,16 @@ class StepDone(Enum):
 
 STEP_DONE = StepDone.STEP_DONE
 
-Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone]
+
+class StatsChanged(Enum):
+    """What makes the loop tell its stats though no step was collected: compiled pieces took over."""
+
+    STATS_CHANGED = 0
+
+
+STATS_CHANGED = StatsChanged.STATS_CHANGED
+
+Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -72,7 +83,12 @@ class CoreLoop:
     """
 
     def __init__(
-        self, scheduler: StepScheduler, executor: Executor, async_scheduling: bool, inbox: Inbox | None = None
+        self,
+        scheduler: StepScheduler,
+        executor: Executor,
+        async_scheduling: bool,
+        inbox: Inbox | None = None,
+        observer: StepObserver = NO_OBSERVER,
     ) -> None:
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
@@ -89,6 +105,9 @@ class CoreLoop:
         self._nothing_to_do = False
         """the last turn neither planned nor collected: only a message can change that"""
         self._empty_plans = 0
+        self._has_news = False
+        """the stats are worth telling by themselves"""
+        self._observer = observer
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +129,7 @@ class CoreLoop:
         and there is nothing to plan, the turn waits for the step and for messages at once: an abort frees its blocks,
         and a new request is planned, without waiting for the step to end.
         """
+        self._observer.mark(step_profile.PLAN)
         deltas = self._drain(wait)
         if self.stopped:
             return None
@@ -117,11 +137,13 @@ class CoreLoop:
         collects = self._finished > 0
         if collects:
             deltas += self._collect()
+        self._observer.mark(step_profile.PUBLISH)
         self._nothing_to_do = plan is None and not collects
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
         if not self._nothing_to_do:
             self.turns += 1
-        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas else None
+        has_news, self._has_news = self._has_news, False
+        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas or has_news else None
 
     def _plan_ahead(self) -> StepPlan | None:
         if self._in_flight > self._depth:
@@ -130,16 +152,19 @@ class CoreLoop:
         plan = self._scheduler.plan()
         if plan is not None:
             self.phase = "submit"
+            self._observer.mark(step_profile.SUBMIT)
             self._executor.submit(plan, lambda: self.inbox.put(STEP_DONE))
             self._in_flight += 1
         return plan
 
     def _collect(self) -> list[SequenceDelta]:
         self.phase = "collect"
+        self._observer.mark(step_profile.COLLECT)
         result = self._executor.collect()
         self._in_flight -= 1
         self._finished -= 1
         self.phase = "complete"
+        self._observer.mark(step_profile.COMPLETE)
         return self._scheduler.complete(result)
 
     def _drain(self, wait: bool) -> list[SequenceDelta]:
@@ -147,8 +172,10 @@ class CoreLoop:
         waits_for_step = self._in_flight > 0 and self._nothing_to_do
         if waits_for_step or (wait and not self.has_work):
             self.phase = "collect" if waits_for_step else "idle"
+            self._observer.mark(step_profile.WAIT)
             message = self.inbox.get()
             self.phase = "plan"
+            self._observer.mark(step_profile.PLAN)
             deltas += self._apply(message)
         while not self.stopped:
             try:
@@ -158,9 +185,12 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone) -> list[SequenceDelta]:
+    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged) -> list[SequenceDelta]:
         if message is STEP_DONE:
             self._finished += 1
+            return []
+        if message is STATS_CHANGED:
+            self._has_news = True
             return []
         self.taken += 1
         match message:
@@ -188,8 +218,12 @@ class CoreLoop:
 
     def _stats(self) -> CoreStats:
         stats = self._scheduler.stats()
-        compiles = self._executor.compiles_after_ready()
-        return msgspec.structs.replace(stats, compiles_after_ready=compiles) if compiles else stats
+        compiles, state = self._executor.compiles_after_ready(), self._executor.compile_state()
+        if not compiles and state == "done":
+            return stats
+        return msgspec.structs.replace(
+            stats, compiles_after_ready=compiles, compiling=state == "running", compile_failed=state == "failed"
+        )
 
     def _guard_against_stall(self, progress: bool) -> None:
         """A scheduler may need an empty plan or two (preemption), but must not keep the core spinning for ever."""

@@ -1,7 +1,8 @@
-"""The core's I/O thread: receives while a step computes, sends off the loop's path, and beats while there is work.
+"""The core's sockets. An I/O thread receives while a step computes, and beats while there is work; who has something to
+tell sends it himself, for a thread that is woken for it costs more than the sending.
 
-Four things wake the thread: a frame from the front end, an output of the loop (eventfd), the death of the parent
-(pidfd), and, only while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
+Four things wake the thread: a frame from the front end, the end (eventfd), the death of the parent (pidfd), and, only
+while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 
 import msgspec
 import zmq
@@ -31,7 +31,7 @@ FLUSH_MS = 2000
 class Mailbox:
     """The core's end of both sockets.
 
-    `inbox` is filled from the front end. `publish` may be called from any thread, never blocks, and keeps the order.
+    `inbox` is filled from the front end. `publish` may be called from any thread and never blocks.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class Mailbox:
         self._heartbeat_s = heartbeat_s
         self._hang_timeout_s = hang_timeout_s
         self._loop: CoreLoop | None = None
-        self._outbox: deque[FromCore] = deque()
         self._received = 0
         self._closing = False
+        self._send_lock = threading.Lock()
+        """a ZeroMQ socket may pass from thread to thread behind a full fence, which a lock is"""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
         self._context = zmq.Context()
@@ -63,8 +64,8 @@ class Mailbox:
         self._loop = loop
 
     def publish(self, message: FromCore) -> None:
-        self._outbox.append(message)
-        os.eventfd_write(self._wake_fd, 1)
+        with self._send_lock:
+            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)  # connected and without a limit: never full
 
     def close(self) -> None:
         """Send what waits, then free sockets and thread; idempotent."""
@@ -104,9 +105,7 @@ class Mailbox:
                 self._receive()
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            closing = self._closing  # read before the outbox: what was published before `close` is sent
-            self._send_outbox()
-            if closing:
+            if self._closing:
                 faulthandler.cancel_dump_traceback_later()
                 return
             if next_beat is None or time.monotonic() >= next_beat:
@@ -129,10 +128,6 @@ class Mailbox:
             logger.error("dropped a corrupt frame of %d bytes: %s", len(frame), error)
             return refusal(_request_id(frame), "invalid", error)
 
-    def _send_outbox(self) -> None:
-        while self._outbox:
-            self._sender.send(self._encoder.encode(self._outbox.popleft()))
-
     def _beat(self) -> float | None:
         """Send a heartbeat; when the next one is due, or None once the core is idle."""
         loop = self._loop
@@ -145,7 +140,7 @@ class Mailbox:
             if phase == "idle" and not all_taken:
                 phase = "plan"
             beat = Heartbeat(turns=loop.turns, phase=phase, received=self._received)
-        self._sender.send(self._encoder.encode(beat))
+        self.publish(beat)
         if beat.phase == "idle":
             faulthandler.cancel_dump_traceback_later()
             return None

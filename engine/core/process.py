@@ -55,8 +55,8 @@ class _TerminatedError(BaseException):
     """SIGTERM during the start."""
 
 
-def main() -> int:
-    """Run one core to its end; the exit status: 0 after `Shutdown` or SIGTERM, 1 after an error that was reported."""
+def main() -> NoReturn:
+    """Run one core to its end: exit status 0 after `Shutdown` or SIGTERM, 1 after an error that was reported."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreStart)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
@@ -66,16 +66,16 @@ def main() -> int:
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     logging.basicConfig(level=start.log_level, format="%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return _run(start)
+    _run(start)
 
 
-def _run(start: CoreStart) -> int:
+def _run(start: CoreStart) -> NoReturn:
     from engine.core.mailbox import Mailbox, stop_on_sigterm
     from engine.core.start import build_core, load_executor
 
     parent_fd = os.pidfd_open(start.parent_pid)
     if os.getppid() != start.parent_pid:
-        return 1  # the parent died before we could watch it
+        os._exit(1)  # the parent died before we could watch it
     mailbox = Mailbox(
         start.to_core, start.from_core, start.directory, parent_fd, start.heartbeat_s, start.hang_timeout_s
     )
@@ -94,8 +94,7 @@ def _run(start: CoreStart) -> int:
         # Whatever it is, MemoryError and a library's SystemExit included: the parent learns it before the core is gone.
         mailbox.publish(failure(error))
         _leave(mailbox, 1)
-    mailbox.close()
-    return 0
+    _leave(mailbox, 0)  # a compilation that was stopped may still be inside torch: the interpreter is not taken down
 
 
 def _leave(mailbox: Mailbox, status: int) -> NoReturn:
@@ -120,4 +119,4 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.config import EngineConfig
-from engine.core.loop import CoreLoop, Inbox
+from engine.core.loop import STATS_CHANGED, CoreLoop, Inbox
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
 from engine.executor.interface import Executor
+from engine.executor.kernels_ahead import WITH_TORCH, WITHOUT_TORCH, build_ahead
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import human, memory_ledger
+from engine.observability.step_profile import NO_OBSERVER, StepObserver
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_EXECUTOR = "engine.executor.in_process:InProcessExecutor"
+DEFAULT_EXECUTOR = "engine.executor.inline:make_executor"
 
 
 def load_executor(name: str, config: EngineConfig) -> Executor:
@@ -27,11 +29,17 @@ def load_executor(name: str, config: EngineConfig) -> Executor:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"executor must read 'module:callable', got {name!r}")
+    if name == DEFAULT_EXECUTOR:
+        build_ahead(config, WITHOUT_TORCH)
     factory = cast(Callable[[EngineConfig], Executor], getattr(importlib.import_module(module), attribute))
+    if name == DEFAULT_EXECUTOR:
+        build_ahead(config, WITH_TORCH)
     return factory(config)
 
 
-def build_core(config: EngineConfig, executor: Executor, inbox: Inbox | None = None) -> tuple[CoreLoop, CoreReady]:
+def build_core(
+    config: EngineConfig, executor: Executor, inbox: Inbox | None = None, observer: StepObserver = NO_OBSERVER
+) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it.
 
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit.
@@ -44,7 +52,10 @@ def build_core(config: EngineConfig, executor: Executor, inbox: Inbox | None = N
     executor.allocate(ledger.num_blocks)
     warm_up = executor.warm_up()
     kv = KVCache(ledger.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-    loop = CoreLoop(Scheduler(config.scheduler, kv), executor, config.scheduler.async_scheduling, inbox)
+    loop = CoreLoop(Scheduler(config.scheduler, kv), executor, config.scheduler.async_scheduling, inbox, observer)
+    compiling = executor.compile_state() == "running"
+    if compiling:
+        executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
     ready = CoreReady(
         num_blocks=ledger.num_blocks,
         block_size=config.cache.block_size,
@@ -54,13 +65,14 @@ def build_core(config: EngineConfig, executor: Executor, inbox: Inbox | None = N
         distinct_pieces=warm_up.distinct_pieces,
         pieces_compiled=warm_up.compiled,
         startup_seconds=time.monotonic() - began,
+        compiling=compiling,
     )
+    pieces = f"{ready.distinct_pieces} distinct pieces ({ready.pieces_compiled} compiled now)"
     logger.info(
-        "ready in %.1f s: %s attention, %d distinct pieces (%d compiled now)",
+        "ready in %.1f s: %s attention, %s",
         ready.startup_seconds,
         ready.attention_backend,
-        ready.distinct_pieces,
-        ready.pieces_compiled,
+        "eager until pieces are compiled" if compiling else pieces,
     )
     if warm_up.graphs_captured:
         logger.info(

@@ -27,7 +27,7 @@ MAX_ADDRESS_BYTES = 100
 # The child imports from where the parent does, and not from the directory the user happens to be in (-P).
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:]; "
-    "from engine.core.process import main; sys.exit(main())"
+    "from engine.core.process import main; main()"
 )
 
 

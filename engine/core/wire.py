@@ -74,6 +74,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     compiles_after_ready: int = 0
+    compiling: bool = False
+    """steps are computed eagerly until pieces that compile behind them take over"""
+    compile_failed: bool = False
+    """they did not compile: steps stay eager"""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
@@ -91,6 +95,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     distinct_pieces: int
     pieces_compiled: int
     startup_seconds: float
+    compiling: bool = False
+    """as in `CoreStats`: pieces are not known yet, and are counted nowhere above"""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

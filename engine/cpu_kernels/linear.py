@@ -7,16 +7,122 @@ on this machine once; their namespace names the build.
 
 from __future__ import annotations
 
-from enum import IntEnum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._ops import OpOverload
+
+from attention_backends.native_build import ISAS
+from engine.cpu_kernels import build, quantize
+from engine.cpu_kernels.formats import PANEL, Format, packable, panel_bytes
+
+__all__ = [
+    "PANEL",
+    "Format",
+    "LinearOps",
+    "interleave_gate_up",
+    "load",
+    "pack_bf16",
+    "packable",
+    "panel_bytes",
+    "unpack",
+]
+
+_HALF = PANEL // 2
 
 
-class Format(IntEnum):
-    """How weights are packed; numbers as in `csrc/linear.h`."""
+def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
+    """[n, k] of any float dtype → uint8 [ceil(n / 32), panel_bytes], rounded to bf16.
 
-    BFLOAT16 = 0
-    INT8 = 1
-    Q4_0 = 2
-    Q4_1 = 3
-    Q8_0 = 4
-    Q4_K = 5
-    Q6_K = 6
+    Raises ValueError: not a matrix, or k is odd.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"a packed weight is a matrix [n, k], not {list(weight.shape)}")
+    n, k = weight.shape
+    size, panels, rest = panel_bytes(k, Format.BFLOAT16), -(-n // PANEL), n % PANEL
+    packed = torch.empty(panels, k // 2, PANEL, 2, dtype=torch.bfloat16)
+    whole = n - rest
+    # copy_ rounds and re-orders at once: no second copy of a large matrix
+    packed[: whole // PANEL].copy_(weight[:whole].reshape(-1, PANEL, k // 2, 2).transpose(1, 2))
+    if rest:
+        packed[-1].zero_()
+        packed[-1, :, :rest].copy_(weight[whole:].reshape(rest, k // 2, 2).transpose(0, 1))
+    return packed.view(torch.uint8).view(panels, size)
+
+
+def unpack(packed: torch.Tensor, n: int, k: int, format: Format) -> torch.Tensor:
+    """The exact values of packed weights, float32 [n, k]: the oracle of the kernels, and slow."""
+    if format is not Format.BFLOAT16:
+        return quantize.unpack(packed, n, k, format)
+    pairs = packed.view(torch.bfloat16).view(-1, k // 2, PANEL, 2)
+    return pairs.transpose(1, 2).reshape(-1, k)[:n].float()
+
+
+def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
+    """[2 * inner, ...], gate rows then up rows → the order of gated layers: 16 gate rows, their 16 up rows, and so on.
+
+    Raises ValueError: inner is not a multiple of 16.
+    """
+    if rows.size(0) % PANEL:
+        raise ValueError(f"gate and up have {rows.size(0)} rows together, which is not a multiple of {PANEL}")
+    halves = rows.reshape(2, -1, _HALF, *rows.shape[1:])
+    return halves.transpose(0, 1).reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class LinearOps:
+    """A loaded library.
+
+    packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gated, wide, isa) → bf16
+    [rows, n] (gated: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in `native_build.ISAS`.
+    packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k]. RuntimeError where an argument does
+    not fit.
+    """
+
+    isas: tuple[str, ...]
+    """that this CPU runs and this build has"""
+    packed_linear: OpOverload
+    packed_embedding: OpOverload
+
+
+def load(cache_dir: Path, *, every_isa: bool = False) -> LinearOps:
+    """Builds the kernels (once per machine; seconds) and loads them (once per process): those that this CPU takes, or
+    of `every_isa` (tests, comparisons). Raises BuildError."""
+    library = build.build(cache_dir, every_isa=every_isa)
+    return _load(library.path, library.namespace)
+
+
+@functools.cache
+def _load(path: Path, namespace: str) -> LinearOps:
+    if not hasattr(getattr(torch.ops, namespace), "packed_linear"):
+        load_library: Callable[[str], None] = torch.ops.load_library
+        load_library(str(path))
+        torch.library.register_fake(f"{namespace}::packed_linear", _fake_linear)
+        torch.library.register_fake(f"{namespace}::packed_embedding", _fake_embedding)
+    ops = getattr(torch.ops, namespace)
+    supported = ops.supported_isas()
+    isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
+    return LinearOps(isas, ops.packed_linear.default, ops.packed_embedding.default)
+
+
+def _fake_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    n: int,
+    format: int,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+    wide: bool,
+    isa: int,
+) -> torch.Tensor:
+    return x.new_empty((x.size(0), n // 2 if gated else n), dtype=torch.float32 if wide else torch.bfloat16)
+
+
+def _fake_embedding(ids: torch.Tensor, weight: torch.Tensor, n: int, k: int, format: int) -> torch.Tensor:
+    return ids.new_empty((ids.size(0), k), dtype=torch.bfloat16)

@@ -7,7 +7,9 @@ device that runs behind, a second thread waits for results (`result_waiter`).
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -15,11 +17,17 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from compilation.behind import CompileJob, Swap
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.executor.affinity import bind_thread
+from engine.executor.behind import CompilationBehind
+from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.runner.model_runner import ModelRunner
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -42,6 +50,10 @@ class Runner(Protocol):
     def allocate(self, num_blocks: int) -> None: ...
 
     def warm_up(self) -> WarmUpReport: ...
+
+    def compile_job(self) -> CompileJob | None:
+        """What is left to compile after `warm_up`, to be run in another thread; None: nothing is."""
+        ...
 
     def execute(self, plan: StepPlan) -> Pending: ...
 
@@ -70,7 +82,8 @@ class InProcessExecutor:
 
     After a step has failed the device tables are in an unknown state: later steps are not run, and their `collect` says
     so. While no step is queued or in flight, and now and then between steps, the worker gives the runner turns for its
-    idle work (capturing graphs).
+    idle work (capturing graphs). What is left to compile after warm-up compiles in a thread of its own; what it made is
+    put in by the worker, between two steps.
     """
 
     def __init__(self, config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> None:
@@ -86,12 +99,16 @@ class InProcessExecutor:
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
         self._steps_since_idle_work = 0
+        self._compilation: CompilationBehind | None = None
+        self._compile_state: CompileState = "done"
+        self._compile_watcher = _nothing
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
         self._thread.start()
 
     def load(self) -> LoadReport:
         def load() -> LoadReport:
+            self._bind()
             self._runner = self._load_runner(self._config)
             return self._runner.report
 
@@ -104,6 +121,8 @@ class InProcessExecutor:
         def warm_up() -> WarmUpReport:
             report = self._loaded().warm_up()
             self._idle_work_left = True
+            if (job := self._loaded().compile_job()) is not None:
+                self._compile_behind(job)
             return report
 
         return self._call(warm_up)
@@ -140,6 +159,14 @@ class InProcessExecutor:
             if self._idle_work_left and not self._uncollected:
                 self._work.put(_nothing)  # wakes the worker: nothing is in flight any more
 
+    def compile_state(self) -> CompileState:
+        return self._compile_state
+
+    def watch_compilation(self, changed: Callable[[], None]) -> None:
+        self._compile_watcher = changed
+        if self._compile_state != "running":
+            changed()
+
     def compiles_after_ready(self) -> int:
         # A counter's value; it needs no turn in the worker's queue behind a running step.
         return self._loaded().compiles_after_ready()
@@ -149,6 +176,8 @@ class InProcessExecutor:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._compilation is not None:
+            self._compilation.stop()
         self._work.put(None)
         self._thread.join()
         if self._waiter is not None:
@@ -159,9 +188,44 @@ class InProcessExecutor:
         if self._config.device.kind == "cuda":
             torch.cuda.set_device(self._config.device.index)
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._config.device.threads)
+    def _compile_behind(self, job: CompileJob) -> None:
+        self._compile_state = "running"
+        began = time.monotonic()
+        logger.info("serving eagerly while pieces compile")
+
+        def deliver(result: Swap | BaseException) -> None:
+            self._work.put(lambda: self._end_compilation(result, time.monotonic() - began))
+
+        self._compilation = CompilationBehind(job, self._prepare_thread, deliver)
+
+    def _end_compilation(self, result: Swap | BaseException, seconds: float) -> None:
+        """In the worker, between steps."""
+        if isinstance(result, BaseException):
+            logger.warning(
+                "compilation failed after %.1f s; serving goes on eagerly, which is slower (compile='none' says that "
+                "this is wanted): %s: %s",
+                seconds,
+                type(result).__name__,
+                result,
+            )
+            self._compile_state = "failed"
+        else:
+            result()
+            logger.info("compiled: pieces swapped in after %.1f s", seconds)
+            self._compile_state = "done"
+        self._compile_watcher()
+
+    def _bind(self) -> None:
+        """Before the first computation: the threads that OpenMP starts from the calling thread inherit its CPUs."""
+        if (cores := self._config.device.cores) is not None:
+            bind_thread(cores)
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(self._config.device.threads)  # OpenMP keeps the number for each thread
         self._use_device()
+
+    def _run(self) -> None:
+        self._prepare_thread()
         while (work := self._next_work()) is not None and not self._closing.is_set():
             work()
             del work  # a closure keeps its plan alive otherwise until the next one comes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+
+CompileState = Literal["done", "running", "failed"]
+"""running: steps are computed eagerly until compiled pieces take over; failed: they stay eager"""
 
 
 class Executor(Protocol):
@@ -23,8 +26,17 @@ class Executor(Protocol):
         ...
 
     def warm_up(self) -> WarmUpReport:
-        """Compile and capture; after this nothing compiles. Graphs that are not needed at once are captured later,
-        between steps."""
+        """Bring the model to the point where it serves. What is missing then goes on while it serves: pieces that
+        compile (`compile_state`) take over between two steps, graphs that are not needed at once are captured there."""
+        ...
+
+    def compile_state(self) -> CompileState:
+        """Whether compiled pieces are in place, as far as they are wanted."""
+        ...
+
+    def watch_compilation(self, changed: Callable[[], None]) -> None:
+        """`changed` is called from any thread whenever `compile_state` is no longer "running"; at once if it is not
+        now. One watcher: a later one takes the place of an earlier one."""
         ...
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
@@ -37,7 +49,7 @@ class Executor(Protocol):
         ...
 
     def compiles_after_ready(self) -> int:
-        """Compilations since `warm_up` returned; stays 0."""
+        """Compilations since compiled pieces took over (or `warm_up` returned, where there are none); stays 0."""
         ...
 
     def close(self) -> None:

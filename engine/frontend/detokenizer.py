@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 6
+_KEPT_CONTEXT = 16
+"""a longer context is cut; until then a token costs one decoding, not two"""
 _MAX_CONTEXT = 32
 _MAX_PENDING = 32
 _MAX_CHARACTER_BYTES = 4
@@ -34,6 +36,8 @@ class IncrementalDetokenizer:
         self._backend = backend
         self._skip_special = skip_special_tokens
         self._pending: list[int] = []
+        self._context: list[int] = []
+        self._prefix = ""
         self._rebase(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -49,7 +53,11 @@ class IncrementalDetokenizer:
                 self._pending.clear()
             return ""
         new = text[len(self._prefix) :]
-        self._rebase(self._pending)
+        if len(self._context) + len(self._pending) <= _KEPT_CONTEXT:
+            # Its text is known already: the next tokens are decoded behind all of it, and nothing is decoded twice.
+            self._context, self._prefix, self._pending = self._context + self._pending, text, []
+        else:
+            self._rebase(self._pending)
         return new
 
     def flush(self) -> str:

@@ -8,6 +8,7 @@ the text.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import msgspec
 
@@ -51,6 +52,10 @@ class _Request:
     @property
     def running(self) -> list[str]:
         return [s.core_id for s in self.samples if s.finish_reason is None]
+
+    @property
+    def ended(self) -> bool:
+        return all(s.finish_reason is not None for s in self.samples)
 
     def timings(self, now: float) -> RequestTimings:
         return RequestTimings(
@@ -100,19 +105,20 @@ class OutputProcessor:
             return None
         request.news = False
         outputs = [output for sample in request.samples if (output := sample.output(request.delta)) is not None]
+        asked_prompt = request.admitted.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request_id,
             prompt=request.admitted.prompt,
             prompt_token_ids=request.admitted.prompt_token_ids,
             outputs=outputs,
-            finished=not request.running,
-            prompt_logprobs=self._prompt_logprobs(request),
+            finished=request.ended,
+            prompt_logprobs=self._prompt_logprobs(request) if asked_prompt else None,
             num_cached_tokens=request.cached_tokens,
-            metrics=msgspec.structs.replace(request.metrics),
+            metrics=copy(request.metrics),
         )
 
     def finished(self, request_id: str) -> bool:
-        return not self._requests[request_id].running
+        return self._requests[request_id].ended
 
     def error(self, request_id: str) -> EngineError | None:
         """Why the request failed inside the core, if it did."""
@@ -153,7 +159,7 @@ class OutputProcessor:
             self._end_samples(request)
         if not delta.token_ids and sample.finish_reason is None:
             return
-        ended = not request.running
+        ended = request.ended
         if ended or not request.news:  # with unseen news its consumer has been told already, but not of the end
             request.news = True
             progress.touched.append(request.admitted.request_id)
@@ -169,7 +175,7 @@ class OutputProcessor:
 
     def _prompt_logprobs(self, request: _Request) -> list[LogprobsAt | None] | None:
         complete = len(request.prompt_logprobs) >= len(request.admitted.prompt_token_ids) - 1
-        if request.admitted.params.prompt_logprobs is None or not complete:
+        if not complete:
             return None
         if request.delta and request.prompt_logprobs_shown:
             return None

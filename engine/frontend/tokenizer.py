@@ -1,19 +1,21 @@
 """Text to token ids and back, and chat templates, for a Hugging Face directory or one GGUF file.
 
-`transformers` is imported only when a tokenizer is loaded (the import takes over a second) and is asked for two
-things: the right `tokenizers.Tokenizer`, and chat templates. Encoding and decoding go straight to that Rust object,
-which is safe to share between threads; the Python wrapper is not (it changes truncation settings on every call).
+transformers knows which `tokenizers.Tokenizer` is the right one (`tokenizer_source`) and is not needed after that.
+Encoding and decoding go straight to that Rust object, which is safe to share between threads; transformers' wrapper is
+not (it changes truncation settings on every call).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os.path
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, InvalidRequestError
+from engine.errors import InvalidRequestError
+from engine.frontend.tokenizer_source import TokenizerDescription, describe_tokenizer, load_with_transformers
 
 if TYPE_CHECKING:
     import tokenizers
@@ -30,37 +32,29 @@ _INLINE_CHARS = 512
 class Tokenizer:
     """Encode, decode and render for one model. All methods may be called from any thread."""
 
-    def __init__(self, hf: transformers.PreTrainedTokenizerBase) -> None:
-        if not getattr(hf, "is_fast", False):
-            raise ConfigError(
-                f"the tokenizer {type(hf).__name__} has no `tokenizers` form; save it as tokenizer.json "
-                "(AutoTokenizer.from_pretrained(path).save_pretrained(path)) and name that directory as `tokenizer`"
-            )
-        self.hf = hf
-        self.backend: tokenizers.Tokenizer = hf.backend_tokenizer
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.vocab_size: int = len(hf)
-        self.eos_token_id: int | None = hf.eos_token_id
+    def __init__(self, description: TokenizerDescription, path: str) -> None:
+        """`path`: where it came from."""
+        import tokenizers
+
+        self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(description.backend)
+        self.vocab_size = description.vocab_size
+        self.eos_token_id = description.eos_token_id
+        self._special_tokens = description.special_tokens
+        self._chat_template = description.chat_template
+        self._path = path
         self._token_texts: dict[int, str] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, path: str) -> Tokenizer:
-        """Load from a directory or a GGUF file. Raises `ConfigError` where neither holds a tokenizer."""
-        from transformers import AutoTokenizer
+    def load(cls, path: str, cache_dir: Path | None = None) -> Tokenizer:
+        """Load from a directory or a GGUF file. With `cache_dir` what transformers makes of it is kept there, and later
+        loads take a tenth of a second. Raises `ConfigError` where neither holds a tokenizer."""
+        return cls(describe_tokenizer(path, cache_dir), path)
 
-        try:
-            if os.path.isfile(path):
-                directory, file = os.path.split(path)
-                return cls(AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True))
-            if not os.path.isdir(path):
-                raise ConfigError(f"tokenizer {path!r} is neither a directory nor a GGUF file")
-            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"no tokenizer can be loaded from {path!r} (setting `tokenizer`): {error}") from error
+    @cached_property
+    def hf(self) -> transformers.PreTrainedTokenizerBase:
+        """transformers' own tokenizer, loaded when it is first asked for; not safe to share between threads."""
+        return load_with_transformers(self._path)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -107,7 +101,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.hf.chat_template)
+        return self._chat_template is not None
 
     def apply_chat_template(
         self,
@@ -136,21 +130,34 @@ class Tokenizer:
             raise InvalidRequestError("messages must hold at least one message", "messages")
         import jinja2
 
+        from engine.frontend.chat_template import render
+
         try:
-            rendered: str = self.hf.apply_chat_template(
+            rendered = render(
+                self._template(chat_template, bool(tools)),
                 conversation,
-                tools=list(tools) if tools else None,
-                chat_template=chat_template,
+                tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=False,
-                **(template_kwargs or {}),
+                variables={**self._special_tokens, **(template_kwargs or {})},
             )
         except jinja2.TemplateSyntaxError as error:
             raise InvalidRequestError(f"the chat template does not parse: {error}", "chat_template") from error
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", "messages") from error
         return rendered
+
+    def _template(self, asked: str | None, with_tools: bool) -> str:
+        """`asked` may be a template or the name of one of the model's; None: the model's own for the purpose."""
+        own = self._chat_template
+        if not isinstance(own, dict):
+            return asked if asked is not None else own or ""
+        if asked is not None:
+            return own.get(asked, asked)
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in own:
+                return own[name]
+        raise ValueError(f"it has no default template; give chat_template as one of {', '.join(sorted(own))}")
 
     async def apply_chat_template_async(
         self,

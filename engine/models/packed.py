@@ -15,7 +15,8 @@ from torch import nn
 from engine.models.layers import RMSNorm
 
 if TYPE_CHECKING:
-    from engine.cpu_kernels.linear import Format, LinearOps
+    from engine.cpu_kernels.formats import Format
+    from engine.cpu_kernels.linear import LinearOps
 
 
 class PackedLinear(nn.Module):

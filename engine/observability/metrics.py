@@ -13,7 +13,9 @@ All names carry the label ``model_name``.
 | pageloom_generation_tokens_total | counter | tokens generated |
 | pageloom_preemptions_total | counter | sequences preempted |
 | pageloom_engine_steps_total | counter | steps of the core |
-| pageloom_compiles_after_ready_total | counter | compilations while serving; stays 0 |
+| pageloom_compiling | gauge | 1 while steps run eagerly because pieces still compile behind them |
+| pageloom_compile_failed | gauge | 1 if they could not be compiled and steps stay eager |
+| pageloom_compiles_after_ready_total | counter | compilations after compiled pieces took over; stays 0 |
 | pageloom_request_success_total | counter | finished samples by ``finished_reason``: stop, length, abort, error |
 | pageloom_time_to_first_token_seconds | histogram | arrival to first token |
 | pageloom_time_per_output_token_seconds | histogram | mean time between a request's tokens after the first |
@@ -95,6 +97,8 @@ class _CoreCollector(Collector):
             ("num_requests_running", "Sequences in the running batch", stats.running),
             ("num_requests_waiting", "Sequences that wait to be scheduled", stats.waiting),
             ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", usage),
+            ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),
+            ("compile_failed", "Pieces could not be compiled: steps stay eager", int(stats.compile_failed)),
         )
         counters = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
@@ -103,7 +107,7 @@ class _CoreCollector(Collector):
             ("generation_tokens", "Tokens generated", stats.generated_tokens),
             ("preemptions", "Sequences preempted", stats.preemptions),
             ("engine_steps", "Steps of the core", stats.steps),
-            ("compiles_after_ready", "Compilations while serving", stats.compiles_after_ready),
+            ("compiles_after_ready", "Compilations after compiled pieces took over", stats.compiles_after_ready),
         )
         for name, meaning, value in gauges:
             gauge = GaugeMetricFamily(_PREFIX + name, meaning, labels=[_LABEL])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +66,34 @@ class StepBatch:
     """logits_indices is 0 .. tokens - 1: nothing to gather"""
 
 
+class _Extents(NamedTuple):
+    """How far a step goes into each buffer."""
+
+    size: int
+    """tokens, padding included"""
+    samples: int
+    seqs: int
+    tokens: int
+    """those that attention sees"""
+    group: int
+
+
+@dataclass(frozen=True)
+class _Views:
+    """The parts of `InputBuffers` that a step uses; names as there."""
+
+    extents: _Extents
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_indices: torch.Tensor
+    sample_rows: torch.Tensor
+    sample_positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
 class BatchBuilder:
     """Owns the step's input buffers and fills them from the request table."""
 
@@ -77,8 +106,12 @@ class BatchBuilder:
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._streams = streams
-        self._ring = BufferRing(streams, words=4 * (rows + 1))
         self._step = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
+        self._ring = BufferRing(streams, words=4 * (rows + 1)) if streams.queued else None
+        """None: the device is the host, and the fields are written where the kernels read them"""
+        self._step_in_place = self._step.numpy() if self._ring is None else np.empty(0, dtype=np.int32)
+        self._counting = np.arange(rows + 1, dtype=np.int32)
+        self._kept_views: dict[_Extents, _Views] = {}
 
         def int64(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
@@ -108,19 +141,19 @@ class BatchBuilder:
         n = len(rows)
         if n > self._table.max_rows:
             raise ValueError(f"a plan of {n} rows exceeds max_num_seqs ({self._table.max_rows})")
-        fields = np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T
-        query_lens = fields[2].tolist()
+        computed = [r.computed for r in rows]
+        query_lens = [r.query_len for r in rows]
         num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
-        self._copy(fields)
-        return SentStep(
-            num_seqs=n,
-            num_tokens=num_tokens,
-            query_lens=query_lens,
-            seq_lens=(fields[1] + fields[2]).tolist(),
-            sample_rows=[r.row for r in rows if r.samples],
-        )
+        sample_rows = [r.row for r in rows if r.samples]
+        if num_tokens == len(sample_rows) == n:
+            self._copy_decodes(sample_rows, computed)
+            seq_lens = [c + 1 for c in computed]
+        else:
+            self._copy(np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T)
+            seq_lens = [c + q for c, q in zip(computed, query_lens)]
+        return SentStep(n, num_tokens, query_lens, seq_lens, sample_rows)
 
     def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly, group: int = 0) -> StepBatch:
         """Queue the kernels that build the step last sent, padded as `choose` says; `group` is the layer group whose
@@ -130,29 +163,23 @@ class BatchBuilder:
         full = dispatch.route == "full"
         seqs = dispatch.size if full else n
         sizes = StepSizes(n, tokens, samples, seqs, padded_tokens=dispatch.size, padded_query_len=int(full))
-        out, table, kernels, step = self.buffers, self._table, self._kernels, self._step
+        table, kernels, step = self._table, self._kernels, self._step
         max_seq_len = max(sent.seq_lens)
-        kernels.prepare_inputs(step, table.tokens, table.block_tables, out, sizes, self._block_size)
+        kernels.prepare_inputs(step, table.tokens, table.block_tables, self.buffers, sizes, self._block_size)
         columns = -(-max_seq_len // self._block_size)
-        kernels.gather_block_tables(table.block_tables, step[0], out.block_tables, sizes, columns)
+        kernels.gather_block_tables(table.block_tables, step[0], self.buffers.block_tables, sizes, columns)
+        views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens, group))
         attention = self._attention_batch(
-            seqs,
-            dispatch.size if full else tokens,
-            full,
-            max_query_len=max(sent.query_lens),
-            max_seq_len=max_seq_len,
-            query_lens=sent.query_lens,
-            seq_lens=sent.seq_lens,
-            group=group,
+            views, full, max(sent.query_lens), max_seq_len, sent.query_lens, sent.seq_lens
         )
         return StepBatch(
             dispatch=dispatch,
             num_tokens=tokens,
-            input_ids=out.input_ids[: dispatch.size],
-            positions=out.positions[: dispatch.size],
-            logits_indices=out.logits_indices[:samples],
-            sample_rows=out.sample_rows[:samples],
-            sample_positions=out.sample_positions[:samples],
+            input_ids=views.input_ids,
+            positions=views.positions,
+            logits_indices=views.logits_indices,
+            sample_rows=views.sample_rows,
+            sample_positions=views.sample_positions,
             sample_rows_host=sent.sample_rows,
             attention=attention,
             every_token_samples=samples == tokens,
@@ -172,51 +199,87 @@ class BatchBuilder:
         self.buffers.seq_lens[:size].fill_(1)
         self.buffers.block_tables[:, :size].zero_()
         starts.copy_(torch.arange(size + 1, dtype=torch.int32, device=starts.device))
-        return self._attention_batch(size, size, True, 1, 1, ones, ones, group)
+        return self._attention_batch(self._views(_Extents(size, size, size, size, group)), True, 1, 1, ones, ones)
+
+    def _views(self, extents: _Extents) -> _Views:
+        """The parts of the buffers that a step uses. A step of decodes meets the same ones again: those are kept, and
+        there are at most as many as rows (times padded sizes)."""
+        kept = self._kept_views.get(extents)
+        if kept is not None:
+            return kept
+        out, (size, samples, seqs, tokens, group) = self.buffers, extents
+        views = _Views(
+            extents=extents,
+            input_ids=out.input_ids[:size],
+            positions=out.positions[:size],
+            logits_indices=out.logits_indices[:samples],
+            sample_rows=out.sample_rows[:samples],
+            sample_positions=out.sample_positions[:samples],
+            query_start_loc=out.query_start_loc[: seqs + 1],
+            seq_lens=out.seq_lens[:seqs],
+            block_tables=out.block_tables[group, :seqs],
+            slot_mapping=out.slot_mapping[group, :tokens],
+        )
+        if samples == tokens:
+            self._kept_views[extents] = views
+        return views
 
     def _attention_batch(
         self,
-        seqs: int,
-        tokens: int,
+        views: _Views,
         full: bool,
         max_query_len: int,
         max_seq_len: int,
         query_lens: list[int],
         seq_lens: list[int],
-        group: int,
     ) -> AttentionBatch:
-        out = self.buffers
+        seqs = views.extents.seqs
         return AttentionBatch(
             num_seqs=seqs,
-            num_tokens=tokens,
+            num_tokens=views.extents.tokens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            query_start_loc=out.query_start_loc[: seqs + 1],
-            seq_lens=out.seq_lens[:seqs],
-            block_tables=out.block_tables[group, :seqs],
-            slot_mapping=out.slot_mapping[group, :tokens],
+            query_start_loc=views.query_start_loc,
+            seq_lens=views.seq_lens,
+            block_tables=views.block_tables,
+            slot_mapping=views.slot_mapping,
             block_size=self._block_size,
-            num_decodes=seqs if full else _leading_ones(query_lens),
+            num_decodes=seqs if full or max_query_len == 1 else _leading_ones(query_lens),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
             graph_size=seqs if full else None,
         )
 
+    def _copy_decodes(self, rows: list[int], computed: list[int]) -> None:
+        """`_copy` for a step in which every sequence has one token and samples."""
+        n = len(rows)
+        host, step = self._acquire()
+        step[0, :n] = rows
+        step[1, :n] = computed
+        step[2:, : n + 1] = self._counting[: n + 1]
+        self._commit(host)
+
     def _copy(self, fields: np.ndarray) -> None:
         """The `step` argument of `prepare_inputs`: to the device, or into its place."""
         n = fields.shape[1]
-        host = self._ring.acquire()[: self._step.numel()].view_as(self._step)
-        step = host.numpy()
+        host, step = self._acquire()
         samples = fields[3]
         step[:2, :n] = fields[:2]
         step[2, 0] = 0
         np.cumsum(fields[2], out=step[2, 1 : n + 1])
         step[3, :n] = np.where(samples, np.cumsum(samples) - 1, -1)
-        if self._streams.queued:
+        self._commit(host)
+
+    def _acquire(self) -> tuple[torch.Tensor, np.ndarray]:
+        if self._ring is None:
+            return self._step, self._step_in_place
+        host = self._ring.acquire()[: self._step.numel()].view_as(self._step)
+        return host, host.numpy()
+
+    def _commit(self, host: torch.Tensor) -> None:
+        if self._ring is not None:
             self._step.copy_(host, non_blocking=True)
-        else:
-            self._step = host
-        self._ring.commit()
+            self._ring.commit()
 
 
 def _leading_ones(query_lens: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,19 @@ import torch
 
 from attention_backends.interface import AttentionBackend
 from attention_backends.registry import NoBackendError, select
+from attention_backends.toolchain import BuildError
 from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
+from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
 from engine.models.spec import DecoderSpec
 from engine.weights.loader import load_weights
+from engine.weights.packing import Packer
+
+logger = logging.getLogger(__name__)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index), as `pageloom::attention`"""
@@ -55,6 +61,21 @@ class CausalModel(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden_size] → float32 [m, vocab_size], fresh memory."""
         ...
+
+
+def _packer(config: EngineConfig) -> Packer | None:
+    """None where the kernels cannot be built: then dense layers serve, slowly.
+
+    Raises ConfigError where that would not do what was asked for.
+    """
+    try:
+        ops = load_linear_ops(Path(config.compile.cache_dir))
+    except BuildError as error:
+        if config.model.quantization in ("int8", "int4"):
+            raise ConfigError(f"quantization={config.model.quantization!r} needs compiled kernels: {error}") from error
+        logger.warning("linear layers run through the library, slowly: %s", error)
+        return None
+    return Packer(ops, config.model.quantization)
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,13 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         raise ConfigError(str(error)) from error
     graphs = graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
     model = Decoder(spec, dtype=dtype, device=device, max_position=config.model.max_model_len)
-    weight_bytes = load_weights(model, description, load_format=config.model.load_format, seed=config.model.seed)
+    weight_bytes = load_weights(
+        model,
+        description,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        packer=_packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None,
+    )
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
     return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)

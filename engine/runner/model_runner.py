@@ -3,28 +3,37 @@ off."""
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from attention_backends.op import ATTENTION_OP
+from compilation.behind import CompileJob, Swap
 from compilation.counter import CompileCounter
 from compilation.graphs.capture import Capturer
 from compilation.graphs.cuda import CudaCapturer
 from compilation.graphs.dispatcher import Route
+from compilation.inductor import inductor_lock
 from compilation.interface import CompiledModel, CompileReport, CompileSettings
 from compilation.model import compile_model
+from compilation.module_calls import traces_hold
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
+from engine.observability import step_profile
+from engine.observability.step_profile import NO_OBSERVER, StepObserver
 from engine.runner.batch import BatchBuilder, StepBatch
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
-from engine.runner.loading import RunnerParts, device_of, load_parts
+from engine.runner.loading import CausalModel, RunnerParts, device_of, load_parts
 from engine.runner.memory import device_memory, estimate_activation_bytes, measure_activation_bytes
+from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
@@ -64,6 +73,11 @@ class ModelRunner:
         self._spec, self._dtype_bytes = parts.spec, parts.dtype.itemsize
         self._model = parts.model
         self._run: Callable[..., torch.Tensor] = parts.model
+        self._compiled: CompiledModel | None = None
+        """whose program `_run` is; None: the model itself runs"""
+        self._observer: StepObserver = NO_OBSERVER
+        self._observed: ObservedProgram | None = None
+        self._is_watched = False
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
         self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
@@ -71,7 +85,8 @@ class ModelRunner:
             parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype)
         )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, _NUM_GROUPS, device)
-        self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len)
+        cache_dir = Path(config.compile.cache_dir)
+        self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
         self._writes = StagedWrites(tables, self._kernels, self._streams)
         self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams)
@@ -80,6 +95,11 @@ class ModelRunner:
         self._capturer = capturer
         self._graphs: StepGraphs | None = None
         self._counter = CompileCounter()
+        self._runs_modules = threading.RLock()
+        """held by steps, and by traces in another thread that change what modules do meanwhile"""
+        self._counts = False
+        """whether compilations since the counter's mark are ones that should not have been"""
+        self._compiles_behind = config.compile.mode == "pieces" and self._dispatcher.mode == "none"
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * parts.spec.vocab_size))
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
@@ -88,7 +108,14 @@ class ModelRunner:
         else:
             activation_bytes = estimate_activation_bytes(parts.spec, self._dtype_bytes, budget, rows)
         parts.model.set_attention(self._attention.attend)
-        self.report = LoadReport(
+        self.report = self._load_report(parts, activation_bytes, memory_before)
+        self._step_done.record()
+        with self._streams.inputs:
+            self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
+
+    def _load_report(self, parts: RunnerParts, activation_bytes: int, memory_before: tuple[int, int]) -> LoadReport:
+        config, rows = self._config, self._config.scheduler.max_num_seqs
+        return LoadReport(
             weight_bytes=parts.weight_bytes,
             activation_bytes=activation_bytes,
             workspace_bytes=self._table.size_bytes
@@ -101,9 +128,6 @@ class ModelRunner:
             device_bytes_free=memory_before[1],
             attention_backend=parts.backend.name,
         )
-        self._step_done.record()
-        with self._streams.inputs:
-            self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
 
     @classmethod
     def load(
@@ -129,11 +153,16 @@ class ModelRunner:
 
     def warm_up(self) -> WarmUpReport:
         """Compile the model as configured, run a few small steps, so that nothing is built or tuned later, and capture
-        the graphs that make serving good (`StepGraphs.capture_first`); `idle_work` captures the others."""
+        the graphs that make serving good (`StepGraphs.capture_first`); `idle_work` captures the others.
+
+        Without graphs, which are made of compiled pieces, steps can start eagerly: compiling is left to `compile_job`.
+        """
         started = time.perf_counter()
         compiled = CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
         if self._config.compile.mode == "pieces":
-            compiled = self._compile()
+            self._check_compilable()
+        if self._config.compile.mode == "pieces" and not self._compiles_behind:
+            compiled = self._compiled = self._compile()
         self._run = compiled.run
         with torch.inference_mode():
             self._sampler.warm_up()
@@ -143,7 +172,7 @@ class ModelRunner:
             self._graphs.capture_first(FIRST_CAPTURES_S)
             self._step_done.record()
             self._run_warm_up_plans()
-        self._counter.mark()
+        self._start_counting()
         return WarmUpReport(
             distinct_pieces=compiled.report.distinct_pieces,
             compiled=compiled.report.compiled,
@@ -153,6 +182,29 @@ class ModelRunner:
             graphs_captured=self._graphs.num_captured if self._graphs else 0,
             graphs_pending=self._graphs.num_pending if self._graphs else 0,
         )
+
+    def compile_job(self) -> CompileJob | None:
+        """What `warm_up` left to compile. The job may run in any thread while steps are executed; what it returns
+        belongs between two steps. None: nothing is left."""
+        if not self._compiles_behind:
+            return None
+        self._counts = False
+
+        def job(stop: threading.Event) -> Swap:
+            try:
+                compiled = self._compile(stop)
+            finally:
+                self._start_counting()
+            return lambda: self._adopt(compiled)
+
+        return job
+
+    def _adopt(self, compiled: CompiledModel) -> None:
+        self._compiled, self._run = compiled, compiled.run
+
+    def _start_counting(self) -> None:
+        self._counter.mark()
+        self._counts = True
 
     def idle_work(self) -> bool:
         """One capture of those that `warm_up` left; to be called between steps. False when nothing is left.
@@ -166,8 +218,8 @@ class ModelRunner:
         return more
 
     def compiles_after_ready(self) -> int:
-        """Traces and compilations since `warm_up` returned."""
-        return self._counter.since_mark()
+        """Traces and compilations since `warm_up` returned, or since the job of `compile_job` ended."""
+        return self._counter.since_mark() if self._counts else 0
 
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start one step. On CUDA this returns when everything is queued; on CPU when it is computed.
@@ -175,8 +227,10 @@ class ModelRunner:
         Raises ValueError for a plan that does not fit the tables, EngineError for one that this runner cannot serve.
         """
         watched = self._config.device.debug_sync and is_steady_decode(plan)
-        with torch.inference_mode(), hidden_syncs_are_errors() if watched else nullcontext():
+        checks = hidden_syncs_are_errors() if watched else nullcontext()
+        with torch.inference_mode(), checks, self._runs_modules:
             self._refuse(plan)
+            self._is_watched = self._observer.step(plan)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
             if plan.block_copies:
@@ -186,7 +240,16 @@ class ModelRunner:
             else:
                 step = self._sample(plan, batch, self._forward(batch))
             self._step_done.record()
-            return self._results.start(step, self._step_done)
+            self._observer.mark(step_profile.RESULTS)
+            pending = self._results.start(step, self._step_done)
+            self._observer.mark(step_profile.HAND_OVER)
+            return pending
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Tell `observer` what every step spends its time on, from the next one on; None: nobody. To be called between
+        steps. A step whose graph is replayed is one part, `MODEL`."""
+        self._observer = observer or NO_OBSERVER
+        self._observed = ObservedProgram(observer, self._model, self._attention.attend) if observer else None
 
     def _refuse(self, plan: StepPlan) -> None:
         if plan.swap_out or plan.swap_in:
@@ -217,18 +280,24 @@ class ModelRunner:
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """Hidden states of the real tokens; a graph's are overwritten by the next replay."""
+        self._observer.mark(step_profile.ATTENTION_PLAN)
         self._attention.begin_step(batch.attention)
+        self._observer.mark(step_profile.MODEL)
         if batch.dispatch.route == "eager" or self._graphs is None:
-            return self._run(batch.input_ids, batch.positions)
+            observed = self._observed if self._is_watched else None
+            run = self._run if observed is None else observed.program(self._compiled)
+            return run(batch.input_ids, batch.positions)
         return self._graphs.replay(batch.dispatch)[: batch.num_tokens]
 
     def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor) -> SampledStep:
+        self._observer.mark(step_profile.LOGITS)
         prompt = self._score_prompts(plan.rows, hidden) if self._table.prompt_logprobs else ()
         rows = batch.sample_rows_host
         if not rows:
             return SampledStep(plan.step_id, rows, None, prompt)
         last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
         logits = self._model.compute_logits(last)
+        self._observer.mark(step_profile.SAMPLING)
         tokens = self._table.tokens
         sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
         self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
@@ -250,24 +319,30 @@ class ModelRunner:
             first_token += row.query_len
         return scores
 
-    def _compile(self) -> CompiledModel:
+    def _check_compilable(self) -> nn.Module:
         if not isinstance(self._model, nn.Module):
             name = type(self._model).__name__
             raise EngineError(f"{name} is no nn.Module, so it cannot be compiled: set compile to none")
+        return self._model
+
+    def _compile(self, stop: threading.Event | None = None) -> CompiledModel:
+        # A twin with the same parts and weights is traced: steps may run the model itself meanwhile.
+        twin = copy.copy(self._check_compilable())
+        cast(CausalModel, twin).set_attention(torch.ops.pageloom.attention)
         example = torch.arange(_EXAMPLE_TOKENS, dtype=torch.int64, device=self._device)
         settings = CompileSettings(
             mode="pieces",
             cache_dir=Path(self._config.compile.cache_dir),
             largest_size=self._config.scheduler.max_num_batched_tokens,
         )
-        self._model.set_attention(torch.ops.pageloom.attention)
-        with torch.inference_mode():
+        with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules):
             return compile_model(
-                self._model,
+                twin,
                 (example, example.clone()),
                 frozenset({ATTENTION_OP}),
                 {ATTENTION_OP: self._attention.attend},
                 settings,
+                stop,
             )
 
     def _run_warm_up_plans(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -51,7 +52,7 @@ class Sampler:
 
     The host calls `add` and `release`; parameter columns reach the device tables (`tables`) through whoever applies
     `drain_writes`, before `sample`. All device work goes to the current stream. `kernels`: those for `device` unless
-    given.
+    given. `cache_dir`: where kernels that are built on this machine are kept; without one a CPU samples in torch.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Sampler:
         device: torch.device,
         max_model_len: int,
         kernels: SamplingKernels | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self._vocab = vocab_size
         self._max_rows = max_rows
         self._device = device
-        self._kernels = select_kernels(device, vocab_size) if kernels is None else kernels
+        self._kernels = select_kernels(device, vocab_size, cache_dir) if kernels is None else kernels
         self._seen = SeenTokens(max_rows, vocab_size, max_model_len, device)
         floats = torch.zeros((max_rows, NUM_FLOATS), dtype=torch.float32, device=device)
         self._tables = [floats, torch.zeros((max_rows, NUM_INTS), dtype=torch.int64, device=device)]

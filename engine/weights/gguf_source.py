@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
 from engine.errors import WeightsError
 from engine.models.gguf_header import TensorExtent, read_gguf_header
@@ -50,15 +50,34 @@ class GgufSource:
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
         extent = self._extents[name]
-        encoded = torch.frombuffer(self._data, dtype=torch.uint8, count=extent.size_bytes, offset=extent.offset)
         try:
-            dequantize_into(encoded, extent.encoding, destination)
+            dequantize_into(self._bytes_of(extent), extent.encoding, destination)
         except WeightsError as error:
             raise WeightsError(f"{self._path}: tensor {extent.name}: {error}") from error
+        heads = self._interleaved_heads(name)
+        if heads is not None:
+            _pairs_to_halves(destination, heads)
+
+    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+        extent = self._extents[name]
+        if GGML_QUANT_SIZES[extent.encoding][0] == 1 or len(extent.shape) != 2:
+            return None
+        rows = self._bytes_of(extent).view(extent.shape[0], -1).clone()  # a view would keep the map open
+        heads = self._interleaved_heads(name)
+        if heads is not None:
+            _pairs_to_halves(rows, heads)
+        return int(extent.encoding), rows
+
+    def _bytes_of(self, extent: TensorExtent) -> torch.Tensor:
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=extent.size_bytes, offset=extent.offset)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """How many heads' rows llama.cpp has re-ordered in this tensor; None: none."""
         if self._interleaved and ".self_attn.q_proj." in name:
-            _pairs_to_halves(destination, self._spec.num_heads)
-        elif self._interleaved and ".self_attn.k_proj." in name:
-            _pairs_to_halves(destination, self._spec.num_kv_heads)
+            return self._spec.num_heads
+        if self._interleaved and ".self_attn.k_proj." in name:
+            return self._spec.num_kv_heads
+        return None
 
     def __enter__(self) -> GgufSource:
         return self

@@ -6,7 +6,7 @@ Everything that can be wrong with names and shapes is found before the first byt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -15,9 +15,13 @@ from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription
 from engine.models.families.common import Rows
 from engine.models.families.registry import family_named
+from engine.models.layers import Embedding, Linear
 from engine.weights.gguf_source import GgufSource
 from engine.weights.safetensors_source import SafetensorsSource
-from engine.weights.source import WeightSource
+from engine.weights.source import Part, WeightSource
+
+if TYPE_CHECKING:
+    from engine.weights.packing import Packer
 
 _COMPUTED = (".rotary_emb.inv_freq",)
 _DUMMY_STD = 0.02
@@ -25,16 +29,24 @@ _NAMES_SHOWN = 5
 
 
 def load_weights(
-    model: Decoder, description: ModelDescription, *, load_format: Literal["auto", "dummy"] = "auto", seed: int = 0
+    model: Decoder,
+    description: ModelDescription,
+    *,
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+    packer: Packer | None = None,
 ) -> int:
     """Load the described checkpoint into `model`, converting to the model's dtype; returns the model's weight bytes.
 
-    `load_format="dummy"` reads nothing and draws small weights from `seed` instead (benchmarks).
+    `load_format="dummy"` reads nothing and draws small weights from `seed` instead (benchmarks). `packer`: puts packed
+    layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
     """
     rows = family_named(description.spec.family).weight_rows(model.spec)
     if load_format == "dummy":
         _fill_randomly(model, seed)
+        if packer is not None:
+            _pack(model, None, rows, packer)
     else:
         source: WeightSource
         if description.source == "gguf":
@@ -42,18 +54,55 @@ def load_weights(
         else:
             source = SafetensorsSource(description.path)
         with source, torch.no_grad():
-            _fill(model, source, rows)
-    return sum(parameter.nbytes for parameter in model.parameters())
+            _fill(model, source, rows, packer)
+    return weight_bytes(model)
 
 
-def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows]) -> None:
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of all weights, dense and packed; tied ones once, tables that are computed not at all."""
+    computed = {id(model.rope)}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) not in computed]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
+
+
+def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer: Packer | None) -> None:
     shapes = source.shapes()
     places = {name: model.get_parameter(row.parameter)[row.start : row.start + row.count] for name, row in rows.items()}
     _check(source, shapes, {name: tuple(place.shape) for name, place in places.items()}, model)
-    for name, place in places.items():
-        source.read_into(name, place)
     if "lm_head.weight" in shapes and "lm_head.weight" not in places:
-        _check_tied_copy(model, source)
+        (embedding,) = (name for name, row in rows.items() if row.parameter == "embed_tokens.weight")
+        _check_tied_copy(model, source, embedding)
+    matrices = _matrices(model, rows) if packer is not None else {}
+    packed = {part.name for parts in matrices.values() for part in parts}
+    for name, place in places.items():
+        if name not in packed:
+            source.read_into(name, place)
+    del places, name, place  # what a packed layer replaces is freed at once
+    if packer is not None:
+        _pack(model, source, rows, packer)
+
+
+def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]:
+    """What a packer takes, by parameter: the parts of linear layers' weights, embedding and unembedding included."""
+    parts: dict[str, list[Part]] = {}
+    for name, row in rows.items():
+        module, _, kind = row.parameter.rpartition(".")
+        if kind == "weight" and isinstance(model.get_submodule(module), (Linear, Embedding)):
+            parts.setdefault(row.parameter, []).append(Part(name, row.count))
+    return parts
+
+
+def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: Packer) -> None:
+    matrices = _matrices(model, rows)
+    (embedding,) = matrices.pop("embed_tokens.weight")
+    head = matrices.pop("lm_head.weight", [None])[0]
+    packer.pack_tables(model, embedding, head, source)
+    for parameter, parts in matrices.items():
+        path, _, name = parameter.removesuffix(".weight").rpartition(".")
+        owner = model.get_submodule(path)
+        layer = getattr(owner, name)
+        assert isinstance(layer, Linear)
+        setattr(owner, name, packer.pack_linear(layer, parts, source))
 
 
 def _check(
@@ -74,14 +123,14 @@ def _check(
         )
 
 
-def _check_tied_copy(model: Decoder, source: WeightSource) -> None:
+def _check_tied_copy(model: Decoder, source: WeightSource, embedding: str) -> None:
     """A checkpoint may store the tied head again; one that stores another head would be served wrongly."""
-    embedding = model.embed_tokens.weight
-    stored = source.shapes()["lm_head.weight"]
-    if stored == tuple(embedding.shape):
-        copy = torch.empty_like(embedding)
-        source.read_into("lm_head.weight", copy)
-        if torch.equal(copy, embedding):
+    shapes = source.shapes()
+    if shapes["lm_head.weight"] == shapes[embedding]:
+        pair = torch.empty(2, *shapes[embedding], dtype=model.dtype)
+        source.read_into(embedding, pair[0])
+        source.read_into("lm_head.weight", pair[1])
+        if torch.equal(pair[0], pair[1]):
             return
     raise WeightsError(
         f"{source.file_of('lm_head.weight')}: tensor lm_head.weight differs from the embedding, expected the same "

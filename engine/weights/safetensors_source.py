@@ -88,6 +88,9 @@ class SafetensorsSource:
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
         destination.copy_(handle.get_tensor(name))
 
+    def encoded(self, name: str) -> None:
+        """Element by element, always."""
+
     def __enter__(self) -> SafetensorsSource:
         return self
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of a matrix, under their name in the checkpoint."""
+
+    name: str
+    rows: int
 
 
 class WeightSource(Protocol):
@@ -24,6 +33,11 @@ class WeightSource(Protocol):
 
         Raises WeightsError when the stored type cannot be read.
         """
+        ...
+
+    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+        """A matrix as blocks that hold several of its elements: (ggml's number of the encoding, uint8 [rows, bytes of a
+        row]), rows in the order that `read_into` gives. None where the tensor is stored element by element."""
         ...
 
     def __enter__(self) -> WeightSource: ...

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from entrypoints.bench import profile
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
 
 _RANDOM_ONLY = {
@@ -58,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_options(throughput)
     throughput.set_defaults(parser=throughput)
 
+    profile.add_command(commands)
+
     serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
     serve.add_argument("--base-url", default="http://127.0.0.1:8000")
     serve.add_argument("--model", help="default: the first that the server lists")
@@ -76,7 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    if getattr(options, "workload", None):
+    if options.command == "profile":
+        try:
+            profile.check(options)
+        except ValueError as error:
+            options.parser.error(str(error))
+    elif getattr(options, "workload", None):
         refuse_without_effect(options.parser, options, _RANDOM_ONLY[options.command], "with --workload")
     from engine.errors import EngineError
 
@@ -94,6 +102,8 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
         from entrypoints.bench import http_load
 
         return http_load.serve(options)
+    if options.command == "profile":
+        return profile.profile(options)
     if options.command == "throughput" and options.workload:
         from entrypoints.bench.workloads import workload
 
@@ -104,6 +114,7 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
     from entrypoints.bench import offline
 
     with LLM.from_args(engine_args(options, options.model)) as llm:
+        llm.wait_compiled()  # what is measured is the steady state
         return offline.latency(llm, options) if options.command == "latency" else offline.throughput(llm, options)
 
 

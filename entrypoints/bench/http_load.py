@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import httpx
     from tqdm import tqdm
 
+_COMPILING = "pageloom_compiling{"
+_COMPILING_POLL_S = 0.2
+
 
 class LoadClient:
     """Sends requests at their arrival times and times every token at the client."""
@@ -105,9 +108,27 @@ def _served_model(options: argparse.Namespace) -> str:
         raise EngineError(f"{url} names no model ({error!r}); is the server up? --model names one") from error
 
 
+def wait_compiled(options: argparse.Namespace) -> None:
+    """What is measured is the steady state: while a server of ours says that it still compiles, wait. Others have no
+    such metric."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    url = options.base_url.rstrip("/") + "/metrics"
+    while True:
+        try:
+            text = httpx.get(url, headers=headers, timeout=10, trust_env=False).text
+        except httpx.HTTPError:
+            return
+        if not any(line.startswith(_COMPILING) and line.endswith(" 1.0") for line in text.splitlines()):
+            return
+        time.sleep(_COMPILING_POLL_S)
+
+
 def serve(options: argparse.Namespace) -> list[dict[str, object]]:
     """Each named workload, or one random one, against the server: the median over the repeats after a warm-up."""
     model = _served_model(options)
+    wait_compiled(options)
     results: list[dict[str, object]] = []
     warm_up = workload("WARM", WARM_UP_REPEAT) if options.workload else _random(options, -1)[:4]
     asyncio.run(_run(options, model, warm_up, progress=False))

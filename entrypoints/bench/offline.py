@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 def run_once(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> Figures:
     """All requests at once, greedy, output lengths exact."""
+    return figures(*run_records(llm, requests, progress=progress))
+
+
+def run_records(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> tuple[list[Record], float, float]:
+    """The same as one record a request, and when the run began and ended."""
     from engine import SamplingParams
 
     params = [
@@ -25,7 +30,7 @@ def run_once(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> Figur
     start = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=progress)
     end = time.monotonic()
-    return figures([_record(o, r) for o, r in zip(outputs, requests)], start, end)
+    return [_record(o, r) for o, r in zip(outputs, requests)], start, end
 
 
 def _record(output: RequestOutput, request: BenchRequest) -> Record:

@@ -24,6 +24,7 @@ from entrypoints.server.app import create_app
 
 logger = logging.getLogger("pageloom.server")
 
+_TICK_S = 0.25
 _LAST_ANSWERS_S = 10.0
 """after the engine has ended: for clients that are slow to take the end of their answers"""
 
@@ -76,8 +77,13 @@ class Server(uvicorn.Server):
             ready.startup_seconds,
         )
 
+    async def main_loop(self) -> None:
+        """uvicorn's wakes ten times a second; an idle server should hardly wake at all."""
+        while not await self.on_tick(0):
+            await asyncio.sleep(_TICK_S)
+
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; true ends the server."""
+        """Looks after signals, the core and the date in the headers; true ends the server."""
         try:
             self._engine.check_health()
         except CoreDiedError as error:

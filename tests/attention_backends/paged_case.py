@@ -14,6 +14,13 @@ PADDING = 3  # tokens beyond num_tokens; forward must not touch them
 FP8, FP8_MAX, FP8_NAN = torch.float8_e4m3fn, 448.0, 0x7F
 
 
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, dim] as an int8 cache holds it, in float64."""
+    top = x.float().abs().amax(dim=-1, keepdim=True)
+    inverse = torch.tensor(127.0) / top  # a Python number over a tensor would be two roundings
+    return (x.float() * inverse).round().double() * (top * (1.0 / 127.0)).double()
+
+
 @dataclass(frozen=True)
 class Case:
     lengths: Sequence[tuple[int, int]]
@@ -30,7 +37,7 @@ class Case:
     """multiplies queries: large values make softmax pick few keys"""
     device: str = "cpu"
     kv_dtype: torch.dtype | None = None
-    """of the cache where it is not `dtype`: float8_e4m3fn"""
+    """of the cache where it is not `dtype`: float8_e4m3fn, or int8 with a scale for each token and head"""
     k_scale: float = 1.0
     """a power of two, so that dividing by it or multiplying by its inverse is the same"""
     v_scale: float = 1.0
@@ -90,6 +97,8 @@ class Case:
         """k, v as an 8-bit cache holds them, in float64; unchanged where the cache is not 8-bit."""
         if self.kv_dtype is None:
             return k, v
+        if self.kv_dtype == torch.int8:
+            return rounded_to_int8(k), rounded_to_int8(v)
         pairs = ((k, self.k_scale), (v, self.v_scale))
         k, v = ((x.float() / s).clamp(-FP8_MAX, FP8_MAX).to(self.kv_dtype).double() * s for x, s in pairs)
         return k, v
@@ -134,6 +143,8 @@ class Case:
     def empty_cache(self, backend: AttentionBackend, dtype: torch.dtype) -> torch.Tensor:
         """One layer's cache, all NaN."""
         shape = backend.kv_cache_shape(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        if dtype == torch.int8:  # scales of all ones are NaN
+            return torch.full(shape, -1, dtype=dtype, device=self.device)
         if dtype == FP8:
             return torch.full(shape, FP8_NAN, dtype=torch.uint8, device=self.device).view(dtype)
         return torch.full(shape, float("nan"), dtype=dtype, device=self.device)

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core.wire import AddRequest
 from engine.errors import ConfigError
+from engine.executor.interface import CompileState
 from engine.step import LoadReport, RowParams, StepPlan, StepResult, WarmUpReport
 
 TOKEN = 7
@@ -42,7 +43,7 @@ def tiny_config(*, async_scheduling: bool = True, max_waiting: int = 64, max_num
             max_waiting=max_waiting,
             async_scheduling=async_scheduling,
         ),
-        compile=CompileConfig(mode="none", graphs="none", cache_dir="none"),
+        compile=CompileConfig(mode="none", graphs="none", cache_dir="/dev/null/no-such"),
         device=DeviceConfig(kind="cpu"),
         max_logprobs=20,
     )
@@ -97,6 +98,12 @@ class FakeExecutor:
             raise result
         self.log.append(("collect", result.step_id))
         return result
+
+    def compile_state(self) -> CompileState:
+        return "done"
+
+    def watch_compilation(self, changed: Callable[[], None]) -> None:
+        changed()
 
     def compiles_after_ready(self) -> int:
         return 0

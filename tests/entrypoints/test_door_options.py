@@ -72,3 +72,14 @@ def test_an_option_without_effect_is_refused_by_name(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and option in capsys.readouterr().err
+
+
+def test_a_list_of_cores_reads_numbers_and_ranges() -> None:
+    import argparse
+
+    from entrypoints.options import core_list
+
+    assert core_list("0,2-4") == (0, 2, 3, 4) and core_list("7") == (7,)
+    for text in ("", "a", "1-", "0,,1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="list of CPUs"):
+            core_list(text)

@@ -181,7 +181,9 @@ def test_special_tokens_are_left_out_of_a_prompt_where_asked(server: Server) -> 
 
 def test_usage_comes_once_or_with_every_chunk_as_asked(tiny_server_model: Path) -> None:
     def usages(**options: bool) -> list[int | None]:
-        chunks = stream(Server(tiny_server_model), prompt="a", max_tokens=3, stream_options=options)
+        server = Server(tiny_server_model)
+        server.script.step_s = 0.02  # slow enough for every step to be an output of its own
+        chunks = stream(server, prompt="a", max_tokens=3, stream_options=options)
         assert all((not c.choices) == (c is chunks[-1] and options.get("include_usage", False)) for c in chunks)
         return [c.usage and c.usage.completion_tokens for c in chunks]
 

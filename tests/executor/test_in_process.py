@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compilation.behind import CompileJob
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import EngineError
 from engine.executor.in_process import STEPS_BETWEEN_IDLE_WORK, InProcessExecutor
@@ -88,6 +89,9 @@ class FakeRunner:
 
     def idle_work(self) -> bool:
         return False
+
+    def compile_job(self) -> CompileJob | None:
+        return None
 
     def compiles_after_ready(self) -> int:
         return 0

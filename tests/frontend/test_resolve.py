@@ -68,6 +68,15 @@ def test_the_cache_keeps_the_models_dtype_or_fp8_on_a_gpu(model: ModelDescriptio
     assert eighth.model.max_model_len == 2 * half.model.max_model_len == 64
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' needs device='cuda'"):
         _resolve(model, kv_cache_dtype="fp8")
+    small = _resolve(model, kv_cache_memory=PER_TOKEN * 32, kv_cache_dtype="int8")
+    assert small.cache.dtype == "int8"
+    assert 48 <= small.model.max_model_len < 64, "half the bytes, and a scale"
+    assert _resolve(model, kv_cache_dtype="bf16").cache.dtype == "bfloat16"
+    for machine, dtype in ((H100, "bfloat16"), (None, "float32")):
+        with pytest.raises(ConfigError, match="kv_cache_dtype='int8' needs"):
+            _resolve(model, *([machine] if machine else []), kv_cache_dtype="int8", dtype=dtype)
+    with pytest.raises(ConfigError, match="kv_cache_dtype='bf16' needs"):
+        _resolve(model, kv_cache_dtype="bf16", dtype="float32")
     with pytest.raises(ConfigError, match="needs dtype='bfloat16' or 'float16'"):
         _resolve(model, H100, kv_cache_dtype="fp8", dtype="float32")
 
@@ -164,3 +173,41 @@ def test_this_machine_has_a_core_and_memory() -> None:
     assert here.physical_cores >= 1
     assert here.memory_bytes > 2**28
     assert here.cuda == ()
+
+
+def test_quantization_follows_the_checkpoint_unless_set(model: ModelDescription) -> None:
+    gguf = msgspec.structs.replace(model, source="gguf")
+    assert _resolve(model).model.quantization == "none"
+    assert _resolve(gguf).model.quantization == "gguf"
+    assert _resolve(gguf, quantization="none").model.quantization == "none"
+    assert _resolve(gguf, dtype="float32").model.quantization == "none"
+    assert _resolve(gguf, load_format="dummy").model.quantization == "none"
+    assert _resolve(gguf, H100).model.quantization == "none"
+    assert _resolve(gguf, quantization="int8").model.quantization == "int8"
+    assert _resolve(model, quantization="int4").model.quantization == "int4"
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"device": "cuda"}])
+def test_quantization_is_refused_where_no_kernel_computes_it(model: ModelDescription, settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"quantization='int8' needs device='cpu' and dtype='bfloat16'"):
+        _resolve(model, H100, **{"device": "cpu", **settings}, quantization="int8")
+
+
+def test_cores_say_how_many_threads_compute_and_are_refused_where_they_cannot_hold(model: ModelDescription) -> None:
+    device = _resolve(model, cores=(0, 2)).device
+    assert (device.cores, device.threads) == ((0, 2), 2)
+    assert _resolve(model, cores=(0, 2), threads=1).device.threads == 1
+    for cores in ((), (1, 1), (-1,)):
+        with pytest.raises(ConfigError, match="each once"):
+            _resolve(model, cores=cores)
+    with pytest.raises(ConfigError, match="threads \\(3\\) exceeds the 2 cores"):
+        _resolve(model, cores=(0, 1), threads=3)
+    with pytest.raises(ConfigError, match="cores binds"):
+        _resolve(model, H100, device="cuda", cores=(0,))
+
+
+def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(model: ModelDescription) -> None:
+    assert not _resolve(model).scheduler.async_scheduling
+    assert _resolve(model, async_scheduling=True).scheduler.async_scheduling
+    assert _resolve(model, H100, device="cuda").scheduler.async_scheduling
+    assert not _resolve(model, H100, device="cuda", async_scheduling=False).scheduler.async_scheduling

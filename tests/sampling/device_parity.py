@@ -76,7 +76,7 @@ def tables(device: torch.device, vocab: int, rows: int, make: MakeKernels | None
     """(the CPU's, the device's)"""
     kernels = None if make is None else make(vocab)
     sampler = Sampler(rows, vocab, device, 64, kernels)
-    return Table(vocab, rows), Table(vocab, rows, device=device, sampler=sampler)
+    return Table(vocab, rows, sampler=Sampler(rows, vocab, CPU, 64)), Table(vocab, rows, device=device, sampler=sampler)
 
 
 class Parity:

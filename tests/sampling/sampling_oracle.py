@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from engine.sampling import SampleOutput, Sampler
+from engine.sampling.kernels import SamplingKernels
+from engine.sampling.kernels.native import NativeKernels
 from engine.step import RowParams
+
+MakeNative = Callable[..., NativeKernels]
+"""(vocabulary, isa = "auto") → kernels; skips where the CPU lacks the ISA"""
 
 M32 = 0xFFFFFFFF
 CPU = torch.device("cpu")
@@ -93,6 +98,15 @@ def assert_is_the_draw(token: int, processed: np.ndarray, p: RowParams, position
     assert scores[token] >= scores[kept(processed, p, -1e-5)].max() - 1e-4 * max(1.0, 1.0 / p.temperature)
 
 
+def torch_path(vocab: int) -> SamplingKernels | None:
+    """What a sampler on a CPU takes when it is told nothing."""
+    return None
+
+
+kernels_of: Callable[[int], SamplingKernels | None] = torch_path
+"""vocabulary → the kernels of a `Table` that is given no sampler"""
+
+
 class Table:
     """A request table of the runner's kind, with a sampler on it."""
 
@@ -104,7 +118,7 @@ class Table:
         device: torch.device = CPU,
         sampler: Sampler | None = None,
     ) -> None:
-        self.sampler = Sampler(rows, vocab, device, max_len) if sampler is None else sampler
+        self.sampler = Sampler(rows, vocab, device, max_len, kernels_of(vocab)) if sampler is None else sampler
         self.tokens = torch.full((rows, max_len), 7 % vocab, dtype=torch.int32, device=device)
         self.lengths = [0] * rows
         self.prompt_lens = [0] * rows

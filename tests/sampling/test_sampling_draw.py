@@ -16,6 +16,8 @@ from engine.sampling.draw import DrawRows, Filters, draw_probed, draw_wide
 from engine.sampling.noise import Noise, seed_words
 from engine.step import RowParams
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 FILTERS = [
     RowParams(seed=0),
     RowParams(seed=0, temperature=0.5),

@@ -17,6 +17,8 @@ from engine.sampling import Sampler
 from engine.sampling.penalties import SeenTokens
 from engine.step import RowParams
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 PENALISED = RowParams(
     seed=11, temperature=1.2, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, top_p=0.95,
     bad_words=[[3], [1, 2], [2, 2, 1]], min_tokens=9, stop_token_ids=[0, 5],

@@ -10,6 +10,8 @@ from sampling_oracle import CPU, Table
 from engine.sampling import Sampler
 from engine.step import RowParams, TokenLogprobs
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 
 def check(entry: TokenLogprobs, logits: np.ndarray, token: int, k: int) -> None:
     exact = logits.astype(np.float64)

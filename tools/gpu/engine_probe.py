@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compilation.behind import CompileJob
 from engine import LLM
 from engine.config import EngineArgs, EngineConfig
 from engine.core.loop import CoreLoop
@@ -67,6 +68,9 @@ class TimedRunner:
             return {"graphs_captured": 0, "graph_bytes": 0}
         return {"graphs_captured": graphs.num_captured, "graph_bytes": graphs.memory_bytes}
 
+    def compile_job(self) -> CompileJob | None:
+        return self.inner.compile_job()
+
     def compiles_after_ready(self) -> int:
         return self.inner.compiles_after_ready()
 
@@ -99,6 +103,9 @@ class ProbeClient:
 
     def send(self, message: ToCore) -> None:
         self.loop.inbox.put(message)
+
+    def wait_compiled(self) -> None:
+        """At once: on a GPU pieces are compiled before the core serves."""
 
     def recv(self) -> StepOutputs:
         while self.loop.has_work:

@@ -6,9 +6,85 @@
 
 namespace {
 
+typedef uint16_t vh __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
+
+PAGELOOM_INLINE vf load_bf16(const uint16_t* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+
+// To the nearest bf16, ties to even; NaN stays NaN. The result is a float that bf16 holds exactly.
+PAGELOOM_INLINE vf round_bf16(vf v) {
+  const vu u = (vu)v;
+  const vf rounded = (vf)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+  return v == v ? rounded : (vf)((u | 0x400000u) & 0xffff0000u);
+}
+
+// `v` as round_bf16 returned it.
+PAGELOOM_INLINE void store_bf16(uint16_t* p, vf v) {
+  const vh h = __builtin_convertvector((vu)v >> 16, vh);
+  memcpy(p, &h, sizeof h);
+}
+
+PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {
+#if PAGELOOM_NATIVE_BF16
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+  memcpy(p, &h, sizeof h);
+#else
+  store_bf16(p, round_bf16(v));
+#endif
+}
+
+PAGELOOM_INLINE vf silu(vf x) {
+  const vf e = exp2_neg<true>((x < 0.0f ? x : -x) * 1.4426950408889634f);  // e^-|x|
+  const vf numerator = x < 0.0f ? x * e : x;
+  return numerator / (1.0f + e);
+}
+
+// One row of a whole panel; pointers at its first output, `bias` and `residual` may be null.
+PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const uint16_t* residual, void* out,
+                                bool gated, bool wide) {
+  constexpr int kVectors = (int)(pageloom::kPanel / VW);
+  vf v[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = loadf(sums + i * VW);
+    if (bias != nullptr) v[i] += load_bf16(bias + i * VW);
+  }
+  if (!gated && !wide && residual == nullptr) {
+    for (int i = 0; i < kVectors; ++i) store_rounded((uint16_t*)out + i * VW, v[i]);
+    return;
+  }
+  for (int i = 0; i < kVectors; ++i) v[i] = round_bf16(v[i]);
+  const int count = gated ? kVectors / 2 : kVectors;
+  if (gated)
+    for (int i = 0; i < kVectors / 2; ++i) v[i] = round_bf16(round_bf16(silu(v[i])) * v[i + kVectors / 2]);
+  for (int i = 0; i < count; ++i) {
+    if (residual != nullptr) v[i] = round_bf16(v[i] + load_bf16(residual + i * VW));
+    if (wide)
+      storef((float*)out + i * VW, v[i]);
+    else
+      store_bf16((uint16_t*)out + i * VW, v[i]);
+  }
+}
+
 // `sums`: float32 [32], 64-byte aligned, of row `row` and the outputs of panel `panel`. Rounding points are those of
 // separate layers: the product (with its bias) to bf16, then what is added or multiplied, to bf16 again.
 // wide: float32 values that were rounded to bf16. Never writes outputs that the matrix does not have.
-PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t row, int64_t panel, const float* sums);
+PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t row, int64_t panel, const float* sums) {
+  using pageloom::kPanel;
+  const int64_t first = panel * kPanel, valid = p.n - first;
+  const int64_t outputs = p.gated ? kPanel / 2 : kPanel, size = p.wide ? 4 : 2;
+  const uint16_t* bias = p.bias == nullptr ? nullptr : p.bias + first;
+  const uint16_t* residual = p.residual == nullptr ? nullptr : p.residual + row * p.residual_stride + panel * outputs;
+  char* const out = (char*)p.out + (row * p.out_stride + panel * outputs) * size;
+  if (valid >= kPanel) {
+    finish_row(sums, bias, residual, out, p.gated, p.wide);
+    return;
+  }
+  uint16_t some_bias[kPanel] = {}, some_residual[kPanel] = {};  // gated layers have whole panels only
+  if (bias != nullptr) memcpy(some_bias, bias, valid * 2);
+  if (residual != nullptr) memcpy(some_residual, residual, valid * 2);
+  float whole[kPanel];
+  finish_row(sums, bias == nullptr ? nullptr : some_bias, residual == nullptr ? nullptr : some_residual, whole, false,
+             p.wide);
+  memcpy(out, whole, valid * size);
+}
 
 }  // namespace

@@ -52,9 +52,10 @@ struct LinearProblem {
 // Rows as a kernel multiplies them, made once per call by `prepare`.
 enum class OperandKind : int32_t {
   kBFloat16 = 0,      // bf16 [rows][k]: x itself where there is no norm
-  kInt8PerToken = 1,  // int8 [rows][k] with one scale a row: scales[row]
-  kInt8PerGroup = 2,  // int8 [rows][k] with a scale for 32 inputs: scales[row * groups + g], and
-                      // sums[row * groups + g] = scale * sum of the group's int8, which offsets (m, -8 d) multiply
+  kInt8PerToken = 1,  // int8 [rows][k] with one scale a row: scales[row]; offset to unsigned where VNNI wants that
+  kInt8PerGroup = 2,  // int8 [rows][k] with a scale for 32 inputs: scales[row * groups + g], and in
+                      // sums[row * groups + g] four bytes that its format adds: where it has minima, float32 scale *
+                      // sum of the group's int8, else integers that take a constant offset off (prepare_rows.h)
 };
 
 struct Operand {

@@ -1,7 +1,9 @@
 """The vectorised twin of the input kernels: what a CPU engine runs, and what the Triton kernels are tested against.
 
 Tensors are CPU tensors, worked on in place through NumPy views of the same memory: a small NumPy call costs about a
-third of a small torch call, and a decode step is nothing but small calls.
+third of a small torch call, and a decode step is nothing but small calls. A decode step finds its caches full of the
+model's weights, so that every call costs two to three times what a tight loop shows: the plain decode step, one token
+for every sequence, has a short way of its own, and views of what lives as long as the engine are kept.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ import torch
 
 from engine.runner.kernels import InputBuffers, StepSizes
 
+_KEPT_VIEWS = 32
+
 
 class HostKernels:
     """See `InputKernels`."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
 
     def apply_staged_writes(
         self, table: torch.Tensor, writes: torch.Tensor, values: torch.Tensor, max_length: int
@@ -33,6 +40,48 @@ class HostKernels:
         flat[targets] = source[first : first + total]
 
     def prepare_inputs(
+        self,
+        step: torch.Tensor,
+        tokens: torch.Tensor,
+        block_tables: torch.Tensor,
+        out: InputBuffers,
+        sizes: StepSizes,
+        block_size: int,
+    ) -> None:
+        n = sizes.num_seqs
+        if n == sizes.num_tokens == sizes.num_samples == sizes.padded_seqs == sizes.padded_tokens:
+            self._prepare_decodes(step, tokens, block_tables, out, n, block_size)
+        else:
+            self._prepare_any(step, tokens, block_tables, out, sizes, block_size)
+
+    def _prepare_decodes(
+        self,
+        step: torch.Tensor,
+        tokens: torch.Tensor,
+        block_tables: torch.Tensor,
+        out: InputBuffers,
+        n: int,
+        block_size: int,
+    ) -> None:
+        """Every sequence has one token and samples: token i is sequence i is sample i."""
+        view = self._view
+        fields = view(step)
+        rows, computed, starts = fields[0, :n], fields[1, :n], fields[2, : n + 1]
+        seq_lens = view(out.seq_lens)[:n]
+        np.add(computed, 1, out=seq_lens)
+        view(out.query_start_loc)[: n + 1] = starts
+        view(out.input_ids)[:n] = view(tokens)[rows, computed]
+        view(out.positions)[:n] = computed
+        block, offset = np.divmod(computed, block_size)
+        slots = view(out.slot_mapping)[:, :n]
+        slots[:] = view(block_tables)[:, rows, block]
+        slots *= block_size
+        slots += offset
+        view(out.logits_indices)[:n] = starts[:n]
+        view(out.sample_rows)[:n] = rows
+        view(out.sample_positions)[:n] = seq_lens
+
+    def _prepare_any(
         self,
         step: torch.Tensor,
         tokens: torch.Tensor,
@@ -84,11 +133,25 @@ class HostKernels:
     def gather_block_tables(
         self, block_tables: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, sizes: StepSizes, num_columns: int
     ) -> None:
-        n, target = sizes.num_seqs, out.numpy()
-        target[:, :n, :num_columns] = block_tables.numpy()[:, :, :num_columns][:, rows.numpy()[:n]]
-        target[:, n : sizes.padded_seqs, :num_columns] = 0
+        n, target = sizes.num_seqs, self._view(out)
+        picked = rows.numpy()[:n]
+        for table, gathered in zip(self._view(block_tables), target):
+            gathered[:n, :num_columns] = table[:, :num_columns][picked]
+        if sizes.padded_seqs > n:
+            target[:, n : sizes.padded_seqs, :num_columns] = 0
 
     def post_update(
         self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
-        tokens.numpy()[rows.numpy(), positions.numpy()] = token_ids.numpy()
+        self._view(tokens)[rows.numpy(), positions.numpy()] = token_ids.numpy()
+
+    def _view(self, tensor: torch.Tensor) -> np.ndarray:
+        """NumPy's view of a tensor that lives long; kept with the tensor, so that an `id` is never another's."""
+        kept = self._views.get(id(tensor))
+        if kept is not None:
+            return kept[1]
+        if len(self._views) >= _KEPT_VIEWS:
+            self._views.clear()
+        array = tensor.numpy()
+        self._views[id(tensor)] = tensor, array
+        return array

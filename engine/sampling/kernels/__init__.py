@@ -1,6 +1,7 @@
-"""What a sampling step computes over the vocabulary, behind one interface: torch on CPU, Triton on CUDA.
+"""What a sampling step computes over the vocabulary, behind one interface: C++ on a CPU, Triton on CUDA, torch
+anywhere.
 
-The torch path is the CPU implementation and the oracle of the Triton kernels at once. Both give the same tokens: hash,
+The torch path is the oracle of the other two, and what a CPU without a compiler runs. All give the same tokens: hash,
 order, masses and penalties are integer or correctly rounded arithmetic; only exp and log may differ in their last
 bits, which shows where two scores, or a prefix and its target, differ by less than that. Triton is imported only when
 a CUDA device asks for it.
@@ -8,16 +9,21 @@ a CUDA device asks for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import torch
 
+from attention_backends.toolchain import BuildError
 from engine.sampling.batch import BatchPlan, PenalisedGroup
 from engine.sampling.draw import mass_unit
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.penalties import SeenTokens
+
+logger = logging.getLogger(__name__)
 
 
 class StepTensors(msgspec.Struct, frozen=True):
@@ -129,12 +135,21 @@ KERNELS: tuple[KernelSignature, ...] = tuple(_signatures(151_936))
 is a constant of the compiled code: here that of Qwen3."""
 
 
-def select_kernels(device: torch.device, vocab_size: int) -> SamplingKernels:
-    """The implementation for `device`: Triton on CUDA, torch elsewhere."""
+def select_kernels(device: torch.device, vocab_size: int, cache_dir: Path | None = None) -> SamplingKernels:
+    """The implementation for `device`: Triton on CUDA; on a CPU C++, built into `cache_dir`, and torch where that is
+    None or there is no compiler; torch elsewhere."""
     if device.type == "cuda":
         from engine.sampling.kernels.device import TritonKernels
 
         return TritonKernels(vocab_size, device)
     from engine.sampling.kernels.host import HostKernels
 
+    if device.type == "cpu" and cache_dir is not None:
+        from engine.sampling.kernels.native import MAX_VOCAB, NativeKernels
+
+        try:
+            if vocab_size <= MAX_VOCAB:
+                return NativeKernels(vocab_size, cache_dir)
+        except BuildError as error:
+            logger.warning("sampling runs in torch, several times slower: its kernels could not be built: %s", error)
     return HostKernels(vocab_size, device)

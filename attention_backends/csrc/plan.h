@@ -1,0 +1,35 @@
+// How one attention call is cut into work items. Torch-free.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace pageloom {
+
+// The parts of some rows of one (sequence, KV head): whoever delivers the last one adds them up.
+struct SplitGroup {
+  WorkItem rows;
+  int64_t first_partial;  // in floats
+  int64_t partial_stride;
+  int32_t parts;
+  int32_t pending;
+};
+
+struct Plan {
+  std::vector<WorkItem> items;
+  std::vector<SplitGroup> groups;
+  std::vector<SharedToken> shared;
+  int64_t partial_floats = 0;
+  int64_t work = 0;  // lane operations
+  const char* error = nullptr;
+};
+
+// Cuts the call for kernels that take `row_tile` rows at once.
+void make_plan(Plan& plan, const AttentionProblem& problem, int64_t row_tile);
+
+// The plan of such a call: made now, or (problem.step not 0) the one made for an earlier layer of the same step.
+// Belongs to the calling thread until its next call. Every group is pending in full.
+Plan& plan_of(const AttentionProblem& problem, int64_t row_tile);
+
+}  // namespace pageloom

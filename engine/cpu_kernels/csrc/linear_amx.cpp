@@ -1,0 +1,179 @@
+// bf16 weights with AMX: tiles of weights straight from their panels, tiles of inputs straight from their rows. Layers
+// that tiles do not fit (k not a multiple of 32) go to the AVX-512-BF16 kernels. One row gains nothing from tiles and
+// loses nothing: it takes them too, so that its bits are the same alone and among others.
+#include <stddef.h>
+
+#include "prologue.h"
+
+using namespace pageloom;
+
+namespace {
+
+constexpr int64_t kTile = 16;              // rows of a tile at most, and its 32-bit lanes
+constexpr int64_t kStep = 32;              // inputs that a tile multiplies at once
+constexpr int64_t kStepBytes = 16 * 128;   // of a panel
+constexpr int64_t kDepth = 576;         // inputs at most of a panel that stays in the first-level cache under many rows
+constexpr int64_t kInputs = 3 << 17;    // rows * k that stay in the second-level cache under all panels
+constexpr int64_t kFewestRows = 128;    // that share one reading of the weights
+constexpr int64_t kAheadBytes = 8192;      // of weights that come straight from memory
+
+PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+// GCC's tile loads do not tell the compiler that they read memory.
+PAGELOOM_INLINE void tiles_read_memory() { __asm__ volatile("" ::: "memory"); }
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {};
+};
+
+// Rows in passes of equal height: two tiles, or one. The last pass overlaps the one before it instead of being shorter:
+// it computes the same bits again.
+struct Passes {
+  int64_t count, height, upper;  // upper: rows of the first tile
+
+  explicit Passes(int64_t rows) {
+    count = (rows + 2 * kTile - 1) / (2 * kTile);
+    height = (rows + count - 1) / count;
+    upper = height > kTile ? (height + 1) / 2 : height;
+  }
+  int64_t begin(int64_t rows, int64_t i) const { return min64(i * height, rows - height); }
+};
+
+// A thread's tiles for the life of one call; afterwards they are as empty as everybody else expects them.
+class TileSession {
+ public:
+  explicit TileSession(const Passes& passes) {
+    TileConfig config;  // sums 0-3 (upper left, upper right, lower left, lower right), inputs 4 and 5, weights 6 and 7
+    const auto lower = (uint8_t)(passes.height > passes.upper ? passes.height - passes.upper : 1);
+    const auto upper = (uint8_t)passes.upper;
+    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, kTile, kTile};
+    memcpy(config.rows, rows, sizeof rows);
+    _tile_loadconfig(&config);
+  }
+  ~TileSession() { _tile_release(); }
+  TileSession(const TileSession&) = delete;
+};
+
+// `lines` cache lines to ask for with each step.
+struct Prefetch {
+  const uint8_t* ahead;
+  int64_t lines;
+};
+
+// sums [rows][32] (+)= rows * one panel for `steps` steps; R tiles of rows.
+template <int R>
+void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t steps, const uint8_t* w, Prefetch prefetch,
+                   float* sums, bool more) {
+  constexpr int64_t kSumsBytes = kPanel * 4;
+  float* const lower = sums + upper * kPanel;
+  const uint16_t* below = x + upper * stride;
+  tiles_read_memory();
+  if (more) {
+    _tile_loadd(0, sums, kSumsBytes);
+    _tile_loadd(1, sums + kTile, kSumsBytes);
+    if constexpr (R == 2) _tile_loadd(2, lower, kSumsBytes);
+    if constexpr (R == 2) _tile_loadd(3, lower + kTile, kSumsBytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (R == 2) _tile_zero(2);
+    if constexpr (R == 2) _tile_zero(3);
+  }
+  for (int64_t i = 0; i < steps; ++i, x += kStep, below += kStep, w += kStepBytes) {
+    for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
+      __builtin_prefetch(prefetch.ahead, 0, 3);
+    _tile_loadd(4, x, stride * 2);
+    _tile_loadd(6, w, 128);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + 64, 128);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (R == 2) {
+      _tile_loadd(5, below, stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, kSumsBytes);
+  _tile_stored(1, sums + kTile, kSumsBytes);
+  if constexpr (R == 2) _tile_stored(2, lower, kSumsBytes);
+  if constexpr (R == 2) _tile_stored(3, lower + kTile, kSumsBytes);
+  tiles_read_memory();
+}
+
+// Inputs between two looks at the sums: equal parts of k, multiples of kStep.
+int64_t depth_of(int64_t k, int64_t rows) {
+  const int64_t parts = rows <= 4 * kTile ? 1 : (k + kDepth - 1) / kDepth;
+  return (k / kStep + parts - 1) / parts * kStep;
+}
+
+int64_t rows_at_once(int64_t k) {
+  const int64_t rows = kInputs / k / (2 * kTile) * (2 * kTile);
+  return rows > kFewestRows ? rows : kFewestRows;
+}
+
+bool fits(const LinearProblem& p) { return p.k % kStep == 0; }
+
+// One panel for rows whose sums `sums` can hold.
+void compute_panel(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t rows, int64_t panel,
+                   const Passes& passes, bool is_last, float* sums) {
+  const uint8_t* const w = p.weight + panel * p.panel_bytes;
+  const int64_t depth = depth_of(p.k, p.rows);
+  for (int64_t begin = 0; begin < p.k; begin += depth) {
+    const int64_t steps = (min64(p.k, begin + depth) - begin) / kStep;
+    const bool whole = depth == p.k, last = begin + depth >= p.k;
+    const uint8_t* const block = w + begin * 64;
+    for (int64_t pass = 0; pass < passes.count; ++pass) {
+      const int64_t first = passes.begin(rows, pass), row = row_begin + first;
+      // The overlapping rows of the last pass would be added twice where sums are held; they have their own place then.
+      float* const target = sums + (whole ? 0 : pass * passes.height * kPanel);
+      Prefetch prefetch{block + kAheadBytes, kStepBytes / 64};
+      if (passes.count > 1) {
+        prefetch.lines = (kStepBytes / 64 + passes.count - 1) / passes.count;
+        prefetch.ahead = block + steps * (kStepBytes + pass * prefetch.lines * 64);
+        if ((is_last && last) || pass * prefetch.lines * 64 >= kStepBytes) prefetch.lines = 0;
+      }
+      const auto multiply = passes.height > kTile ? multiply_pass<2> : multiply_pass<1>;
+      multiply((const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block, prefetch, target,
+               begin > 0);
+      if (!last) continue;
+      for (int64_t r = 0; r < passes.height; ++r) store_panel_row(p, row + r, panel, target + r * kPanel);
+    }
+  }
+}
+
+OperandKind operand_kind(const LinearProblem&) { return OperandKind::kBFloat16; }
+
+void prepare(const LinearProblem& p, const Operand& target, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row)
+    normalise_row(p, row, (uint16_t*)target.data + row * target.stride);
+}
+
+size_t scratch_bytes(const LinearProblem& p) {
+  if (!fits(p)) return linear_bf16_avx512bf16()->scratch_bytes(p);
+  const int64_t most = min64(p.rows, rows_at_once(p.k));
+  const int64_t held = depth_of(p.k, p.rows) < p.k ? most + most / kTile : 0;  // passes overlap by less than a row
+  return (size_t)((held + 2 * kTile) * kPanel * 4);
+}
+
+void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+             int64_t panel_end, void* scratch) {
+  if (!fits(p)) {
+    linear_bf16_avx512bf16()->compute(p, x, row_begin, row_end, panel_begin, panel_end, scratch);
+    return;
+  }
+  const int64_t most = rows_at_once(p.k);
+  for (int64_t row = row_begin; row < row_end; row += most) {
+    const int64_t rows = min64(row_end - row, most);
+    const Passes passes(rows);
+    const TileSession session(passes);
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+      compute_panel(p, x, row, rows, panel, passes, panel + 1 == panel_end, (float*)scratch);
+  }
+}
+
+const LinearKernels kKernels = {operand_kind, prepare, scratch_bytes, compute};
+
+}  // namespace
+
+const LinearKernels* pageloom::PAGELOOM_FOR_ISA(linear_bf16)() { return &kKernels; }

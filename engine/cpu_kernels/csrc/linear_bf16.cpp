@@ -1,0 +1,225 @@
+// bf16 weights, for every ISA but AMX's tiles. A register tile of some rows meets one or two panels; sums of an output
+// run over k in one order whatever the tile, so that a row's bits do not depend on who its neighbours are.
+#include <stddef.h>
+
+#include "prologue.h"
+
+using namespace pageloom;
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6;
+constexpr int64_t kPanels = 2;  // that one tile meets: two streams of weights
+#else
+constexpr int kTileRows = 3;
+constexpr int64_t kPanels = 1;
+#endif
+constexpr int kVectors = 4;                  // of a tile's row
+constexpr int64_t kRowBytes = kPanel * 4;    // of a panel: two inputs of 32 outputs
+constexpr int64_t kDepth = 2048;             // inputs that several tiles of rows meet before the next ones
+constexpr int64_t kHeldRows = 512;           // rows whose sums wait for the next kDepth inputs
+constexpr int64_t kUnroll = 4;               // pairs of inputs between two looks at what to prefetch
+constexpr int64_t kAheadBytes = 6144;        // of a stream of weights that come straight from memory
+constexpr int64_t kSumsStride = kPanels * kPanel;
+
+PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Cache lines to ask for while a tile computes: `lines` of each panel's stream for kUnroll pairs of inputs.
+struct Prefetch {
+  const uint8_t* ahead[kPanels];
+  int64_t lines;
+};
+
+#if PAGELOOM_NATIVE_BF16
+typedef uint16_t Input;  // pairs are multiplied as they are
+#else
+typedef float Input;  // widened once for a tile
+#endif
+
+PAGELOOM_INLINE vf multiply_pair(vf acc, const Input* a, vu lanes) {
+#if PAGELOOM_NATIVE_BF16
+  uint32_t pair;
+  memcpy(&pair, a, 4);
+  return BFloat16::mac(acc, pair, lanes);
+#else
+  acc = acc + splat(a[0]) * BFloat16::low(lanes);
+  return acc + splat(a[1]) * BFloat16::high(lanes);
+#endif
+}
+
+// Vector `v` of a tile's row of weights.
+template <int V>
+PAGELOOM_INLINE const uint8_t* lanes_at(const uint8_t* w, int64_t panel_bytes, int v) {
+  constexpr int kInPanel = (int)(kPanel / VW);
+  return w + v / kInPanel * panel_bytes + v % kInPanel * PAGELOOM_VECTOR_BYTES;
+}
+
+// sums [R][kSumsStride] (+)= rows * weights for `pairs` pairs of inputs; V vectors from `w` on.
+template <int R, int V>
+__attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int64_t pairs, const uint8_t* w,
+                                             int64_t panel_bytes, Prefetch prefetch, float* sums, bool more) {
+  vf acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) acc[r][v] = more ? loadf(sums + r * kSumsStride + v * VW) : vf{};
+  const auto step = [&](int64_t i) __attribute__((always_inline)) {
+    vu lanes[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) lanes[v] = load_as<vu>(lanes_at<V>(w, panel_bytes, v) + i * kRowBytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[r][v] = multiply_pair(acc[r][v], x + r * stride + 2 * i, lanes[v]);
+  };
+  int64_t i = 0;
+  for (; i + kUnroll <= pairs; i += kUnroll) {
+    for (int64_t line = 0; line < prefetch.lines; ++line)
+      for (int64_t s = 0; s < kPanels; ++s) {
+        __builtin_prefetch(prefetch.ahead[s], 0, 3);
+        prefetch.ahead[s] += 64;
+      }
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
+  }
+  for (; i < pairs; ++i) step(i);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) storef(sums + r * kSumsStride + v * VW, acc[r][v]);
+}
+
+typedef void (*Multiply)(const Input*, int64_t, int64_t, const uint8_t*, int64_t, Prefetch, float*, bool);
+#if defined(__AVX512F__)
+constexpr Multiply kOnePanel[] = {multiply_tile<1, 2>, multiply_tile<2, 2>, multiply_tile<3, 2>,
+                                  multiply_tile<4, 2>, multiply_tile<5, 2>, multiply_tile<6, 2>};
+constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multiply_tile<3, 4>,
+                               multiply_tile<4, 4>, multiply_tile<5, 4>, multiply_tile<6, 4>};
+#else
+constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multiply_tile<3, 4>};
+#endif
+
+// One tile of rows against `panels` panels from `w` on.
+void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const uint8_t* w, int64_t panel_bytes,
+              int64_t panels, const Prefetch& prefetch, float* sums, bool more) {
+#if defined(__AVX512F__)
+  (panels == 2 ? kWhole : kOnePanel)[rows - 1](x, stride, pairs, w, panel_bytes, prefetch, sums, more);
+#else
+  Prefetch once = prefetch;
+  for (int64_t column = 0; column < kPanel; column += kVectors * VW) {
+    kWhole[rows - 1](x, stride, pairs, w + column * 4, panel_bytes, once, sums + column, more);
+    once.lines = 0;
+  }
+#endif
+}
+
+struct Block {
+  int64_t row_begin, row_end;
+  int64_t panel, panels;   // panels: 1, or kPanels
+  int64_t begin, end;      // inputs
+  bool warm;               // the one before asked for these weights already
+  const uint8_t* next;     // weights of the next block, or null
+};
+
+// What tile `tile` of `tiles` prefetches: where weights come straight from memory, the stream it reads itself; else its
+// share of the next block.
+Prefetch prefetch_for(const LinearProblem& p, const Block& b, const uint8_t* w, int64_t tile, int64_t tiles) {
+  constexpr int64_t kLines = kUnroll * kRowBytes / 64;
+  Prefetch prefetch{};
+  if (tile == 0 && !b.warm) {
+    prefetch.lines = kLines;
+    for (int64_t s = 0; s < kPanels; ++s) prefetch.ahead[s] = w + min64(s, b.panels - 1) * p.panel_bytes + kAheadBytes;
+  } else if (b.next != nullptr) {
+    prefetch.lines = (kLines + tiles - 1) / tiles;
+    const int64_t share = (b.end - b.begin) / 2 / kUnroll * prefetch.lines * 64;
+    if (tile * prefetch.lines >= kLines) prefetch.lines = 0;
+    for (int64_t s = 0; s < kPanels; ++s) prefetch.ahead[s] = b.next + s * p.panel_bytes + tile * share;
+  }
+  return prefetch;
+}
+
+const Input* tile_input(const uint16_t* x, int64_t stride, int64_t rows, int64_t k, Input* widened, int64_t& out) {
+#if PAGELOOM_NATIVE_BF16
+  out = stride;
+  return x;
+#else
+  out = kDepth;
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t i = 0;
+    for (; i + VW <= k; i += VW) storef(widened + r * kDepth + i, load_bf16(x + r * stride + i));
+    for (; i < k; ++i) widened[r * kDepth + i] = bits_to_float((uint32_t)x[r * stride + i] << 16);
+  }
+  return widened;
+#endif
+}
+
+struct Scratch {
+  float* sums;     // [min(rows, kHeldRows)][kSumsStride]
+  Input* widened;  // [kTileRows][kDepth] where bf16 is not multiplied as it is
+};
+
+void multiply_block(const LinearProblem& p, const Operand& x, const Block& b, const Scratch& s) {
+  const uint8_t* const w = p.weight + b.panel * p.panel_bytes + b.begin / 2 * kRowBytes;
+  const int64_t rows = b.row_end - b.row_begin, tiles = (rows + kTileRows - 1) / kTileRows;
+  const bool last = b.end == p.k;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first, row = b.row_begin + first;
+    float* const sums = s.sums + (last && b.begin == 0 ? 0 : first) * kSumsStride;
+    const uint16_t* const from = (const uint16_t*)x.data + row * x.stride + b.begin;
+    int64_t stride;
+    const Input* const input = tile_input(from, x.stride, count, b.end - b.begin, s.widened, stride);
+    multiply(input, stride, count, (b.end - b.begin) / 2, w, p.panel_bytes, b.panels,
+             prefetch_for(p, b, w, tile, tiles), sums, b.begin > 0);
+    if (!last) continue;
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t i = 0; i < b.panels; ++i)
+        store_panel_row(p, row + r, b.panel + i, sums + r * kSumsStride + i * kPanel);
+  }
+}
+
+OperandKind operand_kind(const LinearProblem&) { return OperandKind::kBFloat16; }
+
+void prepare(const LinearProblem& p, const Operand& target, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row)
+    normalise_row(p, row, (uint16_t*)target.data + row * target.stride);
+}
+
+int64_t held_rows(const LinearProblem& p) { return p.k > kDepth ? min64(p.rows, kHeldRows) : kTileRows; }
+
+size_t scratch_bytes(const LinearProblem& p) {
+  const int64_t widened = PAGELOOM_NATIVE_BF16 ? 0 : kTileRows * kDepth * (int64_t)sizeof(Input);
+  return (size_t)((held_rows(p) > kTileRows ? held_rows(p) : kTileRows) * kSumsStride * 4 + widened);
+}
+
+void compute_rows(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                  int64_t panel_end, const Scratch& s) {
+  const bool streams = row_end - row_begin <= kTileRows;  // one tile of rows: nothing is used twice
+  bool warm = false;
+  for (int64_t panel = panel_begin; panel < panel_end; panel += kPanels) {
+    const int64_t panels = min64(kPanels, panel_end - panel);
+    for (int64_t begin = 0; begin < p.k; begin += kDepth) {
+      const int64_t end = min64(p.k, begin + kDepth), next_panel = panel + panels;
+      const uint8_t* next = end < p.k                ? p.weight + panel * p.panel_bytes + end / 2 * kRowBytes
+                            : next_panel < panel_end ? p.weight + next_panel * p.panel_bytes
+                                                     : nullptr;
+      multiply_block(p, x, {row_begin, row_end, panel, panels, begin, end, warm, streams ? nullptr : next}, s);
+      warm = !streams;
+    }
+  }
+}
+
+void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+             int64_t panel_end, void* scratch) {
+  const int64_t held = p.k > kDepth ? kHeldRows : row_end - row_begin;
+  const Scratch s{(float*)scratch,
+                  (Input*)((float*)scratch + (held_rows(p) > kTileRows ? held_rows(p) : kTileRows) * kSumsStride)};
+  for (int64_t row = row_begin; row < row_end; row += held)
+    compute_rows(p, x, row, min64(row_end, row + held), panel_begin, panel_end, s);
+}
+
+const LinearKernels kKernels = {operand_kind, prepare, scratch_bytes, compute};
+
+}  // namespace
+
+const LinearKernels* pageloom::PAGELOOM_FOR_ISA(linear_bf16)() { return &kKernels; }

@@ -1,0 +1,109 @@
+// Which kernels this CPU runs. Units of an ISA or a format that this build leaves out are weak symbols, hence null.
+#include "linear_schedule.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace pageloom {
+
+#define PAGELOOM_WEAK __attribute__((weak))
+#define PAGELOOM_WEAK_LINEAR(isa)                                \
+  extern const LinearKernels* linear_bf16_##isa() PAGELOOM_WEAK; \
+  extern const LinearKernels* linear_int8_##isa() PAGELOOM_WEAK; \
+  extern const LinearKernels* linear_group_##isa(Format format) PAGELOOM_WEAK;
+PAGELOOM_WEAK_LINEAR(portable)
+PAGELOOM_WEAK_LINEAR(avx2)
+PAGELOOM_WEAK_LINEAR(avx512)
+PAGELOOM_WEAK_LINEAR(avx512vnni)
+PAGELOOM_WEAK_LINEAR(avx512bf16)
+PAGELOOM_WEAK_LINEAR(amx)
+
+namespace {
+
+constexpr int kFormats = 7;
+
+#if defined(__x86_64__) && defined(__linux__)
+// Whether the CPU has bf16 and int8 tiles, and the kernel lets this process (all its threads) use their registers.
+bool tiles_allowed() {
+  constexpr unsigned kTileBits = 1u << 22 | 1u << 24 | 1u << 25;  // leaf 7, EDX: bf16, tiles, int8
+  constexpr unsigned long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kTileBits) != kTileBits) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+struct Family {
+  const LinearKernels* (*bf16)();
+  const LinearKernels* (*int8)();
+  const LinearKernels* (*group)(Format);
+};
+
+bool cpu_has(int64_t isa) {
+  switch (isa) {
+    case kPortable: return true;
+#if defined(__x86_64__)
+    case kAvx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case kAvx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case kAvx512Vnni: return cpu_has(kAvx512) && __builtin_cpu_supports("avx512vnni");
+    case kAvx512Bf16: return cpu_has(kAvx512Vnni) && __builtin_cpu_supports("avx512bf16");
+#if defined(__linux__)
+    case kAmx: return cpu_has(kAvx512Bf16) && tiles_allowed();
+#endif
+#endif
+    default: return false;
+  }
+}
+
+Family family_of(int64_t isa) {
+  switch (isa) {
+    case kPortable: return {linear_bf16_portable, linear_int8_portable, linear_group_portable};
+    case kAvx2: return {linear_bf16_avx2, linear_int8_avx2, linear_group_avx2};
+    case kAvx512: return {linear_bf16_avx512, linear_int8_avx512, linear_group_avx512};
+    case kAvx512Vnni: return {linear_bf16_avx512vnni, linear_int8_avx512vnni, linear_group_avx512vnni};
+    case kAvx512Bf16: return {linear_bf16_avx512bf16, linear_int8_avx512bf16, linear_group_avx512bf16};
+    case kAmx: return {linear_bf16_amx, linear_int8_amx, linear_group_amx};
+    default: return {};
+  }
+}
+
+struct Table {
+  const LinearKernels* widest[kWidest + 1][kFormats] = {};  // of this ISA, else of the next narrower one
+  bool available[kWidest + 1] = {};
+
+  Table() {
+    for (int64_t isa = kPortable; isa <= kWidest; ++isa) {
+      const Family family = family_of(isa);
+      available[isa] = (family.bf16 != nullptr || family.int8 != nullptr) && cpu_has(isa);
+      for (int format = 0; format < kFormats; ++format) {
+        const LinearKernels* own = nullptr;
+        if (available[isa] && format == 0 && family.bf16 != nullptr) own = family.bf16();
+        if (available[isa] && format == 1 && family.int8 != nullptr) own = family.int8();
+        if (available[isa] && format >= 2 && family.group != nullptr) own = family.group(static_cast<Format>(format));
+        widest[isa][format] = own != nullptr ? own : widest[isa - 1][format];
+      }
+    }
+  }
+};
+
+const Table& table() {
+  static const Table built;
+  return built;
+}
+
+}  // namespace
+
+bool isa_available(int64_t isa) { return isa >= kPortable && isa <= kWidest && table().available[isa]; }
+
+const LinearKernels* kernels_of(Format format, int64_t isa) {
+  const auto index = static_cast<int32_t>(format);
+  if (index < 0 || index >= kFormats || isa < kAuto || isa > kWidest) return nullptr;
+  return table().widest[isa == kAuto ? kWidest : isa][index];
+}
+
+}  // namespace pageloom

@@ -1,0 +1,53 @@
+// What the torch binding calls: choice of kernels, a layer on several threads, rows of a packed table.
+#pragma once
+
+#include "linear.h"
+
+namespace pageloom {
+
+// As attention_backends.native_build.ISAS numbers them, from 1.
+enum Isa : int64_t {
+  kAuto = 0,
+  kPortable = 1,
+  kAvx2 = 2,
+  kAvx512 = 3,
+  kAvx512Vnni = 4,
+  kAvx512Bf16 = 5,
+  kAmx = 6,
+  kWidest = kAmx
+};
+
+// Whether this CPU (and, for AMX, this kernel) runs code compiled for `isa`, and the build has it.
+bool isa_available(int64_t isa);
+
+// The kernels of the widest available ISA at or below `isa` (kAuto: any) that have the format; null: there are none.
+const LinearKernels* kernels_of(Format format, int64_t isa);
+
+// Torch's threads: run(n, body, context) calls body(context) from up to n threads and returns when all are done.
+struct Threads {
+  int64_t count;
+  void (*run)(int64_t threads, void (*body)(void*), void* context);
+};
+
+void run_linear(const LinearProblem& problem, const LinearKernels& kernels, const Threads& threads);
+
+// One output's weights, decoded exactly and rounded to bf16 [k]. `panel` is the panel that holds the output, `output`
+// its place there, 0 to 31. Null where this build cannot decode the format.
+using DecodeRow = void (*)(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target);
+DecodeRow row_decoder(Format format);
+
+// Those of the quantised formats (linear_decode.cpp).
+DecodeRow quantised_row_decoder(Format format);
+
+struct EmbeddingProblem {
+  const int64_t* ids;
+  int64_t tokens, n, k;
+  const uint8_t* weight;
+  int64_t panel_bytes;
+  uint16_t* out;  // [tokens][k]
+};
+
+// The index of the first id outside [0, n), or -1: all is well. Nothing is written where an id is bad.
+int64_t run_embedding(const EmbeddingProblem& problem, DecodeRow decode, const Threads& threads);
+
+}  // namespace pageloom

@@ -1,0 +1,48 @@
+"""The formats of packed weights and the size of their panels; layouts are told in `csrc/linear.h`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+PANEL = 32
+"""outputs that are packed together"""
+
+
+class Format(IntEnum):
+    """How weights are packed; numbers as in `csrc/linear.h`."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q6_K = 6
+
+
+_GROUPS: dict[Format, tuple[int, int]] = {
+    Format.Q4_0: (32, 576),
+    Format.Q4_1: (32, 640),
+    Format.Q8_0: (32, 1088),
+    Format.Q4_K: (256, 4736),
+    Format.Q6_K: (256, 6720),
+}
+"""inputs of a group, bytes of it in a panel"""
+_INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for format, (inputs, _) in _GROUPS.items()}
+
+
+def packable(n: int, k: int, format: Format) -> bool:
+    """Whether a matrix [n, k] can be packed so: any n, and k a multiple of what the format takes together."""
+    return n > 0 and k > 0 and k % _INPUTS_AT_ONCE[format] == 0
+
+
+def panel_bytes(k: int, format: Format) -> int:
+    """Bytes of 32 outputs with k inputs each. Raises ValueError: k does not fit the format."""
+    if not packable(PANEL, k, format):
+        raise ValueError(f"{format.name} packs inputs by {_INPUTS_AT_ONCE[format]}; a layer has {k}")
+    if format is Format.BFLOAT16:
+        return 2 * k * PANEL
+    if format is Format.INT8:
+        return (k + 8) * PANEL
+    inputs, size = _GROUPS[format]
+    return k // inputs * size

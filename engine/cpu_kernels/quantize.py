@@ -1,0 +1,157 @@
+"""Weights quantised and packed for the CPU's linear layers: int8 with a scale an output, int4 with a scale and a
+minimum for 32 inputs, GGUF's blocks re-ordered as they are; and `unpack`, which says what a packed matrix stands for.
+
+Layouts: `csrc/linear.h` and `csrc/group_formats.h`. Matrices are taken a few panels at a time, so that temporaries stay
+in a core's cache whatever the matrix. Rows beyond n in the last panel are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.cpu_kernels import gguf_packing
+from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
+
+FORMAT_OF_GGUF: dict[int, Format] = {
+    2: Format.Q4_0,
+    3: Format.Q4_1,
+    8: Format.Q8_0,
+    12: Format.Q4_K,
+    14: Format.Q6_K,
+}
+"""keys: values of gguf.GGMLQuantizationType, whose members find them too; the library need not be imported for it"""
+
+_GROUP = 32
+_AT_ONCE = 1 << 18  # elements of a matrix whose temporaries stay in cache
+_INT8_LEVELS = 127.0
+_INT4_LEVELS = 15.0
+_INT4_STEPS = (14.5, 15.5)
+"""levels that the range of a group is first cut into: a little finer and a little coarser than the 15 there are"""
+_HALF_MAX = 65504.0
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """weight: [n, k], any float dtype, k a multiple of 4 → uint8 [panels, panel_bytes]. The scale of an output is its
+    largest magnitude / 127 (clipping gains nothing at 8 bits: the rounding error is far below that of activations).
+
+    Raises ValueError: a weight is not finite, or k does not fit.
+    """
+    return _pack(weight, weight.shape[1], Format.INT8, _int8_panels)
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """weight: [n, k], any float dtype, k a multiple of 32 → uint8 [panels, panel_bytes], Q4_1.
+
+    Scale and minimum minimise the squared error over each 32 inputs: levels are assigned by two cuts of the range,
+    each is given its best line (least squares, in closed form), and the better one is kept.
+    Raises ValueError: a weight is not finite, or k does not fit.
+    """
+    return _pack(weight, weight.shape[1], Format.Q4_1, _int4_panels)
+
+
+def pack_gguf(blocks: Tensor, format: Format) -> Tensor:
+    """blocks: uint8 [n, bytes of a row], as a GGUF file holds them → uint8 [panels, panel_bytes]; the same values, bit
+    for bit, never inflated. Raises ValueError: the format is not one of GGUF's, or rows are not whole blocks."""
+    layout = gguf_packing.LAYOUTS.get(format)
+    if layout is None:
+        raise ValueError(f"{format.name} is not a GGUF encoding that runs packed; those are {_gguf_names()}")
+    if blocks.shape[1] % layout.block_bytes != 0:
+        raise ValueError(f"a row of {blocks.shape[1]} bytes is not whole {format.name} blocks of {layout.block_bytes}")
+    return _pack(blocks, blocks.shape[1] // layout.block_bytes * layout.inputs, format, layout.to_panels)
+
+
+def unpack(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
+    """The values that a packed matrix stands for, float32 [n, k], computed as `engine.weights.gguf_dequant` does."""
+    if format is Format.INT8:
+        values = (
+            packed[:, : k * PANEL].contiguous().view(torch.int8).view(-1, k // 4, PANEL, 4).transpose(1, 2).flatten(2)
+        )
+        scales = packed[:, k * PANEL : (k + 4) * PANEL].contiguous().view(torch.float32)
+        return (values.float() * scales[..., None]).flatten(0, 1)[:n]
+    layout = gguf_packing.LAYOUTS.get(format)
+    if layout is None:
+        raise ValueError(f"{format.name} is not a quantised format")
+    groups = packed.view(-1, k // layout.inputs, layout.panel_bytes)
+    return layout.from_panels(groups).transpose(1, 2).reshape(-1, k)[:n].contiguous()
+
+
+def _gguf_names() -> str:
+    return ", ".join(format.name for format in gguf_packing.LAYOUTS)
+
+
+def _pack(rows: Tensor, k: int, format: Format, to_panels: Callable[[Tensor], Tensor]) -> Tensor:
+    """`to_panels`: [panels, 32, ...] of `rows` → uint8 [panels, ...], the bytes of each."""
+    panels = -(-rows.shape[0] // PANEL)
+    packed = torch.empty(panels, panel_bytes(k, format), dtype=torch.uint8)
+    run = max(1, _AT_ONCE // (PANEL * k))
+    for start in range(0, panels, run):
+        part = rows[start * PANEL : (start + run) * PANEL]
+        count = -(-part.shape[0] // PANEL)
+        if part.shape[0] < count * PANEL:
+            part = F.pad(part, (0, 0, 0, count * PANEL - part.shape[0]))
+        packed[start : start + count] = to_panels(part.reshape(count, PANEL, -1)).view(count, -1)
+    return packed
+
+
+def _int8_panels(weight: Tensor) -> Tensor:
+    weight = weight.float()
+    largest = weight.abs().amax(2, keepdim=True)
+    _check_finite(largest)
+    inverse = torch.where(largest > 0, _INT8_LEVELS / largest, 0.0)
+    levels = weight.mul(inverse).round_().clamp_(-_INT8_LEVELS, _INT8_LEVELS).to(torch.int8)
+    by_input = levels.view(torch.int32).transpose(1, 2).contiguous()
+    sums = levels.sum(2, dtype=torch.int32)
+    tail = torch.stack(((largest[..., 0] / _INT8_LEVELS).view(torch.int32), sums), dim=1)
+    return torch.cat((by_input.flatten(1), tail.flatten(1)), dim=1).view(torch.uint8)
+
+
+def _int4_panels(weight: Tensor) -> Tensor:
+    panels, _, k = weight.shape
+    x = weight.reshape(-1, _GROUP).t().float().contiguous()  # inputs of a group down a column: reductions vectorise
+    d, m = _int4_lines(x)
+    d16, m16 = d.half(), m.clamp_(-_HALF_MAX, _HALF_MAX).half()
+    d, m = d16.float(), m16.float()
+    q = torch.addcmul(torch.where(d > 0, -m / d, 0.0), x, torch.where(d > 0, 1 / d, 0.0)).round_()
+    levels = q.clamp_(0, _INT4_LEVELS).to(torch.uint8)
+    nibbles = (levels[:16] | (levels[16:] << 4)).t().contiguous().view(panels, PANEL, k // _GROUP, 16)
+    halves = torch.stack((d16.view(torch.int16), m16.view(torch.int16))).view(2, panels, PANEL, k // _GROUP)
+    return gguf_packing.join(gguf_packing.by_input(nibbles), halves.permute(1, 3, 0, 2))
+
+
+def _int4_lines(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: float32 [32, groups] → the d >= 0 and m of each group for which d * q + m is near x, q in 0 to 15."""
+    low, high = x.amin(0), x.amax(0)  # aminmax is ten times slower
+    _check_finite(low, high)
+    width = high - low
+    sum_x = x.sum(0)
+    best_gain = best_d = best_m = None
+    q, product = torch.empty_like(x), torch.empty_like(x)
+    for steps in _INT4_STEPS:
+        inverse = torch.where(width > 0, steps / width, 0.0)
+        # The middle of the range falls on the middle of the levels, so that what does not fit is clipped on both sides.
+        offset = _INT4_LEVELS / 2 - inverse * (low + high) / 2
+        torch.addcmul(offset, x, inverse, out=q).round_().clamp_(0, _INT4_LEVELS)
+        sum_q = q.sum(0)
+        sum_xq = torch.mul(x, q, out=product).sum(0)
+        sum_qq = torch.mul(q, q, out=product).sum(0)
+        spread = sum_qq * _GROUP - sum_q * sum_q
+        d = torch.where(spread > 0, (sum_xq * _GROUP - sum_x * sum_q) / spread, 0.0)
+        m = (sum_x - d * sum_q) / _GROUP
+        gain = d * sum_xq + m * sum_x  # sum of squares of x less the squared error
+        if best_gain is None or best_d is None or best_m is None:
+            best_gain, best_d, best_m = gain, d, m
+        else:
+            better = gain > best_gain
+            best_gain = torch.where(better, gain, best_gain)
+            best_d, best_m = torch.where(better, d, best_d), torch.where(better, m, best_m)
+    assert best_d is not None and best_m is not None
+    return best_d, best_m
+
+
+def _check_finite(*extremes: Tensor) -> None:
+    if not all(bool(extreme.isfinite().all()) for extreme in extremes):
+        raise ValueError("a weight is not finite, so the matrix cannot be quantised")

@@ -1,0 +1,47 @@
+"""The CPU's kernel libraries, compiled while the process still imports and loads: a first start is mostly their build.
+
+Nothing waits here and nothing fails here: whoever needs a library asks for it in the usual way, waits for a build that
+is under way (`attention_backends.toolchain.build_once`), and reports its failure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from pathlib import Path
+from typing import Protocol, cast
+
+from attention_backends import native_build
+from attention_backends.native_build import NativeSources
+from attention_backends.toolchain import BuildError
+from engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_TORCH = ("attention_backends.build", "engine.cpu_kernels.build")
+"""modules that describe a library (`sources()`) and import nothing heavy"""
+WITH_TORCH = ("engine.sampling.kernels.native",)
+"""those that import torch: theirs begins once that is done, because two threads must not import it at once"""
+
+
+class _Describes(Protocol):
+    def sources(self) -> NativeSources: ...
+
+
+def build_ahead(config: EngineConfig, modules: tuple[str, ...]) -> None:
+    """Begin to build what is not cached of the libraries that `modules` describe; returns at once."""
+    if config.device.kind != "cpu":
+        return
+    cache_dir = Path(config.compile.cache_dir)
+    for module in modules:
+        sources = cast(_Describes, importlib.import_module(module)).sources()
+        name = f"build-{sources.folder}"
+        threading.Thread(target=_build, args=(sources, cache_dir), name=name, daemon=True).start()
+
+
+def _build(sources: NativeSources, cache_dir: Path) -> None:
+    try:
+        native_build.build_for_this_cpu(sources, cache_dir)
+    except (BuildError, OSError) as error:
+        logger.debug("%s was not built ahead: %s", sources.folder, error)

@@ -1,0 +1,188 @@
+"""Where a tokenizer comes from: transformers knows how to make one of any checkpoint, but is slow and large.
+
+Its import takes seconds and brings torch along (400 MiB); a GGUF file takes seconds more. What comes out
+is small: the JSON of a `tokenizers.Tokenizer`, a template, a few tokens. So it is made once, in a process of its own,
+and kept in the cache directory under the identity of the files that it came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import transformers
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""of a kept description; raise it when its meaning changes"""
+_FOLDER = "tokenizers"
+_CONVERT_TIMEOUT_S = 300
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+"""of a model's directory, what no tokenizer is made of"""
+
+# As the core's: the child imports from where the parent does, and not from the user's directory (-P).
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.frontend.tokenizer_source import convert_main; sys.exit(convert_main(sys.argv[2]))"
+)
+
+
+class TokenizerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the front end needs of a tokenizer."""
+
+    backend: str
+    """JSON of a `tokenizers.Tokenizer`, without truncation and padding"""
+    vocab_size: int
+    eos_token_id: int | None
+    special_tokens: dict[str, str | list[str]]
+    """by transformers' names ("bos_token", …): variables of the chat template"""
+    chat_template: str | dict[str, str] | None
+    """one, or several by name"""
+
+
+def describe_tokenizer(path: str, cache_dir: Path | None) -> TokenizerDescription:
+    """Of a Hugging Face directory or a GGUF file; from the cache if it is there, else made (seconds) and kept.
+
+    Without `cache_dir` it is made in this process, and nothing is kept. Raises `ConfigError`.
+    """
+    if not os.path.isfile(path) and not os.path.isdir(path):
+        raise ConfigError(f"tokenizer {path!r} is neither a directory nor a GGUF file")
+    if cache_dir is None:
+        return _description_of(load_with_transformers(path))
+    kept = cache_dir / _FOLDER / f"{_identity(path)}.json"
+    known = _read(kept)
+    if known is None:
+        text = _convert(path)
+        known = msgspec.json.decode(text, type=TokenizerDescription)
+        _keep(kept, text)
+    return known
+
+
+def load_with_transformers(path: str) -> transformers.PreTrainedTokenizerBase:
+    """transformers' own object for the same path. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        if os.path.isfile(path):
+            directory, file = os.path.split(path)
+            return AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"no tokenizer can be loaded from {path!r} (setting `tokenizer`): {error}") from error
+
+
+def convert_main(path: str) -> int:
+    """The child: the description of `path` to standard output, or the reason why there is none, and status 1."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no part of the answer
+    try:
+        if os.path.isfile(path):
+            _read_gguf_quickly()
+        answer, status = msgspec.json.encode(_description_of(load_with_transformers(path))), 0
+    except ConfigError as error:
+        answer, status = str(error).encode(), 1
+    with os.fdopen(out, "wb") as file:
+        file.write(answer)
+        file.flush()
+    os._exit(status)  # the answer is out; taking torch down takes time
+
+
+def _read_gguf_quickly() -> None:
+    """For a process that does nothing else: gguf's reader takes views of its file by the million, one for each part of
+    each token, and views of a `memmap` cost three times those of an array."""
+    import numpy
+
+    mapped = numpy.memmap
+
+    def as_array(*args: Any, **kwargs: Any) -> numpy.ndarray[Any, Any]:
+        return numpy.asarray(mapped(*args, **kwargs))
+
+    setattr(numpy, "memmap", as_array)  # noqa: B010 (no assignment to a class in mypy's eyes)
+
+
+def _description_of(hf: transformers.PreTrainedTokenizerBase) -> TokenizerDescription:
+    if not getattr(hf, "is_fast", False):
+        raise ConfigError(
+            f"the tokenizer {type(hf).__name__} has no `tokenizers` form; save it as tokenizer.json "
+            "(AutoTokenizer.from_pretrained(path).save_pretrained(path)) and name that directory as `tokenizer`"
+        )
+    backend = hf.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return TokenizerDescription(
+        backend=backend.to_str(),
+        vocab_size=len(hf),
+        eos_token_id=hf.eos_token_id,
+        special_tokens={
+            name: [str(token) for token in value] if isinstance(value, (list, tuple)) else str(value)
+            for name, value in hf.special_tokens_map.items()
+        },
+        chat_template=hf.chat_template or None,
+    )
+
+
+def _convert(path: str) -> bytes:
+    """In a child, so that this process keeps neither transformers nor torch."""
+    logger.info("converting the tokenizer of %s (kept for later starts)", path)
+    command = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), path]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CONVERT_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"the tokenizer of {path!r} took more than {_CONVERT_TIMEOUT_S} s to convert") from error
+    if done.returncode == 0:
+        return done.stdout
+    reason = done.stdout.decode(errors="replace") or done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise ConfigError(reason or f"converting the tokenizer of {path!r} ended with status {done.returncode}")
+
+
+def _identity(path: str) -> str:
+    """Changes with the files (place, size, time of change) and with the libraries that read them."""
+    place = os.path.realpath(path)
+    if os.path.isfile(place):
+        files = [place]
+    else:
+        folders = [place, os.path.join(place, "additional_chat_templates")]
+        entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
+        files = sorted(e.path for e in entries if e.is_file() and not e.name.endswith(_WEIGHTS))
+    facts: list[object] = [FORMAT, version("transformers"), version("tokenizers"), place]
+    for file in files:
+        status = os.stat(file)
+        facts.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> TokenizerDescription | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TokenizerDescription)
+    except (OSError, msgspec.DecodeError):
+        return None  # never kept, or cut off by a full disk: it is made again
+
+
+def _keep(file: Path, text: bytes) -> None:
+    """Readers see a whole file or none. A cache that cannot be written only costs the next start its time."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
+        try:
+            with os.fdopen(handle, "wb") as new:
+                new.write(text)
+            os.replace(name, file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.warning("the converted tokenizer cannot be kept in %s: %s", file.parent, error)

@@ -1,0 +1,157 @@
+"""Which format each matrix of a model is packed in, and the packing: from a checkpoint's rows to `PackedLinear`.
+
+Matrix by matrix, as the loader reads them: what was dense is dropped before the next one is read, so at no time are two
+copies of the model in memory. A matrix that cannot be packed (its inputs are no multiple of what the format groups)
+stays dense, and is computed by the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import Quantization
+from engine.cpu_kernels.formats import Format, packable
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
+from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8
+from engine.models.decoder import AnyLinear, Decoder
+from engine.models.layers import Embedding, Linear
+from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
+from engine.weights.source import Part, WeightSource
+
+_GATE_ROWS = 16
+"""rows of gate, then of up, that share a panel"""
+_MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
+_HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
+"""of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Rows as they are packed: dense [n, k], or the blocks of a GGUF file, uint8 [n, row bytes]."""
+
+    format: Format
+    rows: torch.Tensor
+
+    def packed(self) -> torch.Tensor:
+        if self.format is Format.BFLOAT16:
+            return pack_bf16(self.rows)
+        if self.rows.dtype == torch.uint8:
+            return pack_gguf(self.rows, self.format)
+        return pack_int8(self.rows) if self.format is Format.INT8 else pack_int4(self.rows)
+
+
+class Packer:
+    """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16 as it is; "gguf" keeps the
+    blocks of a GGUF file."""
+
+    def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
+        self._ops = ops
+        self._quantization = quantization
+
+    def pack_linear(self, layer: Linear, parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
+        """What takes the place of `layer`, whose bias is filled and whose weight is `parts` of `source`, one below the
+        other; without a source its weight is filled, too."""
+        k = layer.weight.shape[1]
+        runs = self._encoded(layer.weight, parts, source, _MATRIX_FORMAT)
+        if runs is None:
+            return layer
+        if layer.gated:
+            return self._gated(layer, runs, parts, source)
+        packed = []
+        first = 0
+        for run in runs:
+            count = run.rows.shape[0]
+            bias = None if layer.bias is None else layer.bias.detach()[first : first + count].clone()
+            packed.append(PackedLinear(self._ops, run.packed(), count, k, run.format, bias=bias))
+            first += count
+        return packed[0] if len(packed) == 1 else JoinedLinear(packed)
+
+    def pack_tables(
+        self, model: Decoder, embedding_part: Part, head_part: Part | None, source: WeightSource | None
+    ) -> None:
+        """Embedding and unembedding; `head_part` None: they are tied, and share one packed matrix. An embedding of its
+        own stays dense, but for the blocks of a GGUF file."""
+        embedding, head = model.embed_tokens, model.lm_head
+        assert isinstance(embedding, Embedding) and isinstance(head, Linear)
+        n, k = embedding.weight.shape
+        if head_part is None:
+            run = self._table(embedding.weight, embedding_part, source)
+            if run is not None:
+                packed = run.packed()
+                model.embed_tokens = PackedEmbedding(self._ops, packed, n, k, run.format)
+                model.lm_head = PackedLinear(self._ops, packed, n, k, run.format, wide=True)
+            return
+        if self._quantization == "gguf" and source is not None:
+            run = self._table(embedding.weight, embedding_part, source)
+            if run is not None:
+                model.embed_tokens = PackedEmbedding(self._ops, run.packed(), n, k, run.format)
+        else:
+            self._fill(embedding.weight, [embedding_part], source)
+        run = self._table(head.weight, head_part, source)
+        if run is not None:
+            model.lm_head = PackedLinear(self._ops, run.packed(), n, k, run.format, wide=True)
+
+    def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Encoded | None:
+        runs = self._encoded(weight, [part], source, _HEAD_FORMAT)
+        return runs[0] if runs else None
+
+    def _gated(
+        self, layer: Linear, runs: list[_Encoded], parts: Sequence[Part], source: WeightSource | None
+    ) -> AnyLinear:
+        n, k = layer.weight.shape
+        if (n // 2) % _GATE_ROWS:
+            self._fill(layer.weight, parts, source)
+            return layer
+        run = runs[0]
+        if len(runs) > 1:  # gate and up are encoded differently, and could not share a panel
+            self._fill(layer.weight, parts, source)
+            run = _Encoded(Format.BFLOAT16, layer.weight.detach())
+        bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
+        mixed = _Encoded(run.format, interleave_gate_up(run.rows))
+        return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gated=True)
+
+    def _encoded(
+        self,
+        weight: torch.Tensor,
+        parts: Sequence[Part],
+        source: WeightSource | None,
+        formats: dict[str, Format],
+    ) -> list[_Encoded] | None:
+        """Runs of rows of one format; None where not even bfloat16 can be packed (then `weight` is filled)."""
+        n, k = weight.shape
+        if self._quantization == "gguf" and source is not None:
+            runs: list[_Encoded] = []
+            for part in parts:
+                run = self._gguf_rows(part, k, source)
+                if runs and runs[-1].format is run.format:
+                    run = _Encoded(run.format, torch.cat((runs.pop().rows, run.rows)))
+                runs.append(run)
+            if all(packable(run.rows.shape[0], k, run.format) for run in runs):
+                return runs
+        self._fill(weight, parts, source)
+        wanted = formats.get(self._quantization, Format.BFLOAT16)
+        for format in (wanted, Format.BFLOAT16):
+            if packable(n, k, format):
+                return [_Encoded(format, weight.detach())]
+        return None
+
+    def _gguf_rows(self, part: Part, k: int, source: WeightSource) -> _Encoded:
+        encoded = source.encoded(part.name)
+        if encoded is not None:
+            encoding, blocks = encoded
+            format = FORMAT_OF_GGUF.get(encoding)
+            if format is not None:
+                return _Encoded(format, blocks)
+        dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
+        source.read_into(part.name, dense)
+        return _Encoded(Format.BFLOAT16, dense)
+
+    def _fill(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
+        first = 0
+        for part in parts if source is not None else ():
+            assert source is not None
+            source.read_into(part.name, weight[first : first + part.rows])
+            first += part.rows

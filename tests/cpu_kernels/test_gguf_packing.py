@@ -1,0 +1,109 @@
+"""Packing moves weights about and changes none: against the decoder of whole files, and against the gguf library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from gguf_blocks import ENCODINGS, random_blocks
+
+from engine.cpu_kernels.formats import Format, packable, panel_bytes
+from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
+from engine.weights.gguf_dequant import dequantize_into
+
+_Pack = Callable[[torch.Tensor], torch.Tensor]
+_BY_NAME = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+
+
+@_BY_NAME
+@pytest.mark.parametrize(("n", "k"), [(32, 256), (1, 256), (70, 768)])
+def test_packed_gguf_blocks_hold_the_same_values_bit_for_bit(encoding: GGMLQuantizationType, n: int, k: int) -> None:
+    blocks, format = random_blocks(encoding, n, k), FORMAT_OF_GGUF[encoding]
+    packed = pack_gguf(blocks, format)
+    assert packed.shape == (-(-n // 32), panel_bytes(k, format))
+    values = unpack(packed, n, k, format)
+    whole = torch.empty(n, k)
+    dequantize_into(blocks.flatten(), encoding, whole)
+    assert torch.equal(values.view(torch.int32), whole.view(torch.int32))
+    library = quants.dequantize(np.ascontiguousarray(blocks.numpy()), encoding)
+    assert np.array_equal(values.numpy(), library.reshape(n, k))
+
+
+@_BY_NAME
+def test_packed_gguf_blocks_are_not_inflated(encoding: GGMLQuantizationType) -> None:
+    blocks = random_blocks(encoding, 64, 1024)
+    packed = pack_gguf(blocks, FORMAT_OF_GGUF[encoding])
+    assert packed.numel() <= 1.03 * blocks.numel()  # Q4_K's 6-bit scales take a byte each
+
+
+@_BY_NAME
+def test_a_matrix_of_many_runs_of_panels_is_packed_as_one(encoding: GGMLQuantizationType) -> None:
+    blocks, format = random_blocks(encoding, 33 * 32 + 5, 512), FORMAT_OF_GGUF[encoding]
+    alone = torch.cat([pack_gguf(part, format) for part in torch.split(blocks, 32)])
+    assert torch.equal(pack_gguf(blocks, format), alone)
+
+
+@pytest.mark.parametrize("format", list(FORMAT_OF_GGUF.values()), ids=lambda format: format.name)
+def test_outputs_that_pad_the_last_panel_are_zero(format: Format) -> None:
+    encoding = next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format)
+    packed = pack_gguf(random_blocks(encoding, 3, 256), format)
+    assert not unpack(packed, 32, 256, format)[3:].any()
+
+
+def test_int8_weights_are_within_half_a_step_of_their_output() -> None:
+    weight = torch.randn(70, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 70)[:, None]
+    weight[5] = 0
+    error = (unpack(pack_int8(weight), 70, 96, Format.INT8) - weight).abs()
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert bool((error <= step * 0.5001).all())
+
+
+def test_int4_weights_are_nearer_than_rounding_between_minimum_and_maximum() -> None:
+    weight = torch.randn(96, 768, generator=torch.Generator().manual_seed(2)) * 0.05
+    error = (unpack(pack_int4(weight), 96, 768, Format.Q4_1) - weight).square().sum()
+    groups = weight.view(-1, 32)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    step = (high - low) / 15
+    plain = ((groups - low) / step).round() * step + low - groups
+    assert float(error) < 0.9 * float(plain.square().sum())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.75, -3.0])
+def test_a_group_of_one_value_is_kept(value: float) -> None:
+    weight = torch.full((4, 64), value)
+    assert torch.equal(unpack(pack_int4(weight), 4, 64, Format.Q4_1), weight)
+
+
+def test_a_group_far_from_zero_keeps_its_steps() -> None:
+    weight = 8 + torch.arange(16).repeat(2).expand(32, 32) / 16
+    assert torch.allclose(unpack(pack_int4(weight), 32, 32, Format.Q4_1), weight, atol=4e-3)
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4], ids=["int8", "int4"])
+def test_weights_that_are_not_finite_are_refused(pack: _Pack) -> None:
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight = torch.zeros(8, 64)
+        weight[3, 40] = bad
+        with pytest.raises(ValueError, match="not finite"):
+            pack(weight)
+
+
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4], ids=["int8", "int4"])
+def test_bfloat16_and_float32_weights_of_equal_value_pack_alike(pack: _Pack) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert torch.equal(pack(weight), pack(weight.float()))
+
+
+def test_what_does_not_fit_a_format_is_refused() -> None:
+    assert not packable(32, 48, Format.Q4_0) and not packable(32, 128, Format.Q6_K) and not packable(32, 6, Format.INT8)
+    with pytest.raises(ValueError, match="INT8"):
+        pack_int8(torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="Q4_1"):
+        pack_int4(torch.zeros(4, 48))
+    with pytest.raises(ValueError, match="whole Q4_0 blocks"):
+        pack_gguf(torch.zeros(4, 19, dtype=torch.uint8), Format.Q4_0)
+    with pytest.raises(ValueError, match="not a GGUF encoding"):
+        pack_gguf(torch.zeros(4, 18, dtype=torch.uint8), Format.INT8)

@@ -1,0 +1,267 @@
+"""Quantised layers against float64 on exactly the weights and activations that they multiply, on every ISA here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from gguf_blocks import ENCODINGS, random_blocks
+from torch import Tensor
+
+from attention_backends.native_build import ISAS
+from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
+from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
+
+_FORMATS = (Format.INT8, *FORMAT_OF_GGUF.values())
+_EPS = 1e-5
+_AMX_ROWS = 24  # from here on AMX multiplies group formats decoded to bf16
+_by_format = pytest.mark.parametrize("format", _FORMATS, ids=lambda format: format.name)
+_by_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    n: int
+    k: int
+    format: Format
+    packed: Tensor
+    values: Tensor
+    """float64 [n, k]"""
+
+
+@cache
+def _layer(n: int, k: int, format: Format) -> _Layer:
+    generator = torch.Generator().manual_seed(n * k)
+    if format == Format.INT8:
+        packed = pack_int8(torch.randn(n, k, generator=generator) * 0.05)
+    else:
+        encoding = next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format)
+        packed = pack_gguf(random_blocks(encoding, n, k), format)
+    return _Layer(n, k, format, packed, unpack(packed, n, k, format).double())
+
+
+def _rows(count: int, k: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _number(ops: LinearOps, isa: str) -> int:
+    if isa not in ops.isas:
+        pytest.skip(f"this CPU has no {isa}")
+    return ISAS.index(isa) + 1
+
+
+def _run(
+    ops: LinearOps,
+    layer: _Layer,
+    x: Tensor,
+    isa: int = 0,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    wide: bool = False,
+) -> Tensor:
+    out: Tensor = ops.packed_linear(
+        x, layer.packed, layer.n, int(layer.format), bias, norm, _EPS, residual, gated, wide, isa
+    )
+    return out
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.float()
+    return weight * (x / (x.square().mean(1, keepdim=True) + _EPS).sqrt()).bfloat16()
+
+
+def _quantised(x: Tensor, format: Format) -> Tensor:
+    """float64 [rows, k]: what int8 activations stand for; one scale a row, or 32 inputs."""
+    groups = x.float().view(x.shape[0], 1 if format == Format.INT8 else -1, x.shape[1] if format == Format.INT8 else 32)
+    largest = groups.abs().amax(2, keepdim=True)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)  # 127 / x would round twice
+    levels = (groups * inverse).round()
+    return (levels.double() * (largest / 127).double()).view(x.shape)
+
+
+def _product(layer: _Layer, x: Tensor, isa: str) -> Tensor:
+    """float64 [rows, n], and what the weights are in the path that this ISA and number of rows take."""
+    if isa == "amx" and layer.format != Format.INT8 and x.shape[0] >= _AMX_ROWS:
+        return x.double() @ layer.values.bfloat16().double().T
+    return _quantised(x, layer.format) @ layer.values.T
+
+
+def _assert_near(actual: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    """Within bf16 roundings of the expected value, and what float32 sums lose of the largest."""
+    allowed = expected.abs() * roundings * 2.0**-8 + expected.abs().max() * 2e-5
+    assert bool(((actual.double() - expected).abs() <= allowed).all())
+
+
+@_by_isa
+@_by_format
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, 24, 64, 200])
+def test_product_of_quantised_rows_and_weights(linear_ops: LinearOps, format: Format, isa: str, rows: int) -> None:
+    number, layer, x = _number(linear_ops, isa), _layer(100, 512, format), _rows(rows, 512)
+    out = _run(linear_ops, layer, x, number)
+    assert out.dtype == torch.bfloat16 and out.shape == (rows, 100)
+    _assert_near(out, _product(layer, x, isa))
+
+
+@_by_isa
+@_by_format
+@pytest.mark.parametrize("rows", [2, 40])
+def test_norm_bias_and_residual_round_where_separate_layers_do(
+    linear_ops: LinearOps, format: Format, isa: str, rows: int
+) -> None:
+    number, layer, x = _number(linear_ops, isa), _layer(70, 768, format), _rows(rows, 768)
+    generator = torch.Generator().manual_seed(4)
+    norm = (torch.rand(768, generator=generator) + 0.5).bfloat16()
+    bias = torch.randn(70, generator=generator).bfloat16()
+    residual = torch.randn(rows, 90, generator=generator).bfloat16()[:, 10:80]
+    out = _run(linear_ops, layer, x, number, bias=bias, norm=norm, residual=residual, wide=True)
+    assert out.dtype == torch.float32 and torch.equal(out, out.bfloat16().float())
+    product = _product(layer, _norm(x, norm), isa) + bias.double()
+    expected = product.bfloat16().double() + residual.double()
+    # A square root that differs in its last bit moves single activations to the next bf16, and those a level further.
+    allowed = expected.abs() * 2.0**-8 + product.abs() * 2.0**-8 + product.abs().max() * 4e-3
+    assert bool(((out.double() - expected).abs() <= allowed).all())
+
+
+@_by_isa
+@_by_format
+@pytest.mark.parametrize("rows", [1, 33])
+def test_gated_layer_is_silu_of_gate_times_up(linear_ops: LinearOps, format: Format, isa: str, rows: int) -> None:
+    inner, k = 48, 256
+    number, plain, x = _number(linear_ops, isa), _layer(2 * inner, k, format), _rows(rows, k)
+    order = interleave_gate_up(torch.arange(2 * inner))
+    out = _run(linear_ops, plain, x, number, gated=True)
+    product = _product(plain, x, isa).bfloat16().double()
+    split = torch.empty_like(product)
+    split[:, order] = product
+    gate, up = split.chunk(2, dim=1)
+    assert out.shape == (rows, inner)
+    _assert_near(out, torch.nn.functional.silu(gate) * up, roundings=4)
+
+
+@_by_format
+def test_no_rows_give_an_empty_result(linear_ops: LinearOps, format: Format) -> None:
+    assert _run(linear_ops, _layer(100, 512, format), _rows(0, 512)).shape == (0, 100)
+
+
+@pytest.mark.parametrize("k", [4, 36, 64, 100, 576, 4096])
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+def test_int8_gives_the_same_bits_on_every_isa_batch_and_number_of_threads(
+    linear_ops: LinearOps, k: int, with_norm: bool
+) -> None:
+    layer, x = _layer(101, k, Format.INT8), _rows(45, k, seed=k) * 3
+    norm = _rows(1, k, seed=1)[0] if with_norm else None
+    bias = _rows(1, 101, seed=2)[0]
+    first = _run(linear_ops, layer, x, ISAS.index("portable") + 1, bias=bias, norm=norm)
+    _assert_near(first, first.double())
+    for isa in linear_ops.isas:
+        for rows in (slice(0, 45), slice(0, 1), slice(7, 9), slice(3, 8), slice(20, 37), slice(12, 45)):
+            out = _run(linear_ops, layer, x[rows], ISAS.index(isa) + 1, bias=bias, norm=norm)
+            assert torch.equal(out, first[rows]), (isa, rows)
+    torch.set_num_threads(2)
+    assert torch.equal(_run(linear_ops, layer, x, bias=bias, norm=norm), first)
+
+
+@_by_format
+def test_a_row_does_not_depend_on_its_batch_below_amx(linear_ops: LinearOps, format: Format) -> None:
+    layer, x = _layer(100, 512, format), _rows(23, 512)
+    for isa in (isa for isa in linear_ops.isas if isa != "amx"):
+        number = ISAS.index(isa) + 1
+        together = _run(linear_ops, layer, x, number)
+        alone = torch.cat([_run(linear_ops, layer, row, number) for row in torch.split(x, [1, 2, 3, 5, 12])])
+        assert torch.equal(together, alone), isa
+
+
+@_by_isa
+@_by_format
+@pytest.mark.parametrize("rows", [5, 40])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(
+    linear_ops: LinearOps, format: Format, isa: str, rows: int
+) -> None:
+    number, layer, x = _number(linear_ops, isa), _layer(100, 512, format), _rows(rows, 512)
+    clean = _run(linear_ops, layer, x, number)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        spoiled = x.clone()
+        spoiled[2, 77] = bad
+        for norm in (None, torch.ones(512, dtype=torch.bfloat16)):
+            out = _run(linear_ops, layer, spoiled, number, norm=norm)
+            others = [row for row in range(rows) if row != 2]
+            expected = clean if norm is None else _run(linear_ops, layer, x, number, norm=norm)
+            assert torch.equal(out[others], expected[others])
+            assert not bool(out[2].isfinite().any())
+            if format == Format.INT8 or rows < _AMX_ROWS:
+                assert bool(out[2].isnan().all())
+
+
+@_by_isa
+@_by_format
+@pytest.mark.parametrize("scale", [2.0**-133, 2.0**-60, 2.0**40])
+def test_rows_of_zeros_and_of_extreme_scale(linear_ops: LinearOps, format: Format, isa: str, scale: float) -> None:
+    number, layer = _number(linear_ops, isa), _layer(100, 512, format)
+    x = _rows(9, 512) * scale
+    x[4] = 0
+    out = _run(linear_ops, layer, x, number)
+    assert bool(out.isfinite().all()) and not out[4].any()
+    expected = _product(layer, x, isa)
+    if scale < 2.0**-110:  # counts as zero
+        assert not out.any()
+    else:
+        _assert_near(out, expected)
+
+
+@_by_isa
+def test_the_largest_integers_do_not_saturate(linear_ops: LinearOps, isa: str) -> None:
+    number, k = _number(linear_ops, isa), 8192
+    weight = torch.ones(32, k)
+    weight[1::2] = -1
+    packed = pack_int8(weight)
+    layer = _Layer(32, k, Format.INT8, packed, unpack(packed, 32, k, Format.INT8).double())
+    for sign in (1.0, -1.0):
+        x = torch.full((17, k), sign).bfloat16()
+        _assert_near(_run(linear_ops, layer, x, number), _product(layer, x, isa), roundings=0)
+
+
+@pytest.mark.parametrize("format", FORMAT_OF_GGUF.values(), ids=lambda format: format.name)
+@_by_isa
+def test_extreme_levels_do_not_saturate(linear_ops: LinearOps, format: Format, isa: str) -> None:
+    number, encoding = _number(linear_ops, isa), next(e for e in ENCODINGS if FORMAT_OF_GGUF[e] == format)
+    blocks = random_blocks(encoding, 32, 256)
+    for byte in (0, 0x80, 0x7F, 0xFF):
+        filled = torch.where(blocks >= 0, byte, blocks).to(torch.uint8)
+        half = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+        size = filled.shape[1] if format in (Format.Q4_K, Format.Q6_K) else filled.shape[1] // 8
+        at = 208 if format == Format.Q6_K else 0
+        count = 2 if format in (Format.Q4_1, Format.Q4_K) else 1
+        filled.view(32, -1, size)[:, :, at : at + 2 * count] = half.repeat(count)
+        packed = pack_gguf(filled, format)
+        layer = _Layer(32, 256, format, packed, unpack(packed, 32, 256, format).double())
+        for sign in (1.0, -1.0):
+            x = torch.full((3, 256), sign).bfloat16()
+            out = _run(linear_ops, layer, x, number)
+            expected = _product(layer, x, isa)
+            reach = _quantised(x, format).abs() @ layer.values.abs().T
+            assert bool(((out.double() - expected).abs() <= expected.abs() * 2.0**-8 + reach * 1e-5).all())
+
+
+@_by_format
+def test_embedding_gives_the_rows_of_the_matrix(linear_ops: LinearOps, format: Format) -> None:
+    layer = _layer(100, 512, format)
+    ids = torch.tensor([99, 0, 31, 32, 57, 0])
+    out = linear_ops.packed_embedding(ids, layer.packed, 100, 512, int(format))
+    assert torch.equal(out, layer.values[ids].float().bfloat16())
+    for bad in (-1, 100):
+        with pytest.raises(RuntimeError, match="outside"):
+            linear_ops.packed_embedding(torch.tensor([bad]), layer.packed, 100, 512, int(format))
+
+
+def test_int4_runs_as_q4_1(linear_ops: LinearOps) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(9)) * 0.05
+    packed = pack_int4(weight)
+    layer = _Layer(64, 256, Format.Q4_1, packed, unpack(packed, 64, 256, Format.Q4_1).double())
+    x = _rows(4, 256)
+    _assert_near(_run(linear_ops, layer, x), _product(layer, x, "auto"))

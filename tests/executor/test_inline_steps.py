@@ -1,0 +1,198 @@
+"""`InlineExecutor`: steps in the caller's thread, everything else where it was."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.start import DEFAULT_EXECUTOR, load_executor
+from engine.errors import ConfigError, EngineError
+from engine.executor.affinity import bind_thread
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.inline import InlineExecutor, make_executor
+from engine.step import LoadReport, ScheduledRow, StepPlan, StepResult, WarmUpReport
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+class _Done:
+    at_hand = True
+
+    def __init__(self, step_id: int) -> None:
+        self._step_id = step_id
+
+    def wait(self) -> StepResult:
+        return StepResult(step_id=self._step_id, token_ids=[7])
+
+
+class _Watched:
+    """Notes which thread calls what."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, str] = {}
+        self.executed: list[int] = []
+        self.fail_at: int | None = None
+        self.cores: set[int] = set()
+
+    @property
+    def report(self) -> LoadReport:
+        self.cores = os.sched_getaffinity(0)
+        return LoadReport(
+            weight_bytes=0,
+            activation_bytes=0,
+            workspace_bytes=0,
+            block_bytes=1,
+            device_bytes_total=1,
+            device_bytes_free=1,
+            attention_backend="none",
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        self.threads["allocate"] = threading.current_thread().name
+
+    def warm_up(self) -> WarmUpReport:
+        return WarmUpReport()
+
+    def compile_job(self) -> None:
+        return None
+
+    def execute(self, plan: StepPlan) -> _Done:
+        self.threads["execute"] = threading.current_thread().name
+        if plan.step_id == self.fail_at:
+            raise ValueError("a broken step")
+        self.executed.append(plan.step_id)
+        return _Done(plan.step_id)
+
+    def idle_work(self) -> bool:
+        return False
+
+    def compiles_after_ready(self) -> int:
+        return 0
+
+
+def _plan(step_id: int) -> StepPlan:
+    return StepPlan(step_id=step_id, rows=[ScheduledRow(row=0, computed=0, query_len=1, samples=True)])
+
+
+@pytest.fixture
+def runner() -> _Watched:
+    return _Watched()
+
+
+def _config(**device: object) -> EngineConfig:
+    from core_fakes import tiny_config
+
+    config = tiny_config(async_scheduling=False)
+    return msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, **device))
+
+
+def _executor(runner: _Watched, **device: object) -> InlineExecutor:
+    executor = InlineExecutor(_config(**device), lambda _: runner)
+    executor.load()
+    executor.allocate(8)
+    executor.warm_up()
+    return executor
+
+
+def test_steps_run_in_the_collecting_thread_and_in_the_order_of_submission(runner: _Watched) -> None:
+    executor, told = _executor(runner), []
+    for step in (0, 1):
+        executor.submit(_plan(step), lambda step=step: told.append(step))
+    assert told == [0, 1] and runner.executed == []
+    assert [executor.collect().step_id for _ in range(2)] == [0, 1]
+    assert runner.threads == {"allocate": "runner", "execute": threading.current_thread().name}
+    executor.close()
+
+
+def test_after_a_failed_step_later_ones_are_not_run(runner: _Watched) -> None:
+    executor = _executor(runner)
+    runner.fail_at = 1
+    for step in range(3):
+        executor.submit(_plan(step), lambda: None)
+    executor.collect()
+    with pytest.raises(ValueError, match="a broken step"):
+        executor.collect()
+    with pytest.raises(EngineError, match="step 2 was not run, because step 1 failed"):
+        executor.collect()
+    assert runner.executed == [0]
+    executor.close()
+
+
+def test_collecting_more_than_was_submitted_is_an_error(runner: _Watched) -> None:
+    executor = _executor(runner)
+    with pytest.raises(EngineError, match="collect without a submitted step"):
+        executor.collect()
+    executor.close()
+
+
+def test_what_is_put_in_between_steps_waits_for_the_step_that_runs(runner: _Watched) -> None:
+    executor, entered, leave = _executor(runner), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def swap() -> None:
+        order.append("swapped")
+
+    def execute(plan: StepPlan) -> _Done:
+        entered.set()
+        assert leave.wait(10)
+        order.append("step")
+        return _Done(plan.step_id)
+
+    runner.execute = execute  # type: ignore[method-assign]  # this step is held up
+    executor.submit(_plan(0), lambda: None)
+    stepping = threading.Thread(target=executor.collect)
+    stepping.start()
+    assert entered.wait(10)
+    swapping = threading.Thread(target=executor._end_compilation, args=(swap, 0.0))
+    swapping.start()
+    swapping.join(0.05)
+    assert swapping.is_alive() and order == []
+    leave.set()
+    stepping.join(10)
+    swapping.join(10)
+    assert order == ["step", "swapped"]
+    executor.close()
+
+
+def test_the_default_executor_is_inline_on_a_cpu_unless_steps_are_planned_ahead() -> None:
+    config = _config()
+    ahead = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=True))
+    for given, kind in ((config, InlineExecutor), (ahead, InProcessExecutor)):
+        executor = make_executor(given)
+        assert type(executor) is kind
+        executor.close()
+    named = load_executor(DEFAULT_EXECUTOR, config)
+    assert type(named) is InlineExecutor
+    named.close()
+
+
+def test_compute_threads_are_bound_to_the_cores_that_are_named(runner: _Watched, tmp_path: Path) -> None:
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        executor = _executor(runner, cores=(ALLOWED[-1],))
+        executor.submit(_plan(0), lambda: None)
+        executor.collect()
+        seen.append(os.sched_getaffinity(0))
+        executor.close()
+
+    before = os.sched_getaffinity(0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert seen == [{ALLOWED[-1]}] and runner.cores == {ALLOWED[-1]}
+    assert os.sched_getaffinity(0) == before, "only the threads that compute are bound"
+
+
+def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(runner: _Watched) -> None:
+    executor = InlineExecutor(_config(cores=(100_000,)), lambda _: runner)
+    with pytest.raises(ConfigError, match="cores: cannot bind to CPUs"):
+        executor.load()
+    executor.close()
+    with pytest.raises(ConfigError, match="cores"):
+        bind_thread([ALLOWED[0], 100_000])

@@ -1,0 +1,170 @@
+"""A model with packed layers computes what the dense model with the same weights computes, in every format."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from dense_attention import logits_of
+from gguf_models import write_gguf
+from tiny_models import CASES, SHAPE, make_model, save
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from attention_backends.toolchain import default_cache_dir
+from engine.config import Quantization
+from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.linear import LinearOps, load, unpack
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.models.gguf_header import read_gguf_header
+from engine.models.layers import Linear
+from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
+from engine.weights.loader import load_weights, weight_bytes
+from engine.weights.packing import Packer
+
+PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+NO_WINDOW = [case for case in CASES if "window" not in case]
+
+
+@pytest.fixture(scope="module")
+def ops() -> LinearOps:
+    return load(default_cache_dir())
+
+
+def wide_model(tied: bool = False, qkv: str = "") -> PreTrainedModel:
+    """Large enough for blocks of 256."""
+    torch.manual_seed(1)
+    shape = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "initializer_range": 0.06}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**shape, tie_word_embeddings=tied)).eval()
+
+
+def dense(path: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    description = describe(path)
+    model = Decoder(description.spec, dtype=dtype)
+    load_weights(model, description)
+    return model
+
+
+def packed(path: str, ops: LinearOps, quantization: Quantization) -> Decoder:
+    description = describe(path)
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(model, description, packer=Packer(ops, quantization))
+    return model
+
+
+def decoded(model: Decoder) -> Decoder:
+    """The same model with dense float32 layers that hold exactly the weights that the packed ones encode."""
+    twin = Decoder(model.spec, dtype=torch.float32)
+    state = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
+            weight = unpack(module.weight, module.n, module.k, Format(module.format))
+            if isinstance(module, PackedLinear) and module.gated:
+                weight = weight.view(-1, 2, 16, module.k).transpose(0, 1).reshape(module.n, module.k)
+            bias = getattr(module, "bias", None)
+            if bias is not None and module.gated:
+                bias = bias.view(-1, 2, 16).transpose(0, 1).reshape(-1)
+            head, _, part = name.rpartition(".parts.")
+            state.setdefault(head or name, []).append((weight, bias, part))
+    for name, parts in state.items():
+        layer = twin.get_submodule(name)
+        layer.weight.copy_(torch.cat([weight for weight, _, _ in parts]))
+        if parts[0][1] is not None:
+            layer.bias.copy_(torch.cat([bias for _, bias, _ in parts]))
+    own = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if name in own and own[name].shape == parameter.shape:
+            parameter.copy_(own[name])
+    return twin
+
+
+def logprob_error(model: Decoder, exact: torch.Tensor) -> float:
+    ours = logits_of(model, PROMPT).log_softmax(-1)
+    return (ours - exact.log_softmax(-1)).abs().mean().item()
+
+
+@pytest.mark.parametrize("case", NO_WINDOW)
+def test_packed_bfloat16_is_as_close_to_float32_as_dense_bfloat16(case: str, tmp_path: Path, ops: LinearOps) -> None:
+    path = save(make_model(case), tmp_path)
+    exact = logits_of(dense(path, torch.float32), PROMPT)
+    model = packed(path, ops, "none")
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert not any(isinstance(module, Linear) for module in model.layers.modules())
+    assert logprob_error(model, exact) <= 1.3 * logprob_error(dense(path), exact) + 1e-3
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("case", ["llama_tied", "llama_biases", "qwen3"])
+def test_quantized_models_compute_with_the_weights_they_encode(
+    case: str, quantization: Quantization, tmp_path: Path, ops: LinearOps
+) -> None:
+    model = packed(save(make_model(case), tmp_path), ops, quantization)
+    exact = logits_of(decoded(model), PROMPT)
+    bf16 = logprob_error(dense(str(tmp_path)), logits_of(dense(str(tmp_path), torch.float32), PROMPT))
+    assert logprob_error(model, exact) <= 2.5 * bf16 + 0.01, "activations of 8 bits, and bf16 between the layers"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_gguf_file_runs_from_its_blocks(name: str, tied: bool, tmp_path: Path, ops: LinearOps) -> None:
+    path = write_gguf(wide_model(tied), tmp_path / "model.gguf", GGMLQuantizationType[name])
+    model = packed(path, ops, "gguf")
+    formats = {module.format for module in model.modules() if isinstance(module, (PackedLinear, PackedEmbedding))}
+    assert formats == {Format[name]}
+    exact = logits_of(dense(path, torch.float32), PROMPT)
+    torch.testing.assert_close(logits_of(decoded(model), PROMPT), exact, rtol=1e-4, atol=1e-4)
+    assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
+    matrices = sum(extent.size_bytes for extent in read_gguf_header(path).tensors.values())
+    assert weight_bytes(model) <= 1.1 * matrices, "not inflated (but for padding of 199 tokens to panels of 32)"
+
+
+def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: LinearOps) -> None:
+    path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_0)
+    description = describe(path)
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    from engine.weights import loader
+    from engine.weights.gguf_source import GgufSource
+
+    class Mixed(GgufSource):
+        """As if values had been stored in 16 bits."""
+
+        def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+            return None if "v_proj" in name or "up_proj" in name else super().encoded(name)
+
+    rows = loader.family_named(description.spec.family).weight_rows(model.spec)
+    with Mixed(path, model.spec, list(rows)) as source, torch.no_grad():
+        loader._fill(model, source, rows, Packer(ops, "gguf"))
+    joined = model.layers[0].qkv_proj
+    assert isinstance(joined, JoinedLinear)
+    assert [(part.n, part.format) for part in joined.parts] == [(384, Format.Q4_0), (128, Format.BFLOAT16)]
+    assert model.layers[0].gate_up_proj.format == Format.BFLOAT16
+    exact = logits_of(dense(path, torch.float32), PROMPT)
+    assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
+
+
+def test_a_matrix_that_cannot_be_packed_stays_dense(tmp_path: Path, ops: LinearOps) -> None:
+    torch.manual_seed(0)
+    odd = LlamaConfig(**{**SHAPE, "intermediate_size": 91})
+    path = save(AutoModelForCausalLM.from_config(odd), tmp_path)
+    model = packed(path, ops, "none")
+    assert isinstance(model.layers[0].down_proj, Linear)
+    assert isinstance(model.layers[0].gate_up_proj, Linear), "91 gates do not fill half panels"
+    assert isinstance(model.layers[0].qkv_proj, PackedLinear)
+    exact = logits_of(dense(path, torch.float32), PROMPT)
+    assert logprob_error(model, exact) <= 1.3 * logprob_error(dense(path), exact) + 1e-3
+
+
+def test_dummy_weights_are_packed_too(tmp_path: Path, ops: LinearOps) -> None:
+    description = describe(save(make_model("llama_tied"), tmp_path))
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(model, description, load_format="dummy", seed=3, packer=Packer(ops, "int8"))
+    plain = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(plain, description, load_format="dummy", seed=3)
+    torch.testing.assert_close(
+        decoded(model).layers[0].o_proj.weight, plain.layers[0].o_proj.weight.float(), rtol=0, atol=1e-3
+    )

@@ -1,0 +1,55 @@
+"""vLLM's CPU build, through the add_request/step loop that its own LLM.generate runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from entrypoints.bench.metrics import Record
+from entrypoints.bench.workloads import BenchRequest
+
+
+class Vllm:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        self._vllm, self._delta = vllm, RequestOutputKind.DELTA
+        options = {"dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "max_num_seqs": 128}
+        self._engine = vllm.LLM(model=settings["model"], **options).llm_engine
+        self._next_id = 0
+        self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+        given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+        self.facts = {"model": settings["model"], "options": options, "environment": given}
+
+    def run(self, requests: list[BenchRequest]) -> tuple[list[Record], float, float]:
+        start = time.perf_counter()
+        records: dict[str, Record] = {}
+        for request in requests:
+            self._next_id += 1
+            name = f"r{self._next_id}e"
+            records[name] = Record(start, None, start, len(request.prompt_token_ids), 0, request.max_tokens)
+            params = self._vllm.SamplingParams(
+                temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, output_kind=self._delta
+            )
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                now = time.perf_counter()
+                count = sum(len(choice.token_ids) for choice in output.outputs)
+                # Newer versions append a suffix to the name that they were given.
+                record = records[output.request_id.split("e")[0] + "e"]
+                if count and record.first_token is None:
+                    record.first_token = now
+                elif count:
+                    record.gaps.append(now - record.finished)
+                if count:
+                    record.finished = now
+                    record.output_tokens += count
+        return list(records.values()), start, time.perf_counter()
+
+
+def load(settings: dict[str, Any]) -> Vllm:
+    return Vllm(settings)
