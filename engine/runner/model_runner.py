@@ -199,6 +199,11 @@ class ModelRunner:
 
         return job
 
+    @property
+    def compiled(self) -> CompiledModel | None:
+        """Whose program steps run; None while they run the model itself."""
+        return self._compiled
+
     def _adopt(self, compiled: CompiledModel) -> None:
         self._compiled, self._run = compiled, compiled.run
 

@@ -12,9 +12,10 @@ from smollm2 import smollm2_by_transformers, smollm2_path
 
 from engine import LLM, SamplingParams
 
-TOLERANCE = {"none": 1.25, "auto": 2.0, "int8": 4.0, "int4": 12.0}
+TOLERANCE = {"none": 1.25, "auto": 2.0, "int8": 8.0, "int4": 12.0}
 """how many times transformers' own error in bfloat16 (0.04): auto runs the file's 4-bit blocks, which float32 has too,
-with activations of 8 bits; int8 and int4 round the file's weights again"""
+with activations of 8 bits a group; int8 has activations of 8 bits a token, and they and int4 round the file's weights
+again"""
 
 CHUNK = 500
 """tokens per prompt; four of them make the 2,000 tokens"""

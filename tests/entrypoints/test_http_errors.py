@@ -157,17 +157,18 @@ def test_what_the_core_refuses_before_the_first_token_is_a_status(
 
 
 def test_a_core_that_dies_ends_streams_with_an_error_event(server: Server) -> None:
-    server.script.die_at = 3
-
     async def go() -> list[httpx.Response]:
         async with server.client() as client:
+            three = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            server.script.die_at = 3
             streamed = await client.post("/v1/completions", json={"prompt": "x", "stream": True})
-            return [streamed, await client.post("/v1/completions", json={"prompt": "x"}), await client.get("/health")]
+            after = await client.post("/v1/completions", json={"prompt": "x"})
+            return [three, streamed, after, await client.get("/health")]
 
-    streamed, after, health = asyncio.run(asyncio.wait_for(go(), 20))
+    three, streamed, after, health = asyncio.run(asyncio.wait_for(go(), 20))
     assert streamed.status_code == 200 and "[DONE]" not in streamed.text
     *tokens, error = events(streamed.text + "data: [DONE]\n\n")
-    assert sum(len(t["choices"]) for t in tokens) == 3
+    assert "".join(c["text"] for t in tokens for c in t["choices"]) == three.json()["choices"][0]["text"]
     assert error["error"]["code"] == "engine_dead" and set(error["error"]) == {"message", "type", "param", "code"}
     assert after.status_code == 500 and error_of(after)["code"] == "engine_dead"
     assert health.status_code == 503 and error_of(health)["code"] == "engine_dead"

@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kTile = 16;              // rows of a tile at most, and its 32-bit lanes
 constexpr int64_t kStep = 32;              // inputs that a tile multiplies at once
+constexpr int64_t kStreams = 3;            // panels that one tile of rows meets at once
+constexpr int64_t kSumsBytes = kPanel * 4;  // of a row of sums
 constexpr int64_t kStepBytes = 16 * 128;   // of a panel
 constexpr int64_t kDepth = 576;         // inputs at most of a panel that stays in the first-level cache under many rows
 constexpr int64_t kInputs = 3 << 17;    // rows * k that stay in the second-level cache under all panels
@@ -44,11 +46,13 @@ struct Passes {
 class TileSession {
  public:
   explicit TileSession(const Passes& passes) {
-    TileConfig config;  // sums 0-3 (upper left, upper right, lower left, lower right), inputs 4 and 5, weights 6 and 7
-    const auto lower = (uint8_t)(passes.height > passes.upper ? passes.height - passes.upper : 1);
-    const auto upper = (uint8_t)passes.upper;
-    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, kTile, kTile};
-    memcpy(config.rows, rows, sizeof rows);
+    TileConfig config;
+    const auto upper = (uint8_t)passes.upper, lower = (uint8_t)(passes.height - passes.upper);
+    // Two tiles of rows: sums 0-3 (upper left, upper right, lower left, lower right), inputs 4 and 5, weights 6 and 7.
+    const uint8_t two[8] = {upper, upper, lower, lower, upper, lower, kTile, kTile};
+    // One: sums of three panels 0-5, inputs 6, weights 7.
+    const uint8_t one[8] = {upper, upper, upper, upper, upper, upper, upper, kTile};
+    memcpy(config.rows, lower > 0 ? two : one, sizeof two);
     _tile_loadconfig(&config);
   }
   ~TileSession() { _tile_release(); }
@@ -61,24 +65,22 @@ struct Prefetch {
   int64_t lines;
 };
 
-// sums [rows][32] (+)= rows * one panel for `steps` steps; R tiles of rows.
-template <int R>
+// sums [rows][32] (+)= two tiles of rows * one panel for `steps` steps.
 void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t steps, const uint8_t* w, Prefetch prefetch,
                    float* sums, bool more) {
-  constexpr int64_t kSumsBytes = kPanel * 4;
   float* const lower = sums + upper * kPanel;
   const uint16_t* below = x + upper * stride;
   tiles_read_memory();
   if (more) {
     _tile_loadd(0, sums, kSumsBytes);
     _tile_loadd(1, sums + kTile, kSumsBytes);
-    if constexpr (R == 2) _tile_loadd(2, lower, kSumsBytes);
-    if constexpr (R == 2) _tile_loadd(3, lower + kTile, kSumsBytes);
+    _tile_loadd(2, lower, kSumsBytes);
+    _tile_loadd(3, lower + kTile, kSumsBytes);
   } else {
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (R == 2) _tile_zero(2);
-    if constexpr (R == 2) _tile_zero(3);
+    _tile_zero(2);
+    _tile_zero(3);
   }
   for (int64_t i = 0; i < steps; ++i, x += kStep, below += kStep, w += kStepBytes) {
     for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
@@ -88,17 +90,66 @@ void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t ste
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + 64, 128);
     _tile_dpbf16ps(1, 4, 7);
-    if constexpr (R == 2) {
-      _tile_loadd(5, below, stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_loadd(5, below, stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, sums, kSumsBytes);
   _tile_stored(1, sums + kTile, kSumsBytes);
-  if constexpr (R == 2) _tile_stored(2, lower, kSumsBytes);
-  if constexpr (R == 2) _tile_stored(3, lower + kTile, kSumsBytes);
+  _tile_stored(2, lower, kSumsBytes);
+  _tile_stored(3, lower + kTile, kSumsBytes);
   tiles_read_memory();
+}
+
+// sums [P][16][32] = one tile of rows * P panels: as many streams of weights, so that more memory is asked for at once.
+template <int P>
+void multiply_streams(const uint16_t* x, int64_t stride, int64_t steps, const uint8_t* w, int64_t panel_bytes,
+                      float* sums) {
+  constexpr int64_t kPanelSums = kTile * kPanel;
+  tiles_read_memory();
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (P > 1) _tile_zero(2);
+  if constexpr (P > 1) _tile_zero(3);
+  if constexpr (P > 2) _tile_zero(4);
+  if constexpr (P > 2) _tile_zero(5);
+  for (int64_t i = 0; i < steps; ++i, x += kStep, w += kStepBytes) {
+    for (int64_t line = 0; line < kStepBytes; line += 64)
+      for (int64_t s = 0; s < P; ++s) __builtin_prefetch(w + s * panel_bytes + kAheadBytes + line, 0, 3);
+    _tile_loadd(6, x, stride * 2);
+    _tile_loadd(7, w, 128);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(7, w + 64, 128);
+    _tile_dpbf16ps(1, 6, 7);
+    if constexpr (P > 1) _tile_loadd(7, w + panel_bytes, 128);
+    if constexpr (P > 1) _tile_dpbf16ps(2, 6, 7);
+    if constexpr (P > 1) _tile_loadd(7, w + panel_bytes + 64, 128);
+    if constexpr (P > 1) _tile_dpbf16ps(3, 6, 7);
+    if constexpr (P > 2) _tile_loadd(7, w + 2 * panel_bytes, 128);
+    if constexpr (P > 2) _tile_dpbf16ps(4, 6, 7);
+    if constexpr (P > 2) _tile_loadd(7, w + 2 * panel_bytes + 64, 128);
+    if constexpr (P > 2) _tile_dpbf16ps(5, 6, 7);
+  }
+  _tile_stored(0, sums, kSumsBytes);
+  _tile_stored(1, sums + kTile, kSumsBytes);
+  if constexpr (P > 1) _tile_stored(2, sums + kPanelSums, kSumsBytes);
+  if constexpr (P > 1) _tile_stored(3, sums + kPanelSums + kTile, kSumsBytes);
+  if constexpr (P > 2) _tile_stored(4, sums + 2 * kPanelSums, kSumsBytes);
+  if constexpr (P > 2) _tile_stored(5, sums + 2 * kPanelSums + kTile, kSumsBytes);
+  tiles_read_memory();
+}
+
+// Rows that fill one tile at most, against all panels.
+void compute_few(const LinearProblem& p, const Operand& x, int64_t row, int64_t rows, int64_t panel_begin,
+                 int64_t panel_end, float* sums) {
+  const auto* const from = (const uint16_t*)x.data + row * x.stride;
+  for (int64_t panel = panel_begin; panel < panel_end;) {
+    const int64_t count = min64(kStreams, panel_end - panel);
+    const auto multiply = count == 3 ? multiply_streams<3> : count == 2 ? multiply_streams<2> : multiply_streams<1>;
+    multiply(from, x.stride, p.k / kStep, p.weight + panel * p.panel_bytes, p.panel_bytes, sums);
+    for (int64_t i = 0; i < count; ++i, ++panel)
+      for (int64_t r = 0; r < rows; ++r) store_panel_row(p, row + r, panel, sums + (i * kTile + r) * kPanel);
+  }
 }
 
 // Inputs between two looks at the sums: equal parts of k, multiples of kStep.
@@ -133,9 +184,8 @@ void compute_panel(const LinearProblem& p, const Operand& x, int64_t row_begin, 
         prefetch.ahead = block + steps * (kStepBytes + pass * prefetch.lines * 64);
         if ((is_last && last) || pass * prefetch.lines * 64 >= kStepBytes) prefetch.lines = 0;
       }
-      const auto multiply = passes.height > kTile ? multiply_pass<2> : multiply_pass<1>;
-      multiply((const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block, prefetch, target,
-               begin > 0);
+      multiply_pass((const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block, prefetch,
+                    target, begin > 0);
       if (!last) continue;
       for (int64_t r = 0; r < passes.height; ++r) store_panel_row(p, row + r, panel, target + r * kPanel);
     }
@@ -153,7 +203,7 @@ size_t scratch_bytes(const LinearProblem& p) {
   if (!fits(p)) return linear_bf16_avx512bf16()->scratch_bytes(p);
   const int64_t most = min64(p.rows, rows_at_once(p.k));
   const int64_t held = depth_of(p.k, p.rows) < p.k ? most + most / kTile : 0;  // passes overlap by less than a row
-  return (size_t)((held + 2 * kTile) * kPanel * 4);
+  return (size_t)((held + kStreams * kTile) * kPanel * 4);
 }
 
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
@@ -167,6 +217,10 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
     const int64_t rows = min64(row_end - row, most);
     const Passes passes(rows);
     const TileSession session(passes);
+    if (rows <= kTile) {
+      compute_few(p, x, row, rows, panel_begin, panel_end, (float*)scratch);
+      continue;
+    }
     for (int64_t panel = panel_begin; panel < panel_end; ++panel)
       compute_panel(p, x, row, rows, panel, passes, panel + 1 == panel_end, (float*)scratch);
   }

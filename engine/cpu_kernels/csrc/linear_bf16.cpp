@@ -10,25 +10,30 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6;
-constexpr int64_t kPanels = 2;  // that one tile meets: two streams of weights
+constexpr int64_t kPanels = 2;     // that a tile of many rows meets
+constexpr int64_t kMaxPanels = 8;  // that one row meets: the more streams of weights, the more memory is asked for at once
 #else
 constexpr int kTileRows = 3;
-constexpr int64_t kPanels = 1;
+constexpr int64_t kPanels = 1, kMaxPanels = 1;
 #endif
-constexpr int kVectors = 4;                  // of a tile's row
+constexpr int kVectors = 4;                  // of a tile's row, where rows are many
 constexpr int64_t kRowBytes = kPanel * 4;    // of a panel: two inputs of 32 outputs
 constexpr int64_t kDepth = 2048;             // inputs that several tiles of rows meet before the next ones
 constexpr int64_t kHeldRows = 512;           // rows whose sums wait for the next kDepth inputs
 constexpr int64_t kUnroll = 4;               // pairs of inputs between two looks at what to prefetch
 constexpr int64_t kAheadBytes = 6144;        // of a stream of weights that come straight from memory
-constexpr int64_t kSumsStride = kPanels * kPanel;
+
+// Panels that a tile of `rows` meets at once, where it is the only one.
+PAGELOOM_INLINE int64_t streams_of(int64_t rows) {
+  return kMaxPanels == 1 ? 1 : rows == 1 ? kMaxPanels : rows == 2 ? kMaxPanels / 2 : kPanels;
+}
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cache lines to ask for while a tile computes: `lines` of each panel's stream for kUnroll pairs of inputs.
 struct Prefetch {
-  const uint8_t* ahead[kPanels];
-  int64_t lines;
+  const uint8_t* ahead;  // in the first panel
+  int64_t lines, panels;
 };
 
 #if PAGELOOM_NATIVE_BF16
@@ -55,47 +60,49 @@ PAGELOOM_INLINE const uint8_t* lanes_at(const uint8_t* w, int64_t panel_bytes, i
   return w + v / kInPanel * panel_bytes + v % kInPanel * PAGELOOM_VECTOR_BYTES;
 }
 
-// sums [R][kSumsStride] (+)= rows * weights for `pairs` pairs of inputs; V vectors from `w` on.
+// sums [R][width] (+)= rows * weights for `pairs` pairs of inputs; V vectors from `w` on.
 template <int R, int V>
 __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int64_t pairs, const uint8_t* w,
-                                             int64_t panel_bytes, Prefetch prefetch, float* sums, bool more) {
+                                             int64_t panel_bytes, Prefetch prefetch, float* sums, int64_t width,
+                                             bool more) {
   vf acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) acc[r][v] = more ? loadf(sums + r * kSumsStride + v * VW) : vf{};
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) acc[r][v] = more ? loadf(sums + r * width + v * VW) : vf{};
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     vu lanes[V];
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) lanes[v] = load_as<vu>(lanes_at<V>(w, panel_bytes, v) + i * kRowBytes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) acc[r][v] = multiply_pair(acc[r][v], x + r * stride + 2 * i, lanes[v]);
   };
   int64_t i = 0;
   for (; i + kUnroll <= pairs; i += kUnroll) {
-    for (int64_t line = 0; line < prefetch.lines; ++line)
-      for (int64_t s = 0; s < kPanels; ++s) {
-        __builtin_prefetch(prefetch.ahead[s], 0, 3);
-        prefetch.ahead[s] += 64;
-      }
+    for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
+      for (int64_t s = 0; s < prefetch.panels; ++s) __builtin_prefetch(prefetch.ahead + s * panel_bytes, 0, 3);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
   }
   for (; i < pairs; ++i) step(i);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) storef(sums + r * kSumsStride + v * VW, acc[r][v]);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) storef(sums + r * width + v * VW, acc[r][v]);
 }
 
-typedef void (*Multiply)(const Input*, int64_t, int64_t, const uint8_t*, int64_t, Prefetch, float*, bool);
+typedef void (*Multiply)(const Input*, int64_t, int64_t, const uint8_t*, int64_t, Prefetch, float*, int64_t, bool);
 #if defined(__AVX512F__)
-constexpr Multiply kOnePanel[] = {multiply_tile<1, 2>, multiply_tile<2, 2>, multiply_tile<3, 2>,
-                                  multiply_tile<4, 2>, multiply_tile<5, 2>, multiply_tile<6, 2>};
-constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multiply_tile<3, 4>,
-                               multiply_tile<4, 4>, multiply_tile<5, 4>, multiply_tile<6, 4>};
+constexpr Multiply kWhole[kTileRows][kMaxPanels] = {
+    {multiply_tile<1, 2>, multiply_tile<1, 4>, multiply_tile<1, 6>, multiply_tile<1, 8>, multiply_tile<1, 10>,
+     multiply_tile<1, 12>, multiply_tile<1, 14>, multiply_tile<1, 16>},
+    {multiply_tile<2, 2>, multiply_tile<2, 4>, multiply_tile<2, 6>, multiply_tile<2, 8>},
+    {multiply_tile<3, 2>, multiply_tile<3, 4>},
+    {multiply_tile<4, 2>, multiply_tile<4, 4>},
+    {multiply_tile<5, 2>, multiply_tile<5, 4>},
+    {multiply_tile<6, 2>, multiply_tile<6, 4>}};
 #else
 constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multiply_tile<3, 4>};
 #endif
@@ -104,11 +111,11 @@ constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multipl
 void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const uint8_t* w, int64_t panel_bytes,
               int64_t panels, const Prefetch& prefetch, float* sums, bool more) {
 #if defined(__AVX512F__)
-  (panels == 2 ? kWhole : kOnePanel)[rows - 1](x, stride, pairs, w, panel_bytes, prefetch, sums, more);
+  kWhole[rows - 1][panels - 1](x, stride, pairs, w, panel_bytes, prefetch, sums, panels * kPanel, more);
 #else
   Prefetch once = prefetch;
   for (int64_t column = 0; column < kPanel; column += kVectors * VW) {
-    kWhole[rows - 1](x, stride, pairs, w + column * 4, panel_bytes, once, sums + column, more);
+    kWhole[rows - 1](x, stride, pairs, w + column * 4, panel_bytes, once, sums + column, kPanel, more);
     once.lines = 0;
   }
 #endif
@@ -116,7 +123,7 @@ void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const
 
 struct Block {
   int64_t row_begin, row_end;
-  int64_t panel, panels;   // panels: 1, or kPanels
+  int64_t panel, panels;   // first, and how many at once
   int64_t begin, end;      // inputs
   bool warm;               // the one before asked for these weights already
   const uint8_t* next;     // weights of the next block, or null
@@ -126,15 +133,15 @@ struct Block {
 // share of the next block.
 Prefetch prefetch_for(const LinearProblem& p, const Block& b, const uint8_t* w, int64_t tile, int64_t tiles) {
   constexpr int64_t kLines = kUnroll * kRowBytes / 64;
-  Prefetch prefetch{};
+  Prefetch prefetch{nullptr, 0, b.panels};
   if (tile == 0 && !b.warm) {
     prefetch.lines = kLines;
-    for (int64_t s = 0; s < kPanels; ++s) prefetch.ahead[s] = w + min64(s, b.panels - 1) * p.panel_bytes + kAheadBytes;
+    prefetch.ahead = w + kAheadBytes;
   } else if (b.next != nullptr) {
     prefetch.lines = (kLines + tiles - 1) / tiles;
     const int64_t share = (b.end - b.begin) / 2 / kUnroll * prefetch.lines * 64;
     if (tile * prefetch.lines >= kLines) prefetch.lines = 0;
-    for (int64_t s = 0; s < kPanels; ++s) prefetch.ahead[s] = b.next + s * p.panel_bytes + tile * share;
+    prefetch.ahead = b.next + tile * share;
   }
   return prefetch;
 }
@@ -155,7 +162,7 @@ const Input* tile_input(const uint16_t* x, int64_t stride, int64_t rows, int64_t
 }
 
 struct Scratch {
-  float* sums;     // [min(rows, kHeldRows)][kSumsStride]
+  float* sums;     // [min(rows, kHeldRows)][panels at once * kPanel]
   Input* widened;  // [kTileRows][kDepth] where bf16 is not multiplied as it is
 };
 
@@ -163,9 +170,10 @@ void multiply_block(const LinearProblem& p, const Operand& x, const Block& b, co
   const uint8_t* const w = p.weight + b.panel * p.panel_bytes + b.begin / 2 * kRowBytes;
   const int64_t rows = b.row_end - b.row_begin, tiles = (rows + kTileRows - 1) / kTileRows;
   const bool last = b.end == p.k;
+  const int64_t width = b.panels * kPanel;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first, row = b.row_begin + first;
-    float* const sums = s.sums + (last && b.begin == 0 ? 0 : first) * kSumsStride;
+    float* const sums = s.sums + (last && b.begin == 0 ? 0 : first) * width;
     const uint16_t* const from = (const uint16_t*)x.data + row * x.stride + b.begin;
     int64_t stride;
     const Input* const input = tile_input(from, x.stride, count, b.end - b.begin, s.widened, stride);
@@ -174,7 +182,7 @@ void multiply_block(const LinearProblem& p, const Operand& x, const Block& b, co
     if (!last) continue;
     for (int64_t r = 0; r < count; ++r)
       for (int64_t i = 0; i < b.panels; ++i)
-        store_panel_row(p, row + r, b.panel + i, sums + r * kSumsStride + i * kPanel);
+        store_panel_row(p, row + r, b.panel + i, sums + r * width + i * kPanel);
   }
 }
 
@@ -185,19 +193,23 @@ void prepare(const LinearProblem& p, const Operand& target, int64_t row_begin, i
     normalise_row(p, row, (uint16_t*)target.data + row * target.stride);
 }
 
-int64_t held_rows(const LinearProblem& p) { return p.k > kDepth ? min64(p.rows, kHeldRows) : kTileRows; }
+int64_t sums_floats(const LinearProblem& p) {
+  const int64_t held = p.k > kDepth ? min64(p.rows, kHeldRows) : 0;
+  return (held > kTileRows ? held : kTileRows) * kPanels * kPanel + kMaxPanels * kPanel;
+}
 
 size_t scratch_bytes(const LinearProblem& p) {
   const int64_t widened = PAGELOOM_NATIVE_BF16 ? 0 : kTileRows * kDepth * (int64_t)sizeof(Input);
-  return (size_t)((held_rows(p) > kTileRows ? held_rows(p) : kTileRows) * kSumsStride * 4 + widened);
+  return (size_t)(sums_floats(p) * 4 + widened);
 }
 
 void compute_rows(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                   int64_t panel_end, const Scratch& s) {
   const bool streams = row_end - row_begin <= kTileRows;  // one tile of rows: nothing is used twice
   bool warm = false;
-  for (int64_t panel = panel_begin; panel < panel_end; panel += kPanels) {
-    const int64_t panels = min64(kPanels, panel_end - panel);
+  const int64_t at_once = streams ? streams_of(row_end - row_begin) : kPanels;
+  for (int64_t panel = panel_begin; panel < panel_end; panel += at_once) {
+    const int64_t panels = min64(at_once, panel_end - panel);
     for (int64_t begin = 0; begin < p.k; begin += kDepth) {
       const int64_t end = min64(p.k, begin + kDepth), next_panel = panel + panels;
       const uint8_t* next = end < p.k                ? p.weight + panel * p.panel_bytes + end / 2 * kRowBytes
@@ -212,8 +224,7 @@ void compute_rows(const LinearProblem& p, const Operand& x, int64_t row_begin, i
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
              int64_t panel_end, void* scratch) {
   const int64_t held = p.k > kDepth ? kHeldRows : row_end - row_begin;
-  const Scratch s{(float*)scratch,
-                  (Input*)((float*)scratch + (held_rows(p) > kTileRows ? held_rows(p) : kTileRows) * kSumsStride)};
+  const Scratch s{(float*)scratch, (Input*)((float*)scratch + sums_floats(p))};
   for (int64_t row = row_begin; row < row_end; row += held)
     compute_rows(p, x, row, min64(row_end, row + held), panel_begin, panel_end, s);
 }

@@ -21,6 +21,8 @@ constexpr int64_t kBytesPerNs = 24, kProductsPerNs = 100;
 constexpr int64_t kOwnRowsElements = 1 << 13;  // rows this small are prepared by each thread for itself
 constexpr int64_t kPrepareRows = 8;            // rows that a thread prepares at once where they are shared
 constexpr int64_t kMinChunkRows = 64;          // where rows are split as well as panels
+constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
+constexpr int64_t kStreamedPanels = 8;  // as many streams of them at once as the kernels open
 constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -70,11 +72,11 @@ struct alignas(64) Range {
   std::atomic<int64_t> next;
   int64_t end;
 
-  // A third of what is left, an even number while there is more than one; false: nothing left.
-  bool claim(int64_t& begin, int64_t& stop) {
+  // A third of what is left, in multiples of `step` while there is more; false: nothing left.
+  bool claim(int64_t step, int64_t& begin, int64_t& stop) {
     int64_t at = next.load(std::memory_order_relaxed);
     while (at < end) {
-      const int64_t left = end - at, take = left <= 2 ? 1 : std::min(left, ceil_div(left, 6) * 2);
+      const int64_t left = end - at, take = std::min(left, left <= 2 ? 1 : ceil_div(left, 3 * step) * step);
       if (!next.compare_exchange_weak(at, at + take, std::memory_order_relaxed)) continue;
       begin = at;
       stop = at + take;
@@ -87,7 +89,7 @@ struct alignas(64) Range {
 struct LinearRun {
   const LinearProblem& problem;
   const LinearKernels& kernels;
-  int64_t panels, row_chunks, workers;
+  int64_t panels, row_chunks, workers, step;
   Range* ranges;
   const OperandLayout* layout;  // null: x itself is what kernels read
   char* shared;                 // prepared rows of all threads; null: each has its own
@@ -143,7 +145,7 @@ void worker(void* context) {
   const int64_t me = run.arrived.fetch_add(1, std::memory_order_relaxed);
   for (int64_t i = 0; i < run.workers; ++i) {
     Range& range = run.ranges[(me + i) % run.workers];
-    for (int64_t begin, end; range.claim(begin, end);) compute_units(run, operand, begin, end, memory);
+    for (int64_t begin, end; range.claim(run.step, begin, end);) compute_units(run, operand, begin, end, memory);
   }
 }
 
@@ -171,7 +173,8 @@ void run_linear(const LinearProblem& problem, const LinearKernels& kernels, cons
   workers = std::min(workers, units);
   auto* const ranges = reinterpret_cast<Range*>(ranges_arena.reserve(workers * sizeof(Range)));
   for (int64_t i = 0; i < workers; ++i) new (ranges + i) Range{{units * i / workers}, units * (i + 1) / workers};
-  LinearRun run{problem, kernels, panels, row_chunks, workers, ranges, as_is ? nullptr : &layout, nullptr, 0};
+  const int64_t step = problem.rows <= kStreamedRows ? kStreamedPanels : 2;
+  LinearRun run{problem, kernels, panels, row_chunks, workers, step, ranges, as_is ? nullptr : &layout, nullptr, 0};
   run.scratch_bytes = aligned(static_cast<int64_t>(kernels.scratch_bytes(problem)));
   if (!as_is && workers > 1 && problem.rows * problem.k > kOwnRowsElements)
     run.shared = rows_arena.reserve(layout.bytes());
