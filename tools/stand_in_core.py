@@ -16,7 +16,6 @@ from engine.config import EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.mailbox import Mailbox
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.inline import InlineExecutor
 from engine.models.description import describe
 from engine.runner.batch import BatchBuilder
 from engine.runner.kernels.host import HostKernels
@@ -158,4 +157,4 @@ def timed_executor(config: EngineConfig) -> InProcessExecutor:
         parts = RunnerParts(model=model, spec=spec, dtype=torch.float32, backend=backend, weight_bytes=0)
         return TimedRunner.load(config, lambda _: parts)
 
-    return (InProcessExecutor if config.scheduler.async_scheduling else InlineExecutor)(config, load)
+    return InProcessExecutor(config, load)

@@ -1,20 +1,17 @@
-"""`InlineExecutor`: steps in the caller's thread, everything else where it was."""
+"""`InProcessExecutor` with steps one by one, as on a CPU: which thread computes, and on which CPUs."""
 
 from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import bind_thread
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.inline import InlineExecutor, make_executor
 from engine.step import LoadReport, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -42,6 +39,7 @@ class _Watched:
     @property
     def report(self) -> LoadReport:
         self.cores = os.sched_getaffinity(0)
+        self.threads["load"] = threading.current_thread().name
         return LoadReport(
             weight_bytes=0,
             activation_bytes=0,
@@ -56,6 +54,7 @@ class _Watched:
         self.threads["allocate"] = threading.current_thread().name
 
     def warm_up(self) -> WarmUpReport:
+        self.threads["warm_up"] = threading.current_thread().name
         return WarmUpReport()
 
     def compile_job(self) -> None:
@@ -63,6 +62,7 @@ class _Watched:
 
     def execute(self, plan: StepPlan) -> _Done:
         self.threads["execute"] = threading.current_thread().name
+        self.cores &= os.sched_getaffinity(0)
         if plan.step_id == self.fail_at:
             raise ValueError("a broken step")
         self.executed.append(plan.step_id)
@@ -91,21 +91,21 @@ def _config(**device: object) -> EngineConfig:
     return msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, **device))
 
 
-def _executor(runner: _Watched, **device: object) -> InlineExecutor:
-    executor = InlineExecutor(_config(**device), lambda _: runner)
+def _executor(runner: _Watched, **device: object) -> InProcessExecutor:
+    executor = InProcessExecutor(_config(**device), lambda _: runner)
     executor.load()
     executor.allocate(8)
     executor.warm_up()
     return executor
 
 
-def test_steps_run_in_the_collecting_thread_and_in_the_order_of_submission(runner: _Watched) -> None:
+def test_one_thread_loads_warms_up_and_steps(runner: _Watched) -> None:
     executor, told = _executor(runner), []
     for step in (0, 1):
         executor.submit(_plan(step), lambda step=step: told.append(step))
-    assert told == [0, 1] and runner.executed == []
     assert [executor.collect().step_id for _ in range(2)] == [0, 1]
-    assert runner.threads == {"allocate": "runner", "execute": threading.current_thread().name}
+    assert told == [0, 1]
+    assert runner.threads == dict.fromkeys(("load", "allocate", "warm_up", "execute"), "runner")
     executor.close()
 
 
@@ -130,67 +130,25 @@ def test_collecting_more_than_was_submitted_is_an_error(runner: _Watched) -> Non
     executor.close()
 
 
-def test_what_is_put_in_between_steps_waits_for_the_step_that_runs(runner: _Watched) -> None:
-    executor, entered, leave = _executor(runner), threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def swap() -> None:
-        order.append("swapped")
-
-    def execute(plan: StepPlan) -> _Done:
-        entered.set()
-        assert leave.wait(10)
-        order.append("step")
-        return _Done(plan.step_id)
-
-    runner.execute = execute  # type: ignore[method-assign]  # this step is held up
-    executor.submit(_plan(0), lambda: None)
-    stepping = threading.Thread(target=executor.collect)
-    stepping.start()
-    assert entered.wait(10)
-    swapping = threading.Thread(target=executor._end_compilation, args=(swap, 0.0))
-    swapping.start()
-    swapping.join(0.05)
-    assert swapping.is_alive() and order == []
-    leave.set()
-    stepping.join(10)
-    swapping.join(10)
-    assert order == ["step", "swapped"]
+def test_a_thread_that_cannot_be_prepared_fails_the_load(runner: _Watched) -> None:
+    executor = InProcessExecutor(_config(threads=-1), lambda _: runner)
+    with pytest.raises(RuntimeError, match="set_num_threads expects a positive"):
+        executor.load()
     executor.close()
 
 
-def test_the_default_executor_is_inline_on_a_cpu_unless_steps_are_planned_ahead() -> None:
-    config = _config()
-    ahead = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=True))
-    for given, kind in ((config, InlineExecutor), (ahead, InProcessExecutor)):
-        executor = make_executor(given)
-        assert type(executor) is kind
-        executor.close()
-    named = load_executor(DEFAULT_EXECUTOR, config)
-    assert type(named) is InlineExecutor
-    named.close()
-
-
-def test_compute_threads_are_bound_to_the_cores_that_are_named(runner: _Watched, tmp_path: Path) -> None:
-    seen: list[set[int]] = []
-
-    def run() -> None:
-        executor = _executor(runner, cores=(ALLOWED[-1],))
-        executor.submit(_plan(0), lambda: None)
-        executor.collect()
-        seen.append(os.sched_getaffinity(0))
-        executor.close()
-
+def test_compute_threads_are_bound_to_the_cores_that_are_named(runner: _Watched) -> None:
     before = os.sched_getaffinity(0)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    assert seen == [{ALLOWED[-1]}] and runner.cores == {ALLOWED[-1]}
+    executor = _executor(runner, cores=(ALLOWED[-1],))
+    executor.submit(_plan(0), lambda: None)
+    executor.collect()
+    executor.close()
+    assert runner.cores == {ALLOWED[-1]}
     assert os.sched_getaffinity(0) == before, "only the threads that compute are bound"
 
 
 def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(runner: _Watched) -> None:
-    executor = InlineExecutor(_config(cores=(100_000,)), lambda _: runner)
+    executor = InProcessExecutor(_config(cores=(100_000,)), lambda _: runner)
     with pytest.raises(ConfigError, match="cores: cannot bind to CPUs"):
         executor.load()
     executor.close()
