@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -85,13 +87,16 @@ class ProfiledEngine:
         dtypes = {_name(parts.dtype), *(weight.ops_dtype for weight in _weights(parts) if weight.ops_dtype)}
         config = self.llm.config
         device = torch.device(config.device.kind, config.device.index) if config.device.kind == "cuda" else "cpu"
-        return measure_ceilings(
+        measure = partial(
+            measure_ceilings,
             torch.device(device),
             config.device.threads,
             runner.report.weight_bytes,
             dtypes,
             Path(config.compile.cache_dir),
         )
+        with ThreadPoolExecutor(1) as short_lived:  # its OpenMP threads end with it: more than cores slow a step down
+            return short_lived.submit(measure).result()
 
     def _make_client(self, config: EngineConfig) -> InProcessClient:
         self.recorder = Recorder(device=CudaClock() if config.device.kind == "cuda" else None)
