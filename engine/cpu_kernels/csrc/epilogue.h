@@ -10,8 +10,12 @@ typedef uint16_t vh __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
 
 PAGELOOM_INLINE vf load_bf16(const uint16_t* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
 
-// To the nearest bf16, ties to even; NaN stays NaN. The result is a float that bf16 holds exactly.
+// To the nearest bf16, ties to even; NaN stays NaN. The result is a float that bf16 holds exactly. The instruction for it
+// makes zero of what is smaller than the smallest normal number.
 PAGELOOM_INLINE vf round_bf16(vf v) {
+#if PAGELOOM_NATIVE_BF16
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#endif
   const vu u = (vu)v;
   const vf rounded = (vf)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
   return v == v ? rounded : (vf)((u | 0x400000u) & 0xffff0000u);

@@ -1,6 +1,9 @@
 // bf16 weights with AMX: tiles of weights straight from their panels, tiles of inputs straight from their rows. Layers
 // that tiles do not fit (k not a multiple of 32) go to the AVX-512-BF16 kernels. One row gains nothing from tiles and
 // loses nothing: it takes them too, so that its bits are the same alone and among others.
+//
+// Sums leave the tiles through memory, and turning them into outputs takes longer than a short product. So that is done
+// between the tile instructions of the next product, which wait for the tile unit and leave the rest idle.
 #include <stddef.h>
 
 #include "prologue.h"
@@ -18,6 +21,7 @@ constexpr int64_t kDepth = 576;         // inputs at most of a panel that stays 
 constexpr int64_t kInputs = 3 << 17;    // rows * k that stay in the second-level cache under all panels
 constexpr int64_t kFewestRows = 128;    // that share one reading of the weights
 constexpr int64_t kAheadBytes = 8192;      // of weights that come straight from memory
+constexpr int64_t kParts = 4;              // of the next block, which is asked for while this one is multiplied
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 // GCC's tile loads do not tell the compiler that they read memory.
@@ -59,17 +63,54 @@ class TileSession {
   TileSession(const TileSession&) = delete;
 };
 
-// `lines` cache lines to ask for with each step.
+// Weights to ask for while others are multiplied: `lines` cache lines with each step, in turn from `kParts` parts that
+// lie `part` bytes apart, so that the memory sees as many streams.
 struct Prefetch {
   const uint8_t* ahead;
-  int64_t lines;
+  int64_t lines, part;
 };
 
-// sums [rows][32] (+)= two tiles of rows * one panel for `steps` steps.
-void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t steps, const uint8_t* w, Prefetch prefetch,
-                   float* sums, bool more) {
+PAGELOOM_INLINE void ask(Prefetch& p) {
+  for (int64_t line = 0; line < p.lines; ++line, p.ahead += 64)
+    for (int64_t i = 0; i < kParts; ++i) __builtin_prefetch(p.ahead + i * p.part, 0, 2);
+}
+
+// How sums become outputs; the common ways have code of their own.
+enum class Store { kPlain, kResidual, kGated, kAny };
+
+Store store_of(const LinearProblem& p) {
+  if (p.bias != nullptr || p.wide || p.n % kPanel != 0) return Store::kAny;
+  if (p.gated) return p.residual == nullptr ? Store::kGated : Store::kAny;
+  return p.residual == nullptr ? Store::kPlain : Store::kResidual;
+}
+
+// Sums that have left the tiles and wait to become outputs: rows [row, end) of one panel.
+struct Waiting {
+  const float* sums = nullptr;
+  int64_t row = 0, end = 0, panel = 0;
+};
+
+template <Store S>
+PAGELOOM_INLINE void store_some(const LinearProblem& p, Waiting& w, int64_t count) {
+  for (const int64_t stop = min64(w.end, w.row + count); w.row < stop; ++w.row, w.sums += kPanel) {
+    const int64_t first = w.panel * (S == Store::kGated ? kPanel / 2 : kPanel);
+    auto* const out = (uint16_t*)p.out + w.row * p.out_stride + first;
+    if constexpr (S == Store::kAny) store_panel_row(p, w.row, w.panel, w.sums);
+    if constexpr (S == Store::kPlain) finish_row(w.sums, nullptr, nullptr, out, false, false);
+    if constexpr (S == Store::kGated) finish_row(w.sums, nullptr, nullptr, out, true, false);
+    if constexpr (S == Store::kResidual)
+      finish_row(w.sums, nullptr, p.residual + w.row * p.residual_stride + first, out, false, false);
+  }
+}
+
+// sums [rows][32] (+)= two tiles of rows * one panel for `steps` steps. Meanwhile `before` is stored, if it has no more
+// rows than a pass.
+template <Store S>
+void multiply_pass(const LinearProblem& p, const uint16_t* x, int64_t stride, int64_t upper, int64_t steps,
+                   const uint8_t* w, Prefetch prefetch, float* sums, bool more, Waiting& before) {
   float* const lower = sums + upper * kPanel;
   const uint16_t* below = x + upper * stride;
+  const int64_t quota = (before.end - before.row + steps - 1) / steps;
   tiles_read_memory();
   if (more) {
     _tile_loadd(0, sums, kSumsBytes);
@@ -83,8 +124,7 @@ void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t ste
     _tile_zero(3);
   }
   for (int64_t i = 0; i < steps; ++i, x += kStep, below += kStep, w += kStepBytes) {
-    for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
-      __builtin_prefetch(prefetch.ahead, 0, 3);
+    ask(prefetch);
     _tile_loadd(4, x, stride * 2);
     _tile_loadd(6, w, 128);
     _tile_dpbf16ps(0, 4, 6);
@@ -93,6 +133,7 @@ void multiply_pass(const uint16_t* x, int64_t stride, int64_t upper, int64_t ste
     _tile_loadd(5, below, stride * 2);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    store_some<S>(p, before, quota);
   }
   _tile_stored(0, sums, kSumsBytes);
   _tile_stored(1, sums + kTile, kSumsBytes);
@@ -165,31 +206,40 @@ int64_t rows_at_once(int64_t k) {
 
 bool fits(const LinearProblem& p) { return p.k % kStep == 0; }
 
-// One panel for rows whose sums `sums` can hold.
-void compute_panel(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t rows, int64_t panel,
-                   const Passes& passes, bool is_last, float* sums) {
-  const uint8_t* const w = p.weight + panel * p.panel_bytes;
-  const int64_t depth = depth_of(p.k, p.rows);
-  for (int64_t begin = 0; begin < p.k; begin += depth) {
-    const int64_t steps = (min64(p.k, begin + depth) - begin) / kStep;
-    const bool whole = depth == p.k, last = begin + depth >= p.k;
-    const uint8_t* const block = w + begin * 64;
-    for (int64_t pass = 0; pass < passes.count; ++pass) {
-      const int64_t first = passes.begin(rows, pass), row = row_begin + first;
-      // The overlapping rows of the last pass would be added twice where sums are held; they have their own place then.
-      float* const target = sums + (whole ? 0 : pass * passes.height * kPanel);
-      Prefetch prefetch{block + kAheadBytes, kStepBytes / 64};
-      if (passes.count > 1) {
-        prefetch.lines = (kStepBytes / 64 + passes.count - 1) / passes.count;
-        prefetch.ahead = block + steps * (kStepBytes + pass * prefetch.lines * 64);
-        if ((is_last && last) || pass * prefetch.lines * 64 >= kStepBytes) prefetch.lines = 0;
+// The block of `steps` steps after this one, over all passes of this one.
+Prefetch next_block(const uint8_t* block, int64_t steps, int64_t pass, int64_t passes) {
+  const int64_t bytes = steps * kStepBytes, part = bytes / kParts;
+  const int64_t lines = (part / 64 + steps * passes - 1) / (steps * passes), done = pass * steps * lines * 64;
+  return {block + bytes + done, done < part ? lines : 0, part};
+}
+
+// All panels for rows of which the second-level cache holds inputs and `sums` the sums.
+template <Store S>
+void compute_panels(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t rows, int64_t panel_begin,
+                    int64_t panel_end, float* sums) {
+  const Passes passes(rows);
+  const int64_t depth = depth_of(p.k, p.rows), slot = passes.height * kPanel;
+  Waiting before;
+  int64_t turn = 0;
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    for (int64_t begin = 0; begin < p.k; begin += depth) {
+      const uint8_t* const block = p.weight + panel * p.panel_bytes + begin * 64;
+      const int64_t steps = (min64(p.k, begin + depth) - begin) / kStep;
+      const bool whole = depth == p.k, last = begin + depth >= p.k;
+      for (int64_t pass = 0; pass < passes.count; ++pass) {
+        const int64_t row = row_begin + passes.begin(rows, pass);
+        // The overlapping rows of the last pass would be added twice where sums are held; they have their own place.
+        float* const target = sums + (whole ? turn : pass) * slot;
+        Prefetch prefetch = next_block(block, steps, pass, passes.count);
+        if (last && panel + 1 == panel_end) prefetch.lines = 0;
+        multiply_pass<S>(p, (const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block,
+                         prefetch, target, begin > 0, before);
+        turn ^= 1;
+        if (last) before = {target, row, row + passes.height, panel};
       }
-      multiply_pass((const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block, prefetch,
-                    target, begin > 0);
-      if (!last) continue;
-      for (int64_t r = 0; r < passes.height; ++r) store_panel_row(p, row + r, panel, target + r * kPanel);
     }
   }
+  store_some<S>(p, before, passes.height);
 }
 
 OperandKind operand_kind(const LinearProblem&) { return OperandKind::kBFloat16; }
@@ -203,7 +253,7 @@ size_t scratch_bytes(const LinearProblem& p) {
   if (!fits(p)) return linear_bf16_avx512bf16()->scratch_bytes(p);
   const int64_t most = min64(p.rows, rows_at_once(p.k));
   const int64_t held = depth_of(p.k, p.rows) < p.k ? most + most / kTile : 0;  // passes overlap by less than a row
-  return (size_t)((held + kStreams * kTile) * kPanel * 4);
+  return (size_t)((held + 4 * kTile) * kPanel * 4);  // else two passes, or three panels for one tile
 }
 
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
@@ -213,6 +263,7 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
     return;
   }
   const int64_t most = rows_at_once(p.k);
+  const Store store = store_of(p);
   for (int64_t row = row_begin; row < row_end; row += most) {
     const int64_t rows = min64(row_end - row, most);
     const Passes passes(rows);
@@ -221,8 +272,11 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
       compute_few(p, x, row, rows, panel_begin, panel_end, (float*)scratch);
       continue;
     }
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-      compute_panel(p, x, row, rows, panel, passes, panel + 1 == panel_end, (float*)scratch);
+    const auto compute_rows = store == Store::kPlain      ? compute_panels<Store::kPlain>
+                              : store == Store::kResidual ? compute_panels<Store::kResidual>
+                              : store == Store::kGated    ? compute_panels<Store::kGated>
+                                                          : compute_panels<Store::kAny>;
+    compute_rows(p, x, row, rows, panel_begin, panel_end, (float*)scratch);
   }
 }
 

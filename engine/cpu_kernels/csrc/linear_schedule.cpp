@@ -21,6 +21,7 @@ constexpr int64_t kBytesPerNs = 24, kProductsPerNs = 100;
 constexpr int64_t kOwnRowsElements = 1 << 13;  // rows this small are prepared by each thread for itself
 constexpr int64_t kPrepareRows = 8;            // rows that a thread prepares at once where they are shared
 constexpr int64_t kMinChunkRows = 64;          // where rows are split as well as panels
+constexpr int64_t kChunkElements = 3 << 17;    // inputs of a chunk of rows: they stay in the cache of their thread
 constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
 constexpr int64_t kStreamedPanels = 8;  // as many streams of them at once as the kernels open
 constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
@@ -155,8 +156,8 @@ int64_t workers_for(const LinearProblem& p, int64_t panels, int64_t threads) {
 }
 
 int64_t row_chunks_for(const LinearProblem& p, int64_t panels, int64_t workers) {
-  const int64_t wanted = ceil_div(kUnitsPerThread * workers, panels);
-  return workers == 1 ? 1 : std::clamp<int64_t>(p.rows / kMinChunkRows, 1, wanted);
+  const int64_t near = ceil_div(p.rows * p.k, kChunkElements), most = std::max<int64_t>(p.rows / kMinChunkRows, 1);
+  return std::min(workers == 1 ? near : std::max(near, ceil_div(kUnitsPerThread * workers, panels)), most);
 }
 
 }  // namespace
