@@ -185,6 +185,15 @@ void write_row(const AttentionProblem& p, const WorkItem& item, int64_t row, con
   const int64_t token = item.token_of(p, row), head = item.kv_head * p.group + row % p.group;
   auto* out = (typename T::Storage*)p.out.data + token * p.out.token_stride + head * p.out.head_stride;
   const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
+#if PAGELOOM_NATIVE_BF16
+  if constexpr (T::kBFloat16Out) {
+    for (int64_t d = 0; d < p.cache.head_dim; d += VW) {
+      const __m256bh packed = _mm512_cvtneps_pbh((__m512)(loadf(accumulator + d) * inverse));
+      memcpy(out + d, &packed, min64(VW, p.cache.head_dim - d) * 2);
+    }
+    return;
+  }
+#endif
   for (int64_t d = 0; d < p.cache.head_dim; ++d) out[d] = T::from_float(accumulator[d] * inverse);
 }
 

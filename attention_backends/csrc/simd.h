@@ -135,7 +135,7 @@ struct Float32 {
   using Storage = float;
   using Cell = uint32_t;
   static constexpr int kPerLane = 1, kWords = 1;
-  static constexpr bool kPrecise = true, kPacked = false, kScaled = false;
+  static constexpr bool kPrecise = true, kPacked = false, kScaled = false, kBFloat16Out = false;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
   PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
@@ -148,7 +148,7 @@ struct BFloat16 {
   using Storage = uint16_t;
   using Cell = uint32_t;
   static constexpr int kPerLane = 2, kWords = PAGELOOM_NATIVE_BF16 ? 1 : 2;
-  static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16, kScaled = false;
+  static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16, kScaled = false, kBFloat16Out = true;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) {
 #if PAGELOOM_NATIVE_BF16
@@ -167,7 +167,7 @@ struct Float16 {
   using Storage = uint16_t;
   using Cell = uint32_t;
   static constexpr int kPerLane = 2, kWords = 2;
-  static constexpr bool kPrecise = false, kPacked = false, kScaled = false;
+  static constexpr bool kPrecise = false, kPacked = false, kScaled = false, kBFloat16Out = false;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t, vu) { return acc; }  // never called: kWords == 2
   // Half bits in the low 16 of each lane. Multiplying by 2^112 moves the exponent bias and makes subnormals right.
@@ -197,7 +197,7 @@ struct Int8 {
   using Storage = uint16_t;
   using Cell = int8_t;
   static constexpr int kPerLane = 1, kWords = 1;
-  static constexpr bool kPrecise = false, kPacked = false, kScaled = true;
+  static constexpr bool kPrecise = false, kPacked = false, kScaled = true, kBFloat16Out = true;
   PAGELOOM_INLINE vu load(const Cell* p) {
 #if defined(__AVX512F__)
     return (vu)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
