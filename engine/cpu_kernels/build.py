@@ -17,6 +17,7 @@ def sources() -> NativeSources:
     headers = (
         "linear.h",
         "epilogue.h",
+        "amx_passes.h",
         "prologue.h",
         "linear_schedule.h",
         "group_formats.h",

@@ -42,23 +42,22 @@ PAGELOOM_INLINE vf silu(vf x) {
   return numerator / (1.0f + e);
 }
 
-// One row of a whole panel; pointers at its first output, `bias` and `residual` may be null.
-PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const uint16_t* residual, void* out,
-                                bool gated, bool wide) {
-  constexpr int kVectors = (int)(pageloom::kPanel / VW);
-  vf v[kVectors];
-  for (int i = 0; i < kVectors; ++i) {
-    v[i] = loadf(sums + i * VW);
+constexpr int kPanelVectors = (int)(pageloom::kPanel / VW);
+
+// One row of a whole panel from its sums `v`; pointers at its first output, `bias` and `residual` may be null.
+PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias, const uint16_t* residual, void* out,
+                                   bool gated, bool wide) {
+  for (int i = 0; i < kPanelVectors; ++i)
     if (bias != nullptr) v[i] += load_bf16(bias + i * VW);
-  }
   if (!gated && !wide && residual == nullptr) {
-    for (int i = 0; i < kVectors; ++i) store_rounded((uint16_t*)out + i * VW, v[i]);
+    for (int i = 0; i < kPanelVectors; ++i) store_rounded((uint16_t*)out + i * VW, v[i]);
     return;
   }
-  for (int i = 0; i < kVectors; ++i) v[i] = round_bf16(v[i]);
-  const int count = gated ? kVectors / 2 : kVectors;
+  for (int i = 0; i < kPanelVectors; ++i) v[i] = round_bf16(v[i]);
+  const int count = gated ? kPanelVectors / 2 : kPanelVectors;
   if (gated)
-    for (int i = 0; i < kVectors / 2; ++i) v[i] = round_bf16(round_bf16(silu(v[i])) * v[i + kVectors / 2]);
+    for (int i = 0; i < kPanelVectors / 2; ++i)
+      v[i] = round_bf16(round_bf16(silu(v[i])) * v[i + kPanelVectors / 2]);
   for (int i = 0; i < count; ++i) {
     if (residual != nullptr) v[i] = round_bf16(v[i] + load_bf16(residual + i * VW));
     if (wide)
@@ -66,6 +65,13 @@ PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const u
     else
       store_bf16((uint16_t*)out + i * VW, v[i]);
   }
+}
+
+PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const uint16_t* residual, void* out,
+                                bool gated, bool wide) {
+  vf v[kPanelVectors];
+  for (int i = 0; i < kPanelVectors; ++i) v[i] = loadf(sums + i * VW);
+  finish_values(v, bias, residual, out, gated, wide);
 }
 
 // `sums`: float32 [32], 64-byte aligned, of row `row` and the outputs of panel `panel`. Rounding points are those of
@@ -89,6 +95,31 @@ PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t r
   finish_row(sums, bias == nullptr ? nullptr : some_bias, residual == nullptr ? nullptr : some_residual, whole, false,
              p.wide);
   memcpy(out, whole, valid * size);
+}
+
+// The common ways in which sums become outputs, for kernels that have code of its own for each.
+enum class Store { kPlain, kResidual, kGated, kAny };
+
+PAGELOOM_INLINE Store store_of(const pageloom::LinearProblem& p) {
+  if (p.bias != nullptr || p.wide || p.n % pageloom::kPanel != 0) return Store::kAny;
+  if (p.gated) return p.residual == nullptr ? Store::kGated : Store::kAny;
+  return p.residual == nullptr ? Store::kPlain : Store::kResidual;
+}
+
+// As store_panel_row.
+template <Store S>
+PAGELOOM_INLINE void store_panel_values(const pageloom::LinearProblem& p, int64_t row, int64_t panel,
+                                        vf (&v)[kPanelVectors]) {
+  if constexpr (S == Store::kAny) {
+    alignas(64) float sums[pageloom::kPanel];
+    for (int i = 0; i < kPanelVectors; ++i) storef(sums + i * VW, v[i]);
+    store_panel_row(p, row, panel, sums);
+    return;
+  }
+  const int64_t first = panel * (S == Store::kGated ? pageloom::kPanel / 2 : pageloom::kPanel);
+  auto* const out = (uint16_t*)p.out + row * p.out_stride + first;
+  const uint16_t* const residual = S == Store::kResidual ? p.residual + row * p.residual_stride + first : nullptr;
+  finish_values(v, nullptr, residual, out, S == Store::kGated, false);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 // between the tile instructions of the next product, which wait for the tile unit and leave the rest idle.
 #include <stddef.h>
 
+#include "amx_passes.h"
 #include "prologue.h"
 
 using namespace pageloom;
@@ -21,17 +22,6 @@ constexpr int64_t kDepth = 576;         // inputs at most of a panel that stays 
 constexpr int64_t kInputs = 3 << 17;    // rows * k that stay in the second-level cache under all panels
 constexpr int64_t kFewestRows = 128;    // that share one reading of the weights
 constexpr int64_t kAheadBytes = 8192;      // of weights that come straight from memory
-constexpr int64_t kParts = 4;              // of the next block, which is asked for while this one is multiplied
-
-PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-// GCC's tile loads do not tell the compiler that they read memory.
-PAGELOOM_INLINE void tiles_read_memory() { __asm__ volatile("" ::: "memory"); }
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {};
-};
 
 // Rows in passes of equal height: two tiles, or one. The last pass overlaps the one before it instead of being shorter:
 // it computes the same bits again.
@@ -57,32 +47,11 @@ class TileSession {
     // One: sums of three panels 0-5, inputs 6, weights 7.
     const uint8_t one[8] = {upper, upper, upper, upper, upper, upper, upper, kTile};
     memcpy(config.rows, lower > 0 ? two : one, sizeof two);
-    _tile_loadconfig(&config);
+    config.load();
   }
   ~TileSession() { _tile_release(); }
   TileSession(const TileSession&) = delete;
 };
-
-// Weights to ask for while others are multiplied: `lines` cache lines with each step, in turn from `kParts` parts that
-// lie `part` bytes apart, so that the memory sees as many streams.
-struct Prefetch {
-  const uint8_t* ahead;
-  int64_t lines, part;
-};
-
-PAGELOOM_INLINE void ask(Prefetch& p) {
-  for (int64_t line = 0; line < p.lines; ++line, p.ahead += 64)
-    for (int64_t i = 0; i < kParts; ++i) __builtin_prefetch(p.ahead + i * p.part, 0, 2);
-}
-
-// How sums become outputs; the common ways have code of their own.
-enum class Store { kPlain, kResidual, kGated, kAny };
-
-Store store_of(const LinearProblem& p) {
-  if (p.bias != nullptr || p.wide || p.n % kPanel != 0) return Store::kAny;
-  if (p.gated) return p.residual == nullptr ? Store::kGated : Store::kAny;
-  return p.residual == nullptr ? Store::kPlain : Store::kResidual;
-}
 
 // Sums that have left the tiles and wait to become outputs: rows [row, end) of one panel.
 struct Waiting {
@@ -93,13 +62,8 @@ struct Waiting {
 template <Store S>
 PAGELOOM_INLINE void store_some(const LinearProblem& p, Waiting& w, int64_t count) {
   for (const int64_t stop = min64(w.end, w.row + count); w.row < stop; ++w.row, w.sums += kPanel) {
-    const int64_t first = w.panel * (S == Store::kGated ? kPanel / 2 : kPanel);
-    auto* const out = (uint16_t*)p.out + w.row * p.out_stride + first;
-    if constexpr (S == Store::kAny) store_panel_row(p, w.row, w.panel, w.sums);
-    if constexpr (S == Store::kPlain) finish_row(w.sums, nullptr, nullptr, out, false, false);
-    if constexpr (S == Store::kGated) finish_row(w.sums, nullptr, nullptr, out, true, false);
-    if constexpr (S == Store::kResidual)
-      finish_row(w.sums, nullptr, p.residual + w.row * p.residual_stride + first, out, false, false);
+    vf v[kPanelVectors] = {loadf(w.sums), loadf(w.sums + VW)};
+    store_panel_values<S>(p, w.row, w.panel, v);
   }
 }
 
@@ -206,13 +170,6 @@ int64_t rows_at_once(int64_t k) {
 
 bool fits(const LinearProblem& p) { return p.k % kStep == 0; }
 
-// The block of `steps` steps after this one, over all passes of this one.
-Prefetch next_block(const uint8_t* block, int64_t steps, int64_t pass, int64_t passes) {
-  const int64_t bytes = steps * kStepBytes, part = bytes / kParts;
-  const int64_t lines = (part / 64 + steps * passes - 1) / (steps * passes), done = pass * steps * lines * 64;
-  return {block + bytes + done, done < part ? lines : 0, part};
-}
-
 // All panels for rows of which the second-level cache holds inputs and `sums` the sums.
 template <Store S>
 void compute_panels(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t rows, int64_t panel_begin,
@@ -230,7 +187,7 @@ void compute_panels(const LinearProblem& p, const Operand& x, int64_t row_begin,
         const int64_t row = row_begin + passes.begin(rows, pass);
         // The overlapping rows of the last pass would be added twice where sums are held; they have their own place.
         float* const target = sums + (whole ? turn : pass) * slot;
-        Prefetch prefetch = next_block(block, steps, pass, passes.count);
+        Prefetch prefetch = next_block(block, steps * kStepBytes, steps, pass, passes.count);
         if (last && panel + 1 == panel_end) prefetch.lines = 0;
         multiply_pass<S>(p, (const uint16_t*)x.data + row * x.stride + begin, x.stride, passes.upper, steps, block,
                          prefetch, target, begin > 0, before);
