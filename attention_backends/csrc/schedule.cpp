@@ -34,6 +34,7 @@ struct AttentionRun {
   const KernelTable& kernels;
   Plan& plan;
   float* partials;
+  int64_t threads;
   std::atomic<int64_t> next{0};
   std::atomic<bool> bad_block{false};
 
@@ -49,7 +50,10 @@ void attention_worker(void* context) {
   const AttentionProblem& p = run.problem;
   void* scratch = scratch_arena.reserve(run.kernels.scratch_bytes(p));
   const int64_t count = static_cast<int64_t>(run.plan.items.size());
-  for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+  // Heads of a sequence lie side by side in its pages: one thread takes them, and its prefetcher has them at hand.
+  const int64_t heads = p.cache.num_kv_heads, step = count >= 8 * run.threads * heads ? heads : 1;
+  for (int64_t i = 0, end = 0; i < end || (i = run.next.fetch_add(step, std::memory_order_relaxed)) < count; ++i) {
+    if (i >= end) end = std::min(i + step, count);
     const WorkItem& item = run.plan.items[i];
     if (!run.kernels.attend(p, item, scratch, run.partials)) {
       run.bad_block.store(true, std::memory_order_relaxed);
@@ -83,7 +87,7 @@ const char* run_attention(const AttentionProblem& asked, const KernelTable& kern
   if (plan.items.empty()) return nullptr;
   problem.shared = plan.shared.data();
   auto* partials = static_cast<float*>(partials_arena.reserve(plan.partial_floats * 4));
-  AttentionRun run{problem, kernels, plan, partials};
+  AttentionRun run{problem, kernels, plan, partials, threads.count};
   run_threads(threads, plan.work, static_cast<int64_t>(plan.items.size()), attention_worker, &run);
   return run.bad_block.load() ? "attention: block_tables names a block outside the KV cache" : nullptr;
 }
