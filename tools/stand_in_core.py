@@ -15,7 +15,8 @@ from attention_backends.reference import ReferenceBackend
 from engine.config import EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.mailbox import Mailbox
-from engine.executor.in_process import InProcessExecutor
+from engine.executor.inline import make_executor
+from engine.executor.interface import Executor
 from engine.models.description import describe
 from engine.runner.batch import BatchBuilder
 from engine.runner.kernels.host import HostKernels
@@ -99,7 +100,7 @@ PARTS: tuple[tuple[type, str, str], ...] = (
 )
 
 
-def timed_executor(config: EngineConfig) -> InProcessExecutor:
+def timed_executor(config: EngineConfig) -> Executor:
     """What the core process is told to run. Writes its figures to `REPORT` in the cache directory when it is closed."""
     settings = json.loads((Path(config.compile.cache_dir) / "settings.json").read_text())
     clock = Clock()
@@ -157,4 +158,4 @@ def timed_executor(config: EngineConfig) -> InProcessExecutor:
         parts = RunnerParts(model=model, spec=spec, dtype=torch.float32, backend=backend, weight_bytes=0)
         return TimedRunner.load(config, lambda _: parts)
 
-    return InProcessExecutor(config, load)
+    return make_executor(config, load)

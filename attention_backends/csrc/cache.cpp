@@ -80,6 +80,17 @@ void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, con
   }
 }
 
+// Asks for the lines that a token's K goes to: one for every cell, each of which a store would wait for in turn.
+void ask_for_keys(const CacheLayout& cache, int64_t slot) {
+  if (slot < 0 || slot >= cache.num_blocks * cache.block_size) return;
+  const int64_t row = cache.block_size * (cache.dtype == Dtype::kInt8 ? 1 : 4);  // bytes of one dim, or of two
+  const int64_t bytes = (slot % cache.block_size) * (cache.dtype == Dtype::kInt8 ? 1 : 4);
+  for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
+    const char* const keys = static_cast<const char*>(cache.k_of(slot / cache.block_size, head)) + bytes;
+    for (int64_t at = 0; at < cache.head_bytes(); at += std::max<int64_t>(row, 64)) __builtin_prefetch(keys + at, 1, 3);
+  }
+}
+
 struct WriteRun {
   const CacheLayout& cache;
   TokenView k, v;
@@ -116,13 +127,16 @@ void write_range(WriteRun& run, int64_t begin, int64_t end) {
         continue;
       }
     }
+    if (t + 1 < end) ask_for_keys(run.cache, run.slots[t + 1]);
     for (int64_t head = 0; head < run.cache.num_kv_heads; ++head)
       write_token<T>(run.cache, head, slot, k + head * run.k.head_stride, v + head * run.v.head_stride);
   }
 }
 
+constexpr int64_t kChunk = 8;          // tokens
+constexpr int64_t kScatteredStore = 8;  // of a cell of K, as lane operations
+
 void write_worker(void* context) {
-  constexpr int64_t kChunk = 32;
   auto& run = *static_cast<WriteRun*>(context);
   for (int64_t begin; (begin = run.next.fetch_add(kChunk, std::memory_order_relaxed)) < run.num_tokens;) {
     const int64_t end = std::min(run.num_tokens, begin + kChunk);
@@ -152,8 +166,8 @@ void copy_worker(void* context) {
 const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
                       const Threads& threads) {
   WriteRun run{cache, k, v, slots, num_tokens};
-  const int64_t work = num_tokens * cache.num_kv_heads * cache.head_dim;
-  run_threads(threads, work, (num_tokens + 31) / 32, write_worker, &run);
+  const int64_t work = num_tokens * cache.num_kv_heads * cache.head_dim * kScatteredStore;
+  run_threads(threads, work, (num_tokens + kChunk - 1) / kChunk, write_worker, &run);
   return run.bad_slot.load() ? "attention: slot_mapping names a slot outside the KV cache" : nullptr;
 }
 

@@ -21,7 +21,7 @@ from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_EXECUTOR = "engine.executor.in_process:InProcessExecutor"
+DEFAULT_EXECUTOR = "engine.executor.inline:make_executor"
 
 
 def load_executor(name: str, config: EngineConfig) -> Executor:

@@ -2,10 +2,7 @@
 
 One thread does everything that touches tensors, strictly in order, so the runner needs no locks and torch's per-thread
 settings (threads, inference mode, current device) hold for all of it. torch releases the GIL inside its operators. On a
-CPU a second thread that computes would be worse than a race: OpenMP keeps a pool for each thread that it was used from,
-and with more threads than cores in all pools together those at a barrier sleep instead of spinning. A step of 200
-parallel regions took 21 ms then, not 12. On a device that runs behind, a second thread waits for results
-(`result_waiter`).
+device that runs behind, a second thread waits for results (`result_waiter`). `inline` does without threads.
 """
 
 from __future__ import annotations
@@ -106,8 +103,7 @@ class InProcessExecutor:
         self._compile_state: CompileState = "done"
         self._compile_watcher = _nothing
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
-        self._thread.start()
+        self._start()
 
     def load(self) -> LoadReport:
         def load() -> LoadReport:
@@ -182,10 +178,21 @@ class InProcessExecutor:
         self._closing.set()
         if self._compilation is not None:
             self._compilation.stop()
+        self._stop()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
         self._work.put(None)
         self._thread.join()
         if self._waiter is not None:
             self._waiter.close()
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        """Called from another thread."""
+        self._work.put(work)
 
     def _use_device(self) -> None:
         """The current device is a thread's own; a thread that has none would wake device 0, whichever is served."""
@@ -198,12 +205,12 @@ class InProcessExecutor:
         logger.info("serving eagerly while pieces compile")
 
         def deliver(result: Swap | BaseException) -> None:
-            self._work.put(lambda: self._end_compilation(result, time.monotonic() - began))
+            self._between_steps(lambda: self._end_compilation(result, time.monotonic() - began))
 
         self._compilation = CompilationBehind(job, self._prepare_thread, deliver)
 
     def _end_compilation(self, result: Swap | BaseException, seconds: float) -> None:
-        """In the worker, between steps."""
+        """Between steps."""
         if isinstance(result, BaseException):
             logger.warning(
                 "compilation failed after %.1f s; serving goes on eagerly, which is slower (compile='none' says that "

@@ -17,6 +17,7 @@ from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.errors import ConfigError
+from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
@@ -127,6 +128,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         seed=config.model.seed,
         packer=_packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None,
     )
+    release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
     return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)

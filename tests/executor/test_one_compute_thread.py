@@ -1,4 +1,4 @@
-"""`InProcessExecutor` with steps one by one, as on a CPU: which thread computes, and on which CPUs."""
+"""Steps one by one, as on a CPU, inline and in a thread: which thread computes, and on which CPUs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import bind_thread
 from engine.executor.in_process import InProcessExecutor
+from engine.executor.inline import InlineExecutor, make_executor
 from engine.step import LoadReport, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -91,26 +93,32 @@ def _config(**device: object) -> EngineConfig:
     return msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, **device))
 
 
-def _executor(runner: _Watched, **device: object) -> InProcessExecutor:
-    executor = InProcessExecutor(_config(**device), lambda _: runner)
+@pytest.fixture(params=[InlineExecutor, InProcessExecutor])
+def kind(request: pytest.FixtureRequest) -> type[InProcessExecutor]:
+    return request.param
+
+
+def _executor(kind: type[InProcessExecutor], runner: _Watched, **device: object) -> InProcessExecutor:
+    executor = kind(_config(**device), lambda _: runner)
     executor.load()
     executor.allocate(8)
     executor.warm_up()
     return executor
 
 
-def test_one_thread_loads_warms_up_and_steps(runner: _Watched) -> None:
-    executor, told = _executor(runner), []
+def test_one_thread_loads_warms_up_and_steps(kind: type[InProcessExecutor], runner: _Watched) -> None:
+    executor, told = _executor(kind, runner), []
     for step in (0, 1):
         executor.submit(_plan(step), lambda step=step: told.append(step))
     assert [executor.collect().step_id for _ in range(2)] == [0, 1]
     assert told == [0, 1]
-    assert runner.threads == dict.fromkeys(("load", "allocate", "warm_up", "execute"), "runner")
+    expected = threading.current_thread().name if kind is InlineExecutor else "runner"
+    assert runner.threads == dict.fromkeys(("load", "allocate", "warm_up", "execute"), expected)
     executor.close()
 
 
-def test_after_a_failed_step_later_ones_are_not_run(runner: _Watched) -> None:
-    executor = _executor(runner)
+def test_after_a_failed_step_later_ones_are_not_run(kind: type[InProcessExecutor], runner: _Watched) -> None:
+    executor = _executor(kind, runner)
     runner.fail_at = 1
     for step in range(3):
         executor.submit(_plan(step), lambda: None)
@@ -123,32 +131,95 @@ def test_after_a_failed_step_later_ones_are_not_run(runner: _Watched) -> None:
     executor.close()
 
 
-def test_collecting_more_than_was_submitted_is_an_error(runner: _Watched) -> None:
-    executor = _executor(runner)
+def test_collecting_more_than_was_submitted_is_an_error(kind: type[InProcessExecutor], runner: _Watched) -> None:
+    executor = _executor(kind, runner)
     with pytest.raises(EngineError, match="collect without a submitted step"):
         executor.collect()
     executor.close()
+    with pytest.raises(EngineError, match="closed"):
+        executor.submit(_plan(0), lambda: None)
 
 
-def test_a_thread_that_cannot_be_prepared_fails_the_load(runner: _Watched) -> None:
-    executor = InProcessExecutor(_config(threads=-1), lambda _: runner)
+def test_what_was_compiled_behind_waits_for_the_inline_step_that_runs(runner: _Watched) -> None:
+    executor, entered, leave = _executor(InlineExecutor, runner), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def swap() -> None:
+        order.append("swapped")
+
+    def execute(plan: StepPlan) -> _Done:
+        entered.set()
+        assert leave.wait(10)
+        order.append("step")
+        return _Done(plan.step_id)
+
+    runner.execute = execute  # type: ignore[method-assign]  # this step is held up
+    executor.submit(_plan(0), lambda: None)
+    stepping = threading.Thread(target=executor.collect)
+    stepping.start()
+    assert entered.wait(10)
+    swapping = threading.Thread(target=executor._between_steps, args=(swap,))
+    swapping.start()
+    swapping.join(0.05)
+    assert swapping.is_alive() and order == []
+    leave.set()
+    stepping.join(10)
+    swapping.join(10)
+    assert order == ["step", "swapped"]
+    executor.close()
+
+
+def test_inline_steps_in_another_thread_work_and_are_warned_of(
+    runner: _Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = _executor(InlineExecutor, runner)
+    executor.submit(_plan(0), lambda: None)
+    other = threading.Thread(target=executor.collect, name="other")
+    other.start()
+    other.join(10)
+    assert runner.threads["execute"] == "other"
+    assert "loaded in another thread" in caplog.text
+    executor.close()
+
+
+def test_the_default_executor_is_inline_on_a_cpu_unless_steps_are_planned_ahead() -> None:
+    config = _config()
+    ahead = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=True))
+    for given, expected in ((config, InlineExecutor), (ahead, InProcessExecutor)):
+        executor = make_executor(given)
+        assert type(executor) is expected
+        executor.close()
+    named = load_executor(DEFAULT_EXECUTOR, config)
+    assert type(named) is InlineExecutor
+    named.close()
+
+
+def test_a_thread_that_cannot_be_prepared_fails_the_load(kind: type[InProcessExecutor], runner: _Watched) -> None:
+    executor = kind(_config(threads=-1), lambda _: runner)
     with pytest.raises(RuntimeError, match="set_num_threads expects a positive"):
         executor.load()
     executor.close()
 
 
-def test_compute_threads_are_bound_to_the_cores_that_are_named(runner: _Watched) -> None:
+def test_compute_threads_are_bound_to_the_cores_that_are_named(kind: type[InProcessExecutor], runner: _Watched) -> None:
+    def run() -> None:
+        executor = _executor(kind, runner, cores=(ALLOWED[-1],))
+        executor.submit(_plan(0), lambda: None)
+        executor.collect()
+        executor.close()
+
     before = os.sched_getaffinity(0)
-    executor = _executor(runner, cores=(ALLOWED[-1],))
-    executor.submit(_plan(0), lambda: None)
-    executor.collect()
-    executor.close()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
     assert runner.cores == {ALLOWED[-1]}
     assert os.sched_getaffinity(0) == before, "only the threads that compute are bound"
 
 
-def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(runner: _Watched) -> None:
-    executor = InProcessExecutor(_config(cores=(100_000,)), lambda _: runner)
+def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(
+    kind: type[InProcessExecutor], runner: _Watched
+) -> None:
+    executor = kind(_config(cores=(100_000,)), lambda _: runner)
     with pytest.raises(ConfigError, match="cores: cannot bind to CPUs"):
         executor.load()
     executor.close()

@@ -140,14 +140,23 @@ PAGELOOM_INLINE void quantise_block(const Block& b, const Quantiser& q, uint8_t 
   for (int64_t i = 0; i < stored; ++i) target[i] = (int8_t)((uint8_t)lanes[i] ^ flip);
 }
 
+constexpr int64_t kHeld = 4096;  // inputs of a row whose normalised values are kept rather than computed twice
+
 // Rows [begin, end) with one scale each.
 PAGELOOM_INLINE void quantise_rows(const pageloom::LinearProblem& p, const pageloom::Operand& target, int64_t begin,
                                    int64_t end, uint8_t flip) {
   vi levels[kBlockVectors];
+  alignas(64) uint16_t kept[kHeld];
+  const bool keep = p.norm_weight != nullptr && p.k <= kHeld && p.k % kBlock == 0;
   for (int64_t row = begin; row < end; ++row) {
-    const NormedRow r = open_row(p, row);
+    NormedRow r = open_row(p, row);
     vu top = {};
-    for (int64_t at = 0; at < p.k; at += kBlock) top = larger(top, magnitude(load_block(r, at)));
+    for (int64_t at = 0; at < p.k; at += kBlock) {
+      const Block b = load_block(r, at);
+      top = larger(top, magnitude(b));
+      for (int64_t i = 0; keep && i < kBlockVectors; ++i) store_bf16(kept + at + i * VW, b.v[i]);
+    }
+    if (keep) r.x = kept, r.norm_weight = nullptr;
     const Quantiser q = quantiser_of(largest_lane(top));
     int8_t* const to = (int8_t*)target.data + row * target.stride;
     for (int64_t at = 0; at < p.k; at += kBlock) quantise_block(load_block(r, at), q, flip, to + at, p.k - at, levels);
