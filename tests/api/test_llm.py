@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +115,16 @@ class InterruptedCore(EchoCore):
         return outputs
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Whatever started the tests: in a shell's background job Python leaves SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(30)
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_what_is_in_flight_between_two_steps(tiny_model: Path) -> None:
     with make(tiny_model, InterruptedCore) as llm:
         with pytest.raises(KeyboardInterrupt):
