@@ -21,7 +21,7 @@ constexpr int64_t kStepBytes = 16 * 128;   // of a panel
 constexpr int64_t kDepth = 576;         // inputs at most of a panel that stays in the first-level cache under many rows
 constexpr int64_t kInputs = 3 << 17;    // rows * k that stay in the second-level cache under all panels
 constexpr int64_t kFewestRows = 128;    // that share one reading of the weights
-constexpr int64_t kAheadBytes = 8192;      // of weights that come straight from memory
+constexpr int64_t kAheadBytes = 4096;      // of weights that come straight from memory
 
 // Rows in passes of equal height: two tiles, or one. The last pass overlaps the one before it instead of being shorter:
 // it computes the same bits again.
@@ -107,6 +107,7 @@ void multiply_pass(const LinearProblem& p, const uint16_t* x, int64_t stride, in
 }
 
 // sums [P][16][32] = one tile of rows * P panels: as many streams of weights, so that more memory is asked for at once.
+// Each stream goes on where that of the next P panels begins.
 template <int P>
 void multiply_streams(const uint16_t* x, int64_t stride, int64_t steps, const uint8_t* w, int64_t panel_bytes,
                       float* sums) {
@@ -118,9 +119,12 @@ void multiply_streams(const uint16_t* x, int64_t stride, int64_t steps, const ui
   if constexpr (P > 1) _tile_zero(3);
   if constexpr (P > 2) _tile_zero(4);
   if constexpr (P > 2) _tile_zero(5);
-  for (int64_t i = 0; i < steps; ++i, x += kStep, w += kStepBytes) {
+  const uint8_t* ahead = w + kAheadBytes;
+  const int64_t turn = steps - kAheadBytes / kStepBytes;
+  for (int64_t i = 0; i < steps; ++i, x += kStep, w += kStepBytes, ahead += kStepBytes) {
+    if (i == turn) ahead += (P - 1) * panel_bytes;
     for (int64_t line = 0; line < kStepBytes; line += 64)
-      for (int64_t s = 0; s < P; ++s) __builtin_prefetch(w + s * panel_bytes + kAheadBytes + line, 0, 3);
+      for (int64_t s = 0; s < P; ++s) __builtin_prefetch(ahead + s * panel_bytes + line, 0, 3);
     _tile_loadd(6, x, stride * 2);
     _tile_loadd(7, w, 128);
     _tile_dpbf16ps(0, 6, 7);

@@ -21,7 +21,7 @@ constexpr int64_t kRowBytes = kPanel * 4;    // of a panel: two inputs of 32 out
 constexpr int64_t kDepth = 2048;             // inputs that several tiles of rows meet before the next ones
 constexpr int64_t kHeldRows = 512;           // rows whose sums wait for the next kDepth inputs
 constexpr int64_t kUnroll = 4;               // pairs of inputs between two looks at what to prefetch
-constexpr int64_t kAheadBytes = 6144;        // of a stream of weights that come straight from memory
+constexpr int64_t kAheadBytes = 4096;        // of a stream of weights that come straight from memory
 
 // Panels that a tile of `rows` meets at once, where it is the only one.
 PAGELOOM_INLINE int64_t streams_of(int64_t rows) {
@@ -34,6 +34,7 @@ PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Prefetch {
   const uint8_t* ahead;  // in the first panel
   int64_t lines, panels;
+  int64_t turn, jump;  // from pair `turn` on, `jump` bytes farther: where the next panels' streams begin
 };
 
 #if PAGELOOM_NATIVE_BF16
@@ -81,6 +82,7 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
   };
   int64_t i = 0;
   for (; i + kUnroll <= pairs; i += kUnroll) {
+    if (i == prefetch.turn) prefetch.ahead += prefetch.jump;
     for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
       for (int64_t s = 0; s < prefetch.panels; ++s) __builtin_prefetch(prefetch.ahead + s * panel_bytes, 0, 3);
 #pragma GCC unroll 4
@@ -133,10 +135,14 @@ struct Block {
 // share of the next block.
 Prefetch prefetch_for(const LinearProblem& p, const Block& b, const uint8_t* w, int64_t tile, int64_t tiles) {
   constexpr int64_t kLines = kUnroll * kRowBytes / 64;
-  Prefetch prefetch{nullptr, 0, b.panels};
+  Prefetch prefetch{nullptr, 0, b.panels, -1, 0};
   if (tile == 0 && !b.warm) {
     prefetch.lines = kLines;
     prefetch.ahead = w + kAheadBytes;
+    if (b.end == p.k) {
+      prefetch.turn = ((b.end - b.begin) / 2 - kAheadBytes / kRowBytes) / kUnroll * kUnroll;
+      prefetch.jump = (b.panels - 1) * p.panel_bytes;
+    }
   } else if (b.next != nullptr) {
     prefetch.lines = (kLines + tiles - 1) / tiles;
     const int64_t share = (b.end - b.begin) / 2 / kUnroll * prefetch.lines * 64;
