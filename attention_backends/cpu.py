@@ -16,6 +16,7 @@ from attention_backends.interface import (
     AttentionLayer,
     AttentionSpec,
     Capabilities,
+    NativeLayer,
 )
 from attention_backends.toolchain import default_cache_dir, find_compiler
 
@@ -78,6 +79,9 @@ class CpuBackend(AttentionBackend):
         self._copy_blocks: Callable[..., None] = _unprepared
         self._describe_plan: Callable[..., tuple[int, int, int]] = _unprepared
         self._new_step: Callable[[], int] = _unprepared
+        self._native_attention: Callable[[], int] = _unprepared
+        self._native_layer: Callable[..., torch.Tensor] = _unprepared
+        self._native_step: Callable[..., torch.Tensor] = _unprepared
         self._supported: tuple[Isa, ...] = ()
         self._kv_dtype: torch.dtype | None = None
 
@@ -122,6 +126,9 @@ class CpuBackend(AttentionBackend):
         self._copy_blocks = ops.copy_blocks.default
         self._describe_plan = ops.describe_plan.default
         self._new_step = ops.new_step.default
+        self._native_attention = ops.native_attention.default
+        self._native_layer = ops.native_layer.default
+        self._native_step = ops.native_step.default
 
     @property
     def supported_isas(self) -> tuple[Isa, ...]:
@@ -172,6 +179,30 @@ class CpuBackend(AttentionBackend):
             layer.window or 0,
             layer.soft_cap or 0.0,
             self._isa,
+            metadata.step,
+        )
+
+    def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
+        """None unless `dtype` is bfloat16."""
+        if dtype != torch.bfloat16:
+            return None
+        window, soft_cap = layer.window or 0, layer.soft_cap or 0.0
+        described = self._native_layer(
+            kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, self._isa
+        )
+        if layer.num_kv_heads != kv_cache.shape[2]:  # forward sees it in k and v
+            raise RuntimeError(f"attention: k and v must have the cache's {kv_cache.shape[2]} heads")
+        return NativeLayer(self._native_attention(), described)
+
+    def native_step(self, metadata: object) -> torch.Tensor:
+        assert isinstance(metadata, CpuMetadata)
+        return self._native_step(
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            metadata.slot_mapping,
+            metadata.num_seqs,
+            metadata.num_tokens,
             metadata.step,
         )
 

@@ -96,6 +96,19 @@ class AttentionBatch:
     only. Sequences of length 0 must leave finite numbers (zeros) in their rows of `out`."""
 
 
+@dataclass(frozen=True)
+class NativeLayer:
+    """One layer's `forward` for a caller in native code, as `csrc/native_call.h` declares it: bfloat16 rows, no Python.
+
+    A call reads `layer` and what `native_step` returned in place: hold both, the cache and the step's tensors.
+    """
+
+    function: int
+    """address of a `pageloom::NativeAttention`, the same for every layer of a backend; good until the process ends"""
+    layer: torch.Tensor
+    """uint8 on the host; points into the cache, which its holder keeps alive"""
+
+
 class AttentionBackend(ABC):
     """Backends register under the entry-point group `pageloom.attention_backends` and are built with no arguments."""
 
@@ -152,6 +165,18 @@ class AttentionBackend(ABC):
         the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
         touched. The cache's dtype is that of q, or one of `Capabilities.kv_dtypes`.
         """
+
+    def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
+        """What a caller in native code needs in the place of `forward` over this cache, with queries of `dtype`; None:
+        only `forward` serves. Asked after `prepare`, once for each layer and cache. Raises RuntimeError: the cache or
+        the heads are not what `forward` takes."""
+        return None
+
+    def native_step(self, metadata: object) -> torch.Tensor:
+        """What `metadata` is to a caller in native code, for every layer of its step: uint8 on the host, and points
+        into the tensors of `metadata`, which its holder keeps alive. Only of backends that have a `native_layer`.
+        Raises RuntimeError as `forward` does."""
+        raise NotImplementedError(f"{self.name}: no native entry; native_layer returned None")
 
     @abstractmethod
     def write_kv(

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from compilation.errors import CompileError
+from compilation.split import Fused, Step
+from compilation.trace import Traced
 
 PieceFunction = Callable[[list[Any]], Sequence[Any]]
 """Boxed call `[size, *inputs] -> outputs`; may clear the list to free inputs early."""
@@ -20,9 +22,17 @@ BoundFunction = Callable[..., Any]
 
 WrapPiece = Callable[[PieceFunction], PieceFunction]
 WrapCall = Callable[[BoundFunction], BoundFunction]
-Rewire = Callable[[WrapPiece, WrapCall], Callable[..., torch.Tensor]]
-"""The same flat program with every distinct piece and every bound function wrapped once; wrappers are called in the
-program's order, and values are dropped at the same places as in `run`."""
+WrapFused = Callable[[Fused], PieceFunction]
+
+
+class Rewire(Protocol):
+    def __call__(
+        self, wrap_piece: WrapPiece, wrap_call: WrapCall, wrap_fused: WrapFused = ...
+    ) -> Callable[..., torch.Tensor]:
+        """The same flat program with every distinct piece and every bound function wrapped once, and something else in
+        the place of fused steps; wrappers are called in the program's order, and values are dropped at the same places
+        as in `run`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,9 @@ class CompileReport:
     seconds: float
 
 
-def _no_pieces(wrap_piece: WrapPiece, wrap_call: WrapCall) -> Callable[..., torch.Tensor]:
+def _no_pieces(
+    wrap_piece: WrapPiece, wrap_call: WrapCall, wrap_fused: WrapFused | None = None
+) -> Callable[..., torch.Tensor]:
     raise CompileError("a model that is not compiled has no pieces to capture; compile it in pieces")
 
 
@@ -62,6 +74,9 @@ class CompiledModel:
     report: CompileReport
     rewire: Rewire = _no_pieces
 
+
+FuseSteps = Callable[[Traced, Sequence[Step]], Sequence[Step]]
+"""May put `Fused` steps where there were several, each computing exactly what those did."""
 
 BoundOps = Mapping[str, BoundFunction]
 """op name ("namespace::name") → function called in its place"""

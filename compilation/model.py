@@ -22,7 +22,14 @@ from compilation.inductor import (
     load_piece,
     without_wrappers,
 )
-from compilation.interface import BoundOps, CompiledModel, CompileReport, CompileSettings, PieceFunction
+from compilation.interface import (
+    BoundOps,
+    CompiledModel,
+    CompileReport,
+    CompileSettings,
+    FuseSteps,
+    PieceFunction,
+)
 from compilation.key import KeyMaterial, environment_material, piece_material
 from compilation.split import Piece, split
 from compilation.stitch import stitch
@@ -45,6 +52,7 @@ def compile_model(
     bind: BoundOps,
     settings: CompileSettings,
     stop: threading.Event | None = None,
+    fuse: FuseSteps | None = None,
 ) -> CompiledModel:
     """Compile `module` for every number of tokens (dimension 0 of all inputs; `example_inputs` may have any, 1
     included).
@@ -52,7 +60,8 @@ def compile_model(
     Calls of `split_ops` ("namespace::name") become calls of the function bound under the same name, with the op's own
     arguments. Weights are held by reference: writes into them are seen, replacing a parameter object is not. Inputs of
     `run` must have the dtypes, devices, contiguity and trailing shapes of the examples. Mode "none" returns the module
-    itself. Once `stop` is set, the compilation ends at its next part with CompileStoppedError (`compilation.behind`).
+    itself. `fuse` may have steps of `run` computed together. Once `stop` is set, the compilation ends at its next part
+    with CompileStoppedError (`compilation.behind`).
 
     Raises CompileError if the module cannot be traced, split or compiled, or if the cache directory is not trusted.
     """
@@ -74,7 +83,7 @@ def compile_model(
         samples = _Samples(traced, example_inputs)
         compiled = {kind: builder.build(piece, samples.of(piece)) for kind, piece in distinct.items()}
     functions = {piece: compiled[kind] for piece, kind in kinds.items()}
-    program = stitch(traced, steps, functions, bind)
+    program = stitch(traced, steps if fuse is None else fuse(traced, steps), functions, bind)
     run = program.run()
     seconds = time.perf_counter() - start
     report = CompileReport(len(pieces), len(distinct), builder.compiled, len(distinct) - builder.compiled, seconds)

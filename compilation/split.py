@@ -8,8 +8,9 @@ needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -38,6 +39,22 @@ class Call:
     kwargs: dict[str, object]
     reads: tuple[fx.Node, ...]
     result: fx.Node | None
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """Consecutive steps that one function computes, `[size, *inputs] -> outputs`; nodes are the traced graph's."""
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    function: Callable[[list[Any]], Sequence[Any]]
+    timed: Callable[[list[Any]], tuple[Sequence[Any], Sequence[tuple[str, int]]]]
+    """the same, and when each of its parts began: a label, and nanoseconds of the monotonic clock"""
+    reads: Mapping[str, Sequence[Tensor]]
+    """weights that a part of that label reads; no entry: it is a split op"""
+
+
+Step = Piece | Call | Fused
 
 
 def op_name(node: fx.Node) -> str | None:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilation.interface import BoundFunction, PieceFunction, WrapCall, WrapPiece
-from compilation.split import Call, Piece
+from compilation.interface import BoundFunction, PieceFunction, WrapCall, WrapFused, WrapPiece
+from compilation.split import Call, Fused, Piece, Step
 from compilation.trace import Traced
+
+
+def _as_it_is(step: Fused) -> PieceFunction:
+    return step.function
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,19 @@ class Stitched:
     """names among `values` that are pieces"""
     calls: frozenset[str]
     """names among `values` that are bound functions"""
+    fused: Mapping[str, Fused]
+    """of the names among `values` that are such functions"""
 
     def run(self) -> Callable[..., Tensor]:
         """`run(*inputs) -> Tensor`. A value is dropped at its last use: a piece frees or reuses its memory at once."""
         return self._program(dict(self.values))
 
-    def rewire(self, wrap_piece: WrapPiece, wrap_call: WrapCall) -> Callable[..., Tensor]:
+    def rewire(
+        self, wrap_piece: WrapPiece, wrap_call: WrapCall, wrap_fused: WrapFused = _as_it_is
+    ) -> Callable[..., Tensor]:
         """`run` with its functions wrapped; `run` itself never pays for the possibility."""
         values = dict(self.values)
+        values.update({name: wrap_fused(step) for name, step in self.fused.items()})
         values.update({name: wrap_piece(values[name]) for name in self.pieces})
         values.update({name: wrap_call(values[name]) for name in self.calls})
         return self._program(values)
@@ -50,7 +59,7 @@ class Stitched:
 
 def stitch(
     traced: Traced,
-    steps: Sequence[Piece | Call],
+    steps: Sequence[Step],
     functions: Mapping[Piece, PieceFunction],
     bind: Mapping[str, BoundFunction],
 ) -> Stitched:
@@ -61,22 +70,22 @@ def stitch(
         dead = [node for node, at in last_use.items() if at == index]
         if isinstance(step, Piece):
             program.piece(step, functions[step], dead)
+        elif isinstance(step, Fused):
+            program.fused(step, dead)
         else:
             program.call(step, bind[step.op], dead)
     return program.finish()
 
 
-def _reads(step: Piece | Call) -> tuple[fx.Node, ...]:
-    if isinstance(step, Piece):
-        return step.inputs
-    return step.reads
+def _reads(step: Step) -> tuple[fx.Node, ...]:
+    return step.reads if isinstance(step, Call) else step.inputs
 
 
-def _last_uses(traced: Traced, steps: Sequence[Piece | Call]) -> dict[fx.Node, int]:
+def _last_uses(traced: Traced, steps: Sequence[Step]) -> dict[fx.Node, int]:
     """Step after which a value is dead. A value that nobody reads dies where it is made; the output never does."""
     last: dict[fx.Node, int] = {}
     for index, step in enumerate(steps):
-        made = step.outputs if isinstance(step, Piece) else (step.result,) if step.result is not None else ()
+        made = step.outputs if not isinstance(step, Call) else (step.result,) if step.result is not None else ()
         last.update(dict.fromkeys(made, index))
         last.update({node: index for node in _reads(step) if node in last or node in traced.inputs})
     last.pop(traced.output, None)
@@ -102,6 +111,7 @@ class _Program:
         self._parameters = ", ".join(parameters)
         self._pieces: set[str] = set()
         self._calls: set[str] = set()
+        self._fused: dict[str, Fused] = {}
         self._lines = ["n = i0.size(0)"]
         if len(parameters) > 1:
             differs = " or ".join(f"{name}.size(0) != n" for name in parameters[1:])
@@ -110,6 +120,14 @@ class _Program:
     def piece(self, step: Piece, function: PieceFunction, dead: Sequence[fx.Node]) -> None:
         name = self._constant("p", function)
         self._pieces.add(name)
+        self._boxed_call(step, name, dead)
+
+    def fused(self, step: Fused, dead: Sequence[fx.Node]) -> None:
+        name = self._constant("s", step.function)
+        self._fused[name] = step
+        self._boxed_call(step, name, dead)
+
+    def _boxed_call(self, step: Piece | Fused, name: str, dead: Sequence[fx.Node]) -> None:
         inputs = ", ".join(["n", *(self._names[node] for node in step.inputs)])
         self._lines.append(f"a = [{inputs}]")
         self._drop([node for node in dead if node not in step.outputs])
@@ -138,7 +156,7 @@ class _Program:
             "        if grad: _set_grad(True)\n"
         )
         code = compile(source, "<compilation.stitch>", "exec")
-        return Stitched(code, self._globals, frozenset(self._pieces), frozenset(self._calls))
+        return Stitched(code, self._globals, frozenset(self._pieces), frozenset(self._calls), self._fused)
 
     def _new(self, node: fx.Node) -> str:
         return self._names.setdefault(node, f"v{len(self._names)}")

@@ -1,12 +1,16 @@
 // The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through
-// the stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process.
+// the stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process. Native callers
+// (native_call.h) have the same checks made once a layer and once a step.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <string.h>
+
 #include <atomic>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -15,6 +19,7 @@
 #include <unistd.h>
 #endif
 
+#include "native_call.h"
 #include "plan.h"
 #include "schedule.h"
 
@@ -133,7 +138,7 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
   cache.head_dim = head_dim;
   cache.base = static_cast<char*>(kv_cache.data_ptr());
-  STD_TORCH_CHECK(head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
                   "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to 256)");
   STD_TORCH_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
   return cache;
@@ -145,19 +150,21 @@ const int32_t* int32_data(const Tensor& t, int64_t count, const char* name) {
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-void write(const CacheLayout& cache, const Tensor& k, const Tensor& v, const Tensor& slots, int64_t num_tokens) {
+const int64_t* slots_of(const Tensor& slots, int64_t num_tokens) {
   STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.numel() >= num_tokens && slots.is_contiguous(),
                   "attention: slot_mapping must be a contiguous int64 tensor of at least ", num_tokens, " elements");
+  return static_cast<const int64_t*>(slots.data_ptr());
+}
+
+void check_kv_heads(const CacheLayout& cache, const Tensor& k, const Tensor& v) {
   STD_TORCH_CHECK(k.size(1) == cache.num_kv_heads && v.size(1) == cache.num_kv_heads,
                   "attention: k and v must have the cache's ", cache.num_kv_heads, " heads");
-  const char* error = run_write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
-                                static_cast<const int64_t*>(slots.data_ptr()), num_tokens, torch_threads());
-  STD_TORCH_CHECK(error == nullptr, error);
 }
 
 // The sizes and tables that decide how a call is cut.
 void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
                 int64_t num_seqs) {
+  STD_TORCH_CHECK(num_seqs >= 0, "attention: num_seqs is negative");
   p.query_start_loc = int32_data(query_start_loc, num_seqs + 1, "query_start_loc");
   p.seq_lens = int32_data(seq_lens, num_seqs, "seq_lens");
   STD_TORCH_CHECK(block_tables.scalar_type() == ScalarType::Int && block_tables.dim() == 2 &&
@@ -169,27 +176,127 @@ void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor
   p.num_seqs = num_seqs;
 }
 
+// Begin what native callers hold: another build's descriptor, or a step in the place of a layer, is refused.
+char layer_tag, step_tag;
+
+// How the heads of a layer attend to its cache; all checked.
+struct Layer {
+  const char* tag;
+  CacheLayout cache;
+  int64_t group;
+  const KernelTable* kernels;
+  int64_t window;
+  float scale;
+  float soft_cap;
+};
+
+// What the layers of a step have in common; all checked.
+struct Step {
+  const char* tag;
+  AttentionProblem tables;  // nothing else of it is set
+  const int64_t* slots;
+  int64_t num_tokens;
+};
+
+Layer layer_of(const Tensor& kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window,
+               double soft_cap, int64_t isa) {
+  const CacheLayout cache = layout_of(kv_cache, head_dim);
+  STD_TORCH_CHECK(cache.num_kv_heads > 0 && num_heads > 0 && num_heads % cache.num_kv_heads == 0,
+                  "attention: query heads must be a multiple of KV heads");
+  return {&layer_tag, cache, num_heads / cache.num_kv_heads, &pick(isa, cache), window, static_cast<float>(scale),
+          static_cast<float>(soft_cap)};
+}
+
+Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
+             const Tensor& slot_mapping, int64_t num_seqs, int64_t num_tokens, int64_t step) {
+  STD_TORCH_CHECK(num_tokens >= 0, "attention: num_tokens is negative");
+  Step made{&step_tag, {}, slots_of(slot_mapping, num_tokens), num_tokens};
+  set_tables(made.tables, query_start_loc, seq_lens, block_tables, num_seqs);
+  STD_TORCH_CHECK(num_seqs == 0 || made.tables.query_start_loc[num_seqs] <= num_tokens,
+                  "attention: query_start_loc goes beyond num_tokens");
+  made.tables.step = step;
+  return made;
+}
+
+// Writes k and v to the cache, then attends. Null, or what is wrong (a static string).
+const char* run_layer(const Layer& layer, const Step& step, TokenView q, TokenView k, TokenView v, TokenView out) {
+  const char* error = run_write(layer.cache, k, v, step.slots, step.num_tokens, torch_threads());
+  if (error != nullptr) return error;
+  AttentionProblem p = step.tables;
+  p.cache = layer.cache;
+  p.q = q;
+  p.out = out;
+  p.group = layer.group;
+  p.window = layer.window;
+  p.scale = layer.scale;
+  p.soft_cap = layer.soft_cap;
+  return run_attention(p, *layer.kernels, torch_threads());
+}
+
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
                      Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
                      int64_t window, double soft_cap, int64_t isa, int64_t step) {
-  const CacheLayout cache = layout_of(kv_cache, q.size(2));
-  write(cache, k, v, slot_mapping, num_tokens);
-  AttentionProblem p{};
-  p.cache = cache;
-  p.q = view_of(q, cache, num_tokens, "q");
-  p.out = view_of(out, cache, num_tokens, "out");
-  set_tables(p, query_start_loc, seq_lens, block_tables, num_seqs);
-  p.group = q.size(1) / cache.num_kv_heads;
-  STD_TORCH_CHECK(p.group * cache.num_kv_heads == q.size(1) && out.size(1) == q.size(1),
-                  "attention: query heads must be a multiple of KV heads, and out must have as many as q");
-  STD_TORCH_CHECK(num_seqs == 0 || p.query_start_loc[num_seqs] <= num_tokens,
-                  "attention: query_start_loc goes beyond num_tokens");
-  p.window = window;
-  p.scale = static_cast<float>(scale);
-  p.soft_cap = static_cast<float>(soft_cap);
-  p.step = step;
-  const char* error = run_attention(p, pick(isa, cache), torch_threads());
+  const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, isa);
+  const Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
+  check_kv_heads(layer.cache, k, v);
+  STD_TORCH_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
+  const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
+  const char* error = run_layer(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"));
   STD_TORCH_CHECK(error == nullptr, error);
+}
+
+// The function of native_call.h.
+const char* call_natively(const void* given_layer, const void* given_step, const NativeRows& rows) noexcept {
+  const auto* layer = static_cast<const Layer*>(given_layer);
+  const auto* step = static_cast<const Step*>(given_step);
+  if (layer == nullptr || layer->tag != &layer_tag) return "attention: `layer` is not from this library's native_layer";
+  if (step == nullptr || step->tag != &step_tag) return "attention: `step` is not from this library's native_step";
+  if (rows.rows < step->num_tokens) return "attention: the step has more tokens than NativeRows.rows";
+  const int64_t head_dim = layer->cache.head_dim, heads = layer->group * layer->cache.num_kv_heads;
+  const auto view = [&](const uint16_t* data, int64_t stride) {
+    return TokenView{const_cast<uint16_t*>(data), stride, head_dim};
+  };
+  try {
+    const char* error = run_layer(*layer, *step, view(rows.q, rows.q_stride), view(rows.k, rows.k_stride),
+                                  view(rows.v, rows.v_stride), view(rows.out, rows.out_stride));
+    if (error != nullptr) return error;
+  } catch (...) {
+    return "attention: out of memory, or torch's threads failed";
+  }
+  for (int64_t row = step->num_tokens; row < rows.rows; ++row)
+    memset(rows.out + row * rows.out_stride, 0, heads * head_dim * sizeof(uint16_t));
+  return nullptr;
+}
+
+int64_t native_attention() {
+  const NativeAttention function = call_natively;
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(function));
+}
+
+// uint8 [sizeof(T)] on the CPU
+template <class T>
+Tensor bytes_of(const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  const int64_t size = sizeof(T), stride = 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor bytes(handle);
+  memcpy(bytes.data_ptr(), &value, sizeof(T));
+  return bytes;
+}
+
+Tensor native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window, double soft_cap,
+                    int64_t isa) {
+  const Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, isa);
+  STD_TORCH_CHECK(layer.cache.dtype == Dtype::kBFloat16 || layer.cache.dtype == Dtype::kInt8,
+                  "attention: native calls have bfloat16 rows, so the KV cache must be bfloat16 or int8");
+  return bytes_of(layer);
+}
+
+Tensor native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int64_t num_seqs,
+                   int64_t num_tokens, int64_t step) {
+  return bytes_of(step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step));
 }
 
 // A number for a step that no other step in this process has.
@@ -217,7 +324,12 @@ std::tuple<int64_t, int64_t, int64_t> describe_plan(Tensor kv_cache, Tensor quer
 }
 
 void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
-  write(layout_of(kv_cache, k.size(2)), k, v, slot_mapping, slot_mapping.numel());
+  const CacheLayout cache = layout_of(kv_cache, k.size(2));
+  const int64_t num_tokens = slot_mapping.numel();
+  check_kv_heads(cache, k, v);
+  const char* error = run_write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
+                                slots_of(slot_mapping, num_tokens), num_tokens, torch_threads());
+  STD_TORCH_CHECK(error == nullptr, error);
 }
 
 void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
@@ -259,6 +371,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
   m.def(
       "describe_plan(Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, int num_seqs, "
       "int group, int window, int isa) -> (int, int, int)");
+  m.def("native_attention() -> int");
+  m.def(
+      "native_layer(Tensor kv_cache, int num_heads, int head_dim, float scale, int window, float soft_cap, int isa) "
+      "-> Tensor");
+  m.def(
+      "native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, "
+      "int num_tokens, int step) -> Tensor");
   m.def("new_step() -> int");
   m.def("supported_isas() -> int");
 }
@@ -268,9 +387,12 @@ STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
   m.impl("write_kv", TORCH_BOX(&pageloom::write_kv));
   m.impl("copy_blocks", TORCH_BOX(&pageloom::copy_blocks));
   m.impl("describe_plan", TORCH_BOX(&pageloom::describe_plan));
+  m.impl("native_layer", TORCH_BOX(&pageloom::native_layer));
+  m.impl("native_step", TORCH_BOX(&pageloom::native_step));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
+  m.impl("native_attention", TORCH_BOX(&pageloom::native_attention));
   m.impl("new_step", TORCH_BOX(&pageloom::new_step));
   m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
 }

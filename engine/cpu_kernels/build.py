@@ -23,6 +23,8 @@ def sources() -> NativeSources:
         "group_formats.h",
         "int_dot.h",
         "prepare_rows.h",
+        "binding.h",
+        "tape.h",
     )
     return NativeSources(
         folder="linear-cpu",
@@ -31,16 +33,19 @@ def sources() -> NativeSources:
             Unit(CSRC / "linear_group.cpp", _QUANTISED_ISAS),
             Unit(CSRC / "linear_int8.cpp", _QUANTISED_ISAS),
             Unit(CSRC / "binding.cpp", sees_torch=True, optimise="-O1"),
+            Unit(CSRC / "tape_binding.cpp", sees_torch=True, optimise="-O1"),
             Unit(CSRC / "linear_amx.cpp", ("amx",), optimise="-O2"),
             Unit(CSRC / "linear_bf16.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
+            Unit(CSRC / "rotate_heads.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "linear_amx_group.cpp", ("amx",)),
             Unit(CSRC / "linear_amx_int8.cpp", ("amx",)),
             Unit(CSRC / "linear_decode.cpp", optimise="-O2"),
             Unit(CSRC / "linear_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "linear_embedding.cpp", optimise="-O2"),
+            Unit(CSRC / "tape.cpp", optimise="-O2"),
             Unit(CSRC / "linear_isa.cpp", optimise="-O1"),
         ),
-        headers=(*(CSRC / name for name in headers), SHARED_CSRC / "simd.h"),
+        headers=(*(CSRC / name for name in headers), SHARED_CSRC / "simd.h", SHARED_CSRC / "native_call.h"),
         include=(CSRC, SHARED_CSRC),
     )
 

@@ -78,6 +78,8 @@ class LinearOps:
 
     packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gated, wide, isa) → bf16
     [rows, n] (gated: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in `native_build.ISAS`.
+    rotate_heads(x bf16 [rows, n], rope bf16 [rows, head_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim) →
+    bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before.
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k]. RuntimeError where an argument does
     not fit.
     """
@@ -85,6 +87,7 @@ class LinearOps:
     isas: tuple[str, ...]
     """that this CPU runs and this build has"""
     packed_linear: OpOverload
+    rotate_heads: OpOverload
     packed_embedding: OpOverload
 
 
@@ -101,11 +104,12 @@ def _load(path: Path, namespace: str) -> LinearOps:
         load_library: Callable[[str], None] = torch.ops.load_library
         load_library(str(path))
         torch.library.register_fake(f"{namespace}::packed_linear", _fake_linear)
+        torch.library.register_fake(f"{namespace}::rotate_heads", _fake_rotation)
         torch.library.register_fake(f"{namespace}::packed_embedding", _fake_embedding)
     ops = getattr(torch.ops, namespace)
     supported = ops.supported_isas()
     isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
-    return LinearOps(isas, ops.packed_linear.default, ops.packed_embedding.default)
+    return LinearOps(isas, ops.packed_linear.default, ops.rotate_heads.default, ops.packed_embedding.default)
 
 
 def _fake_linear(
@@ -122,6 +126,19 @@ def _fake_linear(
     isa: int,
 ) -> torch.Tensor:
     return x.new_empty((x.size(0), n // 2 if gated else n), dtype=torch.float32 if wide else torch.bfloat16)
+
+
+def _fake_rotation(
+    x: torch.Tensor,
+    rope: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    norm_eps: float,
+    q_heads: int,
+    k_heads: int,
+    head_dim: int,
+) -> torch.Tensor:
+    return x.new_empty((x.size(0), x.size(1)))
 
 
 def _fake_embedding(ids: torch.Tensor, weight: torch.Tensor, n: int, k: int, format: int) -> torch.Tensor:

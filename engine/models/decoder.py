@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.models.layers import Embedding, Linear, RMSNorm, normalised
-from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.rope import rope_table
 from engine.models.spec import DecoderSpec
 
@@ -35,12 +35,14 @@ AnyLinear = Linear | PackedLinear | JoinedLinear
 
 
 class DecoderLayer(nn.Module):
-    """Its linear layers may be replaced by packed ones before the first forward."""
+    """Its linear layers may be replaced by packed ones before the first forward, and be given an operator that
+    rotates heads."""
 
     qkv_proj: AnyLinear
     o_proj: AnyLinear
     gate_up_proj: AnyLinear
     down_proj: AnyLinear
+    rotation: HeadRotation | None
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -55,10 +57,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
         self.gate_up_proj = Linear(hidden, 2 * inner, spec.mlp_bias, dtype, device, gated=True)
         self.down_proj = Linear(inner, hidden, spec.mlp_bias, dtype, device)
+        self.rotation = None
 
     def forward(self, hidden: torch.Tensor, rope: torch.Tensor, attend: Attend, layer_index: int) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
-        qkv = self.qkv_proj(hidden, self.input_norm).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv_proj(hidden, self.input_norm)
+        if self.rotation is not None:
+            rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
+            q, k, v = torch.split(rotated, self.heads, dim=1)
+        else:
+            q, k, v = self._rotated(qkv.unflatten(-1, (-1, self.head_dim)), rope)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attend(q, k, v, out, layer_index)
+        hidden = self.o_proj(out.flatten(1), residual=hidden)
+        updated: torch.Tensor = self.down_proj(self.gate_up_proj(hidden, self.post_attention_norm), residual=hidden)
+        return updated
+
+    def _rotated(self, qkv: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
@@ -66,11 +81,7 @@ class DecoderLayer(nn.Module):
             weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs])
             qk = weights * normalised(qk, self.q_norm.eps)
         q, k = torch.split(_rotate(qk, rope), self.heads[:2], dim=1)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attend(q, k, v, out, layer_index)
-        hidden = self.o_proj(out.flatten(1), residual=hidden)
-        updated: torch.Tensor = self.down_proj(self.gate_up_proj(hidden, self.post_attention_norm), residual=hidden)
-        return updated
+        return q, k, v
 
 
 class Decoder(nn.Module):

@@ -82,6 +82,31 @@ class JoinedLinear(nn.Module):
         return joined if residual is None else residual + joined
 
 
+class HeadRotation(nn.Module):
+    """RoPE on rows of heads, and the norm of each head where the model has one, in one operator."""
+
+    def __init__(self, ops: LinearOps, q_heads: int, k_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.q_heads, self.k_heads, self.head_dim = q_heads, k_heads, head_dim
+        self.op = ops.rotate_heads
+
+    def forward(
+        self, qkv: torch.Tensor, rope: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+    ) -> torch.Tensor:
+        """qkv [tokens, n], bfloat16: its first heads rotated, the others as they are. rope [tokens, head_dim]."""
+        rotated: torch.Tensor = self.op(
+            qkv,
+            rope,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            self.q_heads,
+            self.k_heads,
+            self.head_dim,
+        )
+        return rotated
+
+
 class PackedEmbedding(nn.Module):
     """Looks tokens up in a packed matrix [vocabulary, hidden], which the unembedding may share."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import get_ident
@@ -52,6 +52,19 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 Call = Callable[..., Any]
 
 
+class FusedSteps(Protocol):
+    """As `compilation.split.Fused`."""
+
+    @property
+    def function(self) -> Boxed: ...
+
+    @property
+    def timed(self) -> Callable[[list[Any]], tuple[Sequence[Any], Sequence[tuple[str, int]]]]: ...
+
+    @property
+    def reads(self) -> Mapping[str, Sequence[Any]]: ...
+
+
 class StepObserver(Protocol):
     """Told by a core and a runner what they do; every call is made on the thread that does it."""
 
@@ -71,6 +84,10 @@ class StepObserver(Protocol):
         """What stands in the place of attention."""
         ...
 
+    def wrap_fused(self, steps: FusedSteps) -> Boxed:
+        """Pieces and attention that one function computes."""
+        ...
+
 
 class NoObserver:
     """Nobody looks: all that is left of the possibility is a handful of empty calls a step (under a microsecond)."""
@@ -86,6 +103,9 @@ class NoObserver:
 
     def wrap_call(self, function: Call) -> Call:
         return function
+
+    def wrap_fused(self, steps: FusedSteps) -> Boxed:
+        return steps.function
 
 
 NO_OBSERVER = NoObserver()
@@ -185,6 +205,28 @@ class Recorder:
             return result
 
         return attention
+
+    def wrap_fused(self, steps: FusedSteps) -> Boxed:
+        parts = dict.fromkeys(steps.reads, "")
+        for label in parts:
+            parts[label], self._pieces = f"{PIECE}{self._pieces}", self._pieces + 1
+        seen = False
+
+        def fused(arguments: list[Any]) -> Sequence[Any]:
+            nonlocal seen
+            if not seen:
+                seen = True
+                for label, part in parts.items():
+                    if self.on_first_call is not None:
+                        self.on_first_call(part, list(steps.reads[label]))
+            outputs, begins = steps.timed(arguments)
+            if self.active and self._watched:
+                thread = get_ident()
+                for label, at_ns in begins:
+                    self._events.append(Event(thread, at_ns, parts.get(label, ATTENTION), None, False, None))
+            return outputs
+
+        return fused
 
     def take(self) -> Timeline:
         """All that was kept, and forget it. No step may be running."""

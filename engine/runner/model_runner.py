@@ -21,10 +21,11 @@ from compilation.graphs.capture import Capturer
 from compilation.graphs.cuda import CudaCapturer
 from compilation.graphs.dispatcher import Route
 from compilation.inductor import inductor_lock
-from compilation.interface import CompiledModel, CompileReport, CompileSettings
+from compilation.interface import CompiledModel, CompileReport, CompileSettings, FuseSteps
 from compilation.model import compile_model
 from compilation.module_calls import traces_hold
 from engine.config import EngineConfig
+from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
@@ -70,7 +71,7 @@ class ModelRunner:
         rows, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         self._config = config
         self._device = device = device_of(config)
-        self._spec, self._dtype_bytes = parts.spec, parts.dtype.itemsize
+        self._spec, self._dtype, self._dtype_bytes = parts.spec, parts.dtype, parts.dtype.itemsize
         self._model = parts.model
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
@@ -348,7 +349,14 @@ class ModelRunner:
                 {ATTENTION_OP: self._attention.attend},
                 settings,
                 stop,
+                self._fuse_steps(),
             )
+
+    def _fuse_steps(self) -> FuseSteps | None:
+        if self._device.type != "cpu" or not self._attention.allocated:
+            return None
+        attention, dtype = self._attention, self._dtype
+        return fuse_native_steps(lambda layer: attention.native_layer(layer, dtype), attention.native_step)
 
     def _run_warm_up_plans(self) -> None:
         for plan in warm_up_plans(self._config):

@@ -34,7 +34,9 @@ class ObservedProgram:
             return self._eager
         if self._compiled is None or self._of is not compiled:
             self._of = compiled
-            self._compiled = compiled.rewire(self._observer.wrap_piece, self._observer.wrap_call)
+            self._compiled = compiled.rewire(
+                self._observer.wrap_piece, self._observer.wrap_call, self._observer.wrap_fused
+            )
         return self._compiled
 
     def _eager(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, NativeLayer
 from engine.models.spec import DecoderSpec
 
 
@@ -74,6 +74,15 @@ class PagedAttention:
         """The calls of `attend` that follow belong to `batch`."""
         self._num_tokens = batch.num_tokens
         self._metadata = self.backend.build_metadata(batch)
+
+    def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
+        """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
+        there is none. Its holder holds this, too."""
+        return self.backend.native_layer(self._layers[layer], self._kv_caches[layer], dtype)
+
+    def native_step(self) -> torch.Tensor:
+        """The current step for such a caller; valid until the next `begin_step`."""
+        return self.backend.native_step(self._metadata)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         """`pageloom::attention`, bound: shapes as there.

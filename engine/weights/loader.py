@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.errors import WeightsError
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.description import ModelDescription
 from engine.models.families.common import Rows
 from engine.models.families.registry import family_named
@@ -103,6 +103,9 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
         layer = getattr(owner, name)
         assert isinstance(layer, Linear)
         setattr(owner, name, packer.pack_linear(layer, parts, source))
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.rotation = packer.rotation(model.spec)
 
 
 def _check(

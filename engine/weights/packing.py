@@ -18,7 +18,8 @@ from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder
 from engine.models.layers import Embedding, Linear
-from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.spec import DecoderSpec
 from engine.weights.source import Part, WeightSource
 
 _GATE_ROWS = 16
@@ -68,6 +69,9 @@ class Packer:
             packed.append(PackedLinear(self._ops, run.packed(), count, k, run.format, bias=bias))
             first += count
         return packed[0] if len(packed) == 1 else JoinedLinear(packed)
+
+    def rotation(self, spec: DecoderSpec) -> HeadRotation:
+        return HeadRotation(self._ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def pack_tables(
         self, model: Decoder, embedding_part: Part, head_part: Part | None, source: WeightSource | None

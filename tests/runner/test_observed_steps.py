@@ -65,7 +65,7 @@ def test_a_program_is_wired_anew_when_the_model_was_compiled_again() -> None:
     log: list[str] = []
 
     def compiled(name: str) -> CompiledModel:
-        def rewire(wrap_piece: WrapPiece, wrap_call: WrapCall) -> object:
+        def rewire(wrap_piece: WrapPiece, wrap_call: WrapCall, wrap_fused: object) -> object:
             log.append(name)
             piece = wrap_piece(lambda arguments: [arguments[1] + 1])
             return lambda x, _: piece([x.size(0), x])[0]

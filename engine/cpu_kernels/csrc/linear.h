@@ -29,7 +29,17 @@ namespace pageloom {
 inline constexpr int64_t kPanel = 32;  // outputs of a panel
 inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale in the group formats
 
-enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6 };
+// kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
+enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kRotate = 7 };
+
+// RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + head_dim / 2). Before it an RMSNorm of each head
+// where there are weights (with the problem's norm_eps, rounded as engine.models.layers.RMSNorm). Sums in float32.
+struct HeadRotation {
+  const uint16_t* rope;  // bf16 [rows][head_dim]: cosines, then sines; rows rope_stride elements apart
+  int64_t rope_stride, q_heads, k_heads, head_dim;
+  const uint16_t* q_norm;  // bf16 [head_dim], or null: both or none
+  const uint16_t* k_norm;
+};
 
 struct LinearProblem {
   int64_t rows, n, k;  // n: rows of the weight matrix (gated: gate and up together)
@@ -47,6 +57,7 @@ struct LinearProblem {
   bool wide;   // out is float32, holding the values rounded to bf16
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;
+  HeadRotation rotation;  // of Format::kRotate; the output may be x itself
 };
 
 // Rows as a kernel multiplies them, made once per call by `prepare`.
@@ -86,7 +97,8 @@ struct LinearKernels {
 #define PAGELOOM_DECLARE_LINEAR(isa)                   \
   const LinearKernels* linear_bf16_##isa();            \
   const LinearKernels* linear_int8_##isa();            \
-  const LinearKernels* linear_group_##isa(Format format);
+  const LinearKernels* linear_group_##isa(Format format); \
+  const LinearKernels* rotate_heads_##isa();
 PAGELOOM_DECLARE_LINEAR(portable)
 PAGELOOM_DECLARE_LINEAR(avx2)
 PAGELOOM_DECLARE_LINEAR(avx512)

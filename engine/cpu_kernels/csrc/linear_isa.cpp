@@ -13,7 +13,8 @@ namespace pageloom {
 #define PAGELOOM_WEAK_LINEAR(isa)                                \
   extern const LinearKernels* linear_bf16_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* linear_int8_##isa() PAGELOOM_WEAK; \
-  extern const LinearKernels* linear_group_##isa(Format format) PAGELOOM_WEAK;
+  extern const LinearKernels* linear_group_##isa(Format format) PAGELOOM_WEAK; \
+  extern const LinearKernels* rotate_heads_##isa() PAGELOOM_WEAK;
 PAGELOOM_WEAK_LINEAR(portable)
 PAGELOOM_WEAK_LINEAR(avx2)
 PAGELOOM_WEAK_LINEAR(avx512)
@@ -23,7 +24,7 @@ PAGELOOM_WEAK_LINEAR(amx)
 
 namespace {
 
-constexpr int kFormats = 7;
+constexpr int kFormats = 8, kRotate = 7;
 
 #if defined(__x86_64__) && defined(__linux__)
 // Whether the CPU has bf16 and int8 tiles, and the kernel lets this process (all its threads) use their registers.
@@ -40,6 +41,7 @@ struct Family {
   const LinearKernels* (*bf16)();
   const LinearKernels* (*int8)();
   const LinearKernels* (*group)(Format);
+  const LinearKernels* (*rotate)();
 };
 
 bool cpu_has(int64_t isa) {
@@ -62,12 +64,12 @@ bool cpu_has(int64_t isa) {
 
 Family family_of(int64_t isa) {
   switch (isa) {
-    case kPortable: return {linear_bf16_portable, linear_int8_portable, linear_group_portable};
-    case kAvx2: return {linear_bf16_avx2, linear_int8_avx2, linear_group_avx2};
-    case kAvx512: return {linear_bf16_avx512, linear_int8_avx512, linear_group_avx512};
-    case kAvx512Vnni: return {linear_bf16_avx512vnni, linear_int8_avx512vnni, linear_group_avx512vnni};
-    case kAvx512Bf16: return {linear_bf16_avx512bf16, linear_int8_avx512bf16, linear_group_avx512bf16};
-    case kAmx: return {linear_bf16_amx, linear_int8_amx, linear_group_amx};
+    case kPortable: return {linear_bf16_portable, linear_int8_portable, linear_group_portable, rotate_heads_portable};
+    case kAvx2: return {linear_bf16_avx2, linear_int8_avx2, linear_group_avx2, rotate_heads_avx2};
+    case kAvx512: return {linear_bf16_avx512, linear_int8_avx512, linear_group_avx512, rotate_heads_avx512};
+    case kAvx512Vnni: return {linear_bf16_avx512vnni, linear_int8_avx512vnni, linear_group_avx512vnni, rotate_heads_avx512vnni};
+    case kAvx512Bf16: return {linear_bf16_avx512bf16, linear_int8_avx512bf16, linear_group_avx512bf16, rotate_heads_avx512bf16};
+    case kAmx: return {linear_bf16_amx, linear_int8_amx, linear_group_amx, rotate_heads_amx};
     default: return {};
   }
 }
@@ -84,7 +86,9 @@ struct Table {
         const LinearKernels* own = nullptr;
         if (available[isa] && format == 0 && family.bf16 != nullptr) own = family.bf16();
         if (available[isa] && format == 1 && family.int8 != nullptr) own = family.int8();
-        if (available[isa] && format >= 2 && family.group != nullptr) own = family.group(static_cast<Format>(format));
+        if (available[isa] && format == kRotate && family.rotate != nullptr) own = family.rotate();
+        if (available[isa] && format >= 2 && format < kRotate && family.group != nullptr)
+          own = family.group(static_cast<Format>(format));
         widest[isa][format] = own != nullptr ? own : widest[isa - 1][format];
       }
     }

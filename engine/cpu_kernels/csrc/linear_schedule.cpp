@@ -21,10 +21,12 @@ constexpr int64_t kBytesPerNs = 24, kProductsPerNs = 100;
 constexpr int64_t kOwnRowsElements = 1 << 13;  // rows this small are prepared by each thread for itself
 constexpr int64_t kPrepareRows = 8;            // rows that a thread prepares at once where they are shared
 constexpr int64_t kMinChunkRows = 64;          // where rows are split as well as panels
+constexpr int64_t kRotateElements = 1 << 14;   // fewer elements of heads are rotated by one thread
 constexpr int64_t kChunkElements = 3 << 17;    // inputs of a chunk of rows: they stay in the cache of their thread
 constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
 constexpr int64_t kStreamedPanels = 8;  // as many streams of them at once as the kernels open
 constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
+constexpr int64_t kAheadBytes = 1 << 18;       // of the next layer's weights, asked for while others end this one
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -87,16 +89,28 @@ struct alignas(64) Range {
   }
 };
 
-struct LinearRun {
+// One layer of a run: what its threads share.
+struct Phase {
   const LinearProblem& problem;
   const LinearKernels& kernels;
-  int64_t panels, row_chunks, workers, step;
-  Range* ranges;
-  const OperandLayout* layout;  // null: x itself is what kernels read
-  char* shared;                 // prepared rows of all threads; null: each has its own
-  int64_t scratch_bytes;
+  OperandLayout layout;
+  bool as_is;  // x itself is what kernels read
+  int64_t panels, row_chunks, units, workers, step, scratch_bytes;
+  Range* ranges = nullptr;
+  char* shared = nullptr;  // prepared rows of all threads; null: each has its own
+  alignas(64) std::atomic<int64_t> next_row{0};
+  std::atomic<int64_t> rows_ready{0};
+  alignas(64) std::atomic<int64_t> units_done{0};
+
+  Phase(const LinearLayer& layer, int64_t threads);
+  bool own_rows() const { return !as_is && (workers == 1 || problem.rows * problem.k <= kOwnRowsElements); }
+  int64_t thread_bytes() const { return scratch_bytes + (own_rows() ? layout.bytes() : 0); }
+};
+
+struct LinearRun {
+  Phase* phases;
+  int64_t count, thread_bytes;
   std::atomic<int64_t> arrived{0};
-  std::atomic<int64_t> next_row{0}, rows_ready{0};
 };
 
 void relax(int64_t round) {
@@ -107,78 +121,127 @@ void relax(int64_t round) {
 }
 
 // Whoever claimed rows is running, so waiting for them ends.
-void prepare_together(LinearRun& run, const Operand& operand) {
-  const int64_t rows = run.problem.rows;
-  for (int64_t begin; (begin = run.next_row.fetch_add(kPrepareRows, std::memory_order_relaxed)) < rows;) {
+void prepare_together(Phase& phase, const Operand& operand) {
+  const int64_t rows = phase.problem.rows;
+  for (int64_t begin; (begin = phase.next_row.fetch_add(kPrepareRows, std::memory_order_relaxed)) < rows;) {
     const int64_t end = std::min(rows, begin + kPrepareRows);
-    run.kernels.prepare(run.problem, operand, begin, end);
-    run.rows_ready.fetch_add(end - begin, std::memory_order_release);
+    phase.kernels.prepare(phase.problem, operand, begin, end);
+    phase.rows_ready.fetch_add(end - begin, std::memory_order_release);
   }
-  for (int64_t round = 0; run.rows_ready.load(std::memory_order_acquire) < rows; ++round) relax(round);
+  for (int64_t round = 0; phase.rows_ready.load(std::memory_order_acquire) < rows; ++round) relax(round);
 }
 
 // Units are panels of the first chunk of rows, then of the second, and so on.
-void compute_units(LinearRun& run, const Operand& operand, int64_t begin, int64_t end, void* scratch) {
-  const int64_t rows = run.problem.rows;
+void compute_units(const Phase& phase, const Operand& operand, int64_t begin, int64_t end, void* scratch) {
+  const int64_t rows = phase.problem.rows, chunks = phase.row_chunks;
   while (begin < end) {
-    const int64_t chunk = begin / run.panels, first = begin % run.panels;
-    const int64_t count = std::min(end - begin, run.panels - first);
-    run.kernels.compute(run.problem, operand, rows * chunk / run.row_chunks, rows * (chunk + 1) / run.row_chunks, first,
-                        first + count, scratch);
+    const int64_t chunk = begin / phase.panels, first = begin % phase.panels;
+    const int64_t count = std::min(end - begin, phase.panels - first);
+    phase.kernels.compute(phase.problem, operand, rows * chunk / chunks, rows * (chunk + 1) / chunks, first,
+                          first + count, scratch);
     begin += count;
+  }
+}
+
+// `me` among the phase's workers: its share, and then what others have not begun.
+void take_part(Phase& phase, int64_t me, char* memory) {
+  const LinearProblem& p = phase.problem;
+  Operand operand{OperandKind::kBFloat16, p.x, p.x_stride, nullptr, nullptr};
+  if (phase.own_rows()) {
+    operand = phase.layout.at(memory + phase.scratch_bytes);
+    phase.kernels.prepare(p, operand, 0, p.rows);
+  } else if (!phase.as_is) {
+    operand = phase.layout.at(phase.shared);
+    prepare_together(phase, operand);
+  }
+  for (int64_t i = 0; i < phase.workers; ++i) {
+    Range& range = phase.ranges[(me + i) % phase.workers];
+    for (int64_t begin, end; range.claim(phase.step, begin, end);) {
+      compute_units(phase, operand, begin, end, memory);
+      phase.units_done.fetch_add(end - begin, std::memory_order_release);
+    }
+  }
+}
+
+// Until all outputs of `phase` are there. The memory is idle meanwhile, so the weights that this thread will read first
+// after it are asked for. Whoever claimed units is running, so waiting for them ends.
+void await(const Phase& phase, const Phase& next, int64_t me) {
+  const int64_t first = me < next.workers ? next.ranges[me].next.load(std::memory_order_relaxed) % next.panels : 0;
+  const uint8_t* const weights = next.problem.weight + first * next.problem.panel_bytes;
+  const int64_t bytes = me < next.workers
+                            ? std::min(kAheadBytes, (next.panels - first) * next.problem.panel_bytes)
+                            : 0;
+  int64_t asked = 0;
+  for (int64_t round = 0; phase.units_done.load(std::memory_order_acquire) < phase.units; ++round) {
+    if (asked < bytes)
+      for (const int64_t stop = std::min(bytes, asked + 4 * 64); asked < stop; asked += 64)
+        __builtin_prefetch(weights + asked, 0, 2);
+    else
+      relax(round);
   }
 }
 
 void worker(void* context) {
   static thread_local Arena arena;
   auto& run = *static_cast<LinearRun*>(context);
-  const LinearProblem& p = run.problem;
-  const bool own = run.layout != nullptr && run.shared == nullptr;
-  char* const memory = arena.reserve(run.scratch_bytes + (own ? run.layout->bytes() : 0));
-  Operand operand{OperandKind::kBFloat16, p.x, p.x_stride, nullptr, nullptr};
-  if (own) {
-    operand = run.layout->at(memory + run.scratch_bytes);
-    run.kernels.prepare(p, operand, 0, p.rows);
-  } else if (run.layout != nullptr) {
-    operand = run.layout->at(run.shared);
-    prepare_together(run, operand);
-  }
+  char* const memory = arena.reserve(run.thread_bytes);
   const int64_t me = run.arrived.fetch_add(1, std::memory_order_relaxed);
-  for (int64_t i = 0; i < run.workers; ++i) {
-    Range& range = run.ranges[(me + i) % run.workers];
-    for (int64_t begin, end; range.claim(run.step, begin, end);) compute_units(run, operand, begin, end, memory);
+  for (int64_t i = 0; i < run.count; ++i) {
+    Phase& phase = run.phases[i];
+    if (me < phase.workers) take_part(phase, me, memory);
+    if (i + 1 < run.count) await(phase, run.phases[i + 1], me);
   }
 }
 
 int64_t workers_for(const LinearProblem& p, int64_t panels, int64_t threads) {
+  if (p.format == Format::kRotate) return p.rows * p.n < kRotateElements ? 1 : threads;
   const int64_t ns = std::max(panels * p.panel_bytes / kBytesPerNs, p.rows * p.k * p.n / kProductsPerNs);
   return ns < kSerialNs ? 1 : std::min(threads, ns / (kSerialNs / 2));
 }
 
 int64_t row_chunks_for(const LinearProblem& p, int64_t panels, int64_t workers) {
+  if (p.format == Format::kRotate) return std::min(p.rows, workers == 1 ? 1 : kUnitsPerThread * workers);
   const int64_t near = ceil_div(p.rows * p.k, kChunkElements), most = std::max<int64_t>(p.rows / kMinChunkRows, 1);
   return std::min(workers == 1 ? near : std::max(near, ceil_div(kUnitsPerThread * workers, panels)), most);
 }
 
+Phase::Phase(const LinearLayer& layer, int64_t threads)
+    : problem(layer.problem),
+      kernels(*layer.kernels),
+      layout(problem, kernels.operand_kind(problem)),
+      as_is(layout.kind == OperandKind::kBFloat16 && problem.norm_weight == nullptr),
+      panels(problem.format == Format::kRotate ? 1 : ceil_div(problem.n, kPanel)) {
+  workers = workers_for(problem, panels, threads);
+  row_chunks = row_chunks_for(problem, panels, workers);
+  units = panels * row_chunks;
+  workers = std::min(workers, units);
+  step = problem.rows <= kStreamedRows ? kStreamedPanels : 2;
+  scratch_bytes = aligned(static_cast<int64_t>(kernels.scratch_bytes(problem)));
+}
+
 }  // namespace
 
-void run_linear(const LinearProblem& problem, const LinearKernels& kernels, const Threads& threads) {
-  static thread_local Arena rows_arena, ranges_arena;
-  if (problem.rows == 0 || problem.n == 0) return;
-  const OperandKind kind = kernels.operand_kind(problem);
-  const OperandLayout layout(problem, kind);
-  const bool as_is = kind == OperandKind::kBFloat16 && problem.norm_weight == nullptr;
-  const int64_t panels = ceil_div(problem.n, kPanel);
-  int64_t workers = workers_for(problem, panels, threads.count);
-  const int64_t row_chunks = row_chunks_for(problem, panels, workers), units = panels * row_chunks;
-  workers = std::min(workers, units);
-  auto* const ranges = reinterpret_cast<Range*>(ranges_arena.reserve(workers * sizeof(Range)));
-  for (int64_t i = 0; i < workers; ++i) new (ranges + i) Range{{units * i / workers}, units * (i + 1) / workers};
-  const int64_t step = problem.rows <= kStreamedRows ? kStreamedPanels : 2;
-  LinearRun run{problem, kernels, panels, row_chunks, workers, step, ranges, as_is ? nullptr : &layout, nullptr, 0};
-  run.scratch_bytes = aligned(static_cast<int64_t>(kernels.scratch_bytes(problem)));
-  if (!as_is && workers > 1 && problem.rows * problem.k > kOwnRowsElements)
-    run.shared = rows_arena.reserve(layout.bytes());
+void run_linears(const LinearLayer* layers, int64_t count, const Threads& threads) {
+  static thread_local Arena rows_arena, phases_arena;
+  if (count == 0 || layers[0].problem.rows == 0) return;
+  const int64_t ranges_bytes = threads.count * static_cast<int64_t>(sizeof(Range));
+  const int64_t phase_bytes = aligned(sizeof(Phase)) + ranges_bytes;
+  char* memory = phases_arena.reserve(count * phase_bytes);
+  auto* const phases = reinterpret_cast<Phase*>(memory);
+  memory += count * aligned(sizeof(Phase));
+  LinearRun run{phases, count, 0};
+  int64_t workers = 1, shared_bytes = 0;
+  for (int64_t i = 0; i < count; ++i, memory += ranges_bytes) {
+    Phase& phase = *new (phases + i) Phase(layers[i], threads.count);
+    phase.ranges = reinterpret_cast<Range*>(memory);
+    for (int64_t w = 0; w < phase.workers; ++w)
+      new (phase.ranges + w) Range{{phase.units * w / phase.workers}, phase.units * (w + 1) / phase.workers};
+    workers = std::max(workers, phase.workers);
+    run.thread_bytes = std::max(run.thread_bytes, phase.thread_bytes());
+    if (!phase.as_is && !phase.own_rows()) shared_bytes = std::max(shared_bytes, phase.layout.bytes());
+  }
+  char* const shared = rows_arena.reserve(shared_bytes);  // of one phase at a time
+  for (int64_t i = 0; i < count; ++i) phases[i].shared = shared;
   if (workers == 1)
     worker(&run);
   else

@@ -29,7 +29,13 @@ struct Threads {
   void (*run)(int64_t threads, void (*body)(void*), void* context);
 };
 
-void run_linear(const LinearProblem& problem, const LinearKernels& kernels, const Threads& threads);
+struct LinearLayer {
+  LinearProblem problem;  // its inputs may be what layers before it put out; all have the same rows, n > 0
+  const LinearKernels* kernels;
+};
+
+// Layers one after another, in one parallel region.
+void run_linears(const LinearLayer* layers, int64_t count, const Threads& threads);
 
 // One output's weights, decoded exactly and rounded to bf16 [k]. `panel` is the panel that holds the output, `output`
 // its place there, 0 to 31. Null where this build cannot decode the format.

@@ -1,0 +1,157 @@
+// What the units that see torch share: tensors checked and taken apart, and torch's own threads (at::parallel_for
+// through the stable ABI), so that no second pool of threads lives in the process.
+#pragma once
+
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "linear_schedule.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace pageloom {
+
+inline void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
+  struct Call {
+    void (*body)(void*);
+    void* context;
+  } call{body, context};
+  const auto trampoline = [](int64_t, int64_t, void* opaque) {
+    auto* c = static_cast<Call*>(opaque);
+    c->body(c->context);  // bodies share the work, so a range that covers several threads still does everything
+  };
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
+}
+
+inline Threads torch_threads() {
+  uint32_t count = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  return {static_cast<int64_t>(count), run_on_torch_threads};
+}
+
+inline bool on_cpu_of(const Tensor& t, ScalarType dtype) {
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device));
+  return device == aoti_torch_device_type_cpu() && t.scalar_type() == dtype;
+}
+
+inline const uint16_t* vector_data(const std::optional<Tensor>& t, int64_t size, const char* op, const char* name) {
+  if (!t.has_value()) return nullptr;
+  STD_TORCH_CHECK(on_cpu_of(*t, ScalarType::BFloat16) && t->dim() == 1 && t->size(0) == size && t->is_contiguous(),
+                  op, ": ", name, " must be contiguous bfloat16 [", size, "]");
+  return static_cast<const uint16_t*>(t->data_ptr());
+}
+
+inline int64_t packed_panel_bytes(const Tensor& weight, int64_t n, const char* op) {
+  STD_TORCH_CHECK(n >= 0 && on_cpu_of(weight, ScalarType::Byte) && weight.dim() == 2 && weight.is_contiguous() &&
+                      weight.size(0) == (n + kPanel - 1) / kPanel,
+                  op, ": weight must be contiguous uint8 [", (n + kPanel - 1) / kPanel,
+                  " panels, panel_bytes] for n = ", n);
+  STD_TORCH_CHECK(weight.size(1) % 64 == 0 && reinterpret_cast<uintptr_t>(weight.data_ptr()) % 64 == 0, op,
+                  ": panels of the weight must start at multiples of 64 bytes");
+  return weight.size(1);
+}
+
+// What a panel of the format takes; 0: k does not fit the format.
+inline int64_t panel_bytes_of(Format format, int64_t k) {
+  switch (format) {
+    case Format::kBFloat16: return k % 2 == 0 ? k * 64 : 0;
+    case Format::kInt8: return k % 4 == 0 ? k * 32 + 256 : 0;
+    case Format::kQ4_0: return k % 32 == 0 ? k / 32 * (512 + 64) : 0;
+    case Format::kQ4_1: return k % 32 == 0 ? k / 32 * (512 + 128) : 0;
+    case Format::kQ8_0: return k % 32 == 0 ? k / 32 * (1024 + 64) : 0;
+    case Format::kQ4K: return k % 256 == 0 ? k / 256 * (8 * 512 + 2 * 256 + 128) : 0;
+    case Format::kQ6K: return k % 256 == 0 ? k / 256 * (12 * 512 + 512 + 64) : 0;
+    case Format::kRotate: return 0;
+  }
+  return 0;
+}
+
+inline Format checked_format(int64_t format, int64_t k, int64_t panel_bytes, const char* op) {
+  STD_TORCH_CHECK(format >= 0 && format <= 6, op, ": unknown weight format ", format);
+  const int64_t expected = panel_bytes_of(static_cast<Format>(format), k);
+  STD_TORCH_CHECK(k > 0 && expected > 0 && expected == panel_bytes, op, ": panels of ", panel_bytes,
+                  " bytes do not hold k = ", k, " inputs in format ", format, " (", expected, " bytes)");
+  return static_cast<Format>(format);
+}
+
+inline Tensor new_output(int64_t rows, int64_t columns, bool wide) {
+  const int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides,
+                                                  wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// A layer's weights and what goes with them; `op`: who asks, for messages.
+struct Matrix {
+  Tensor weight;
+  int64_t n, k, format;
+  std::optional<Tensor> bias, norm_weight;
+  double norm_eps;
+  bool gated, wide;
+};
+
+// The layer without its rows: those, x, residual and out are the caller's to fill in.
+inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
+  LinearProblem p{};
+  p.n = m.n;
+  p.k = m.k;
+  p.panel_bytes = packed_panel_bytes(m.weight, m.n, op);
+  p.format = checked_format(m.format, m.k, p.panel_bytes, op);
+  p.weight = static_cast<const uint8_t*>(m.weight.data_ptr());
+  p.norm_weight = vector_data(m.norm_weight, m.k, op, "norm_weight");
+  p.norm_eps = static_cast<float>(m.norm_eps);
+  p.bias = vector_data(m.bias, m.n, op, "bias");
+  p.gated = m.gated;
+  p.wide = m.wide;
+  STD_TORCH_CHECK(!m.gated || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
+  p.out_stride = m.gated ? m.n / 2 : m.n;
+  STD_TORCH_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");
+  const LinearKernels* kernels = kernels_of(p.format, isa);
+  STD_TORCH_CHECK(kernels != nullptr, op, ": no kernel for format ", m.format, " on ISA ", isa);
+  return {p, kernels};
+}
+
+// Rotation of the heads of rows of n elements, without its rows.
+struct Heads {
+  int64_t n, q_heads, k_heads, head_dim;
+  std::optional<Tensor> q_norm, k_norm;
+  double norm_eps;
+};
+
+inline LinearLayer checked_rotation(const Heads& h, const char* op) {
+  LinearProblem p{};
+  p.format = Format::kRotate;
+  p.n = p.k = p.out_stride = h.n;
+  p.norm_eps = static_cast<float>(h.norm_eps);
+  STD_TORCH_CHECK(h.head_dim > 0 && h.head_dim % 2 == 0 && h.q_heads >= 0 && h.k_heads >= 0 &&
+                      (h.q_heads + h.k_heads) * h.head_dim <= h.n,
+                  op, ": ", h.q_heads, " + ", h.k_heads, " heads of ", h.head_dim, " (even) do not fit rows of ", h.n);
+  STD_TORCH_CHECK(h.q_norm.has_value() == h.k_norm.has_value(), op, ": q_norm and k_norm must both be there, or none");
+  p.rotation.q_heads = h.q_heads;
+  p.rotation.k_heads = h.k_heads;
+  p.rotation.head_dim = h.head_dim;
+  p.rotation.q_norm = vector_data(h.q_norm, h.head_dim, op, "q_norm");
+  p.rotation.k_norm = vector_data(h.k_norm, h.head_dim, op, "k_norm");
+  return {p, kernels_of(Format::kRotate, kAuto)};
+}
+
+// bf16 rows [rows][columns] of a tensor; `stride` becomes the elements between two of them.
+inline const uint16_t* rows_of(const Tensor& t, int64_t columns, int64_t& stride, const char* op, const char* name) {
+  STD_TORCH_CHECK(on_cpu_of(t, ScalarType::BFloat16) && t.dim() == 2 && t.size(1) == columns &&
+                      (t.stride(1) == 1 || columns <= 1),
+                  op, ": ", name, " must be bfloat16 [rows, ", columns,
+                  "] on the CPU, contiguous in its last dimension");
+  stride = t.stride(0);
+  return static_cast<const uint16_t*>(t.data_ptr());
+}
+
+}  // namespace pageloom

@@ -1,0 +1,66 @@
+// A tape: what happens to all rows of a step between two points of a model, as native calls in order. It is made once
+// (its weights, kernels and shapes are checked then) and run for every step, without anybody else's code in between:
+// between two layers a caller's own code would have to come from memory again, because weights stream through the caches.
+#pragma once
+
+#include "linear_schedule.h"
+#include "native_call.h"
+
+namespace pageloom {
+
+// Columns [offset, ...) of a value; value -1: none.
+struct Ref {
+  int64_t value = -1, offset = 0;
+};
+
+struct TapeLayer {
+  LinearLayer layer;  // without rows, x, residual, rope, out
+  Ref x, residual, rope, out;
+};
+
+struct TapeAttention {
+  NativeAttention function;
+  const void* layer;
+  Ref q, k, v, out;
+};
+
+// `count` layers from `first` on in one parallel region; count 0: attention number `first`.
+struct TapeStep {
+  int64_t first, count;
+};
+
+// Where a value's rows are: input number `index`; result number `index`, which the caller keeps; or in scratch memory,
+// `index` bytes a row behind its start (a multiple of 64), where values that are never needed together share a place.
+enum class Place : int64_t { kInput = 0, kResult = 1, kScratch = 2 };
+
+struct TapeValue {
+  int64_t columns;
+  Place place;
+  int64_t index;
+};
+
+// Followed in memory by its values, steps, layers and attentions. Trivially copyable, all of it.
+struct Tape {
+  int64_t bytes, inputs, results, values, steps, layers, attentions;
+  int64_t scratch_bytes;  // a row
+};
+
+const TapeValue* values_of(const Tape& tape);
+const TapeStep* steps_of(const Tape& tape);
+const TapeLayer* layers_of(const Tape& tape);
+const TapeAttention* attentions_of(const Tape& tape);
+int64_t bytes_of(const Tape& tape);
+
+// Rows of a value during a run.
+struct Rows {
+  uint16_t* data;
+  int64_t stride;
+};
+
+// `inputs`, `results`: as many as the tape has. `scratch`: 64-byte aligned, rows * scratch_bytes. `attention_step`:
+// what the attention's functions take. `times`: null, or where the steps' starts and the last one's end go, in
+// nanoseconds of the monotonic clock. Null, or an attention's error.
+const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
+                     const void* attention_step, const Threads& threads, int64_t* times);
+
+}  // namespace pageloom

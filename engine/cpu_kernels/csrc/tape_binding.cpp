@@ -1,0 +1,196 @@
+// Making and running tapes. A tape is a uint8 tensor; whoever holds it holds the weights that it points to.
+#include <algorithm>
+#include <cstring>
+
+#include "binding.h"
+#include "tape.h"
+
+namespace pageloom {
+namespace {
+
+constexpr const char* kMake = "make_tape";
+constexpr const char* kRun = "run_tape";
+
+// Numbers of a program, in order. `engine.cpu_kernels.tape` writes them.
+struct Reader {
+  const std::vector<int64_t>& numbers;
+  const std::vector<Tensor>& tensors;
+  std::vector<TapeValue> values;
+  size_t at = 0;
+
+  int64_t next() {
+    STD_TORCH_CHECK(at < numbers.size(), kMake, ": the program ends early");
+    return numbers[at++];
+  }
+
+  std::optional<Tensor> tensor() {
+    const int64_t index = next();
+    if (index < 0) return std::nullopt;
+    STD_TORCH_CHECK(index < static_cast<int64_t>(tensors.size()), kMake, ": there is no tensor ", index);
+    return tensors[index];
+  }
+
+  Tensor needed_tensor() {
+    const std::optional<Tensor> found = tensor();
+    STD_TORCH_CHECK(found.has_value(), kMake, ": a tensor is missing");
+    return *found;
+  }
+
+  // `columns` of a value.
+  Ref ref(int64_t columns) {
+    const int64_t value = next(), offset = next();
+    STD_TORCH_CHECK(value < 0 || (value < static_cast<int64_t>(values.size()) && offset >= 0 &&
+                                  offset + columns <= values[value].columns),
+                    kMake, ": columns ", offset, " to ", offset + columns, " are not in value ", value);
+    return {value, offset};
+  }
+
+  Ref needed_ref(int64_t columns) {
+    const Ref found = ref(columns);
+    STD_TORCH_CHECK(found.value >= 0, kMake, ": a value is missing");
+    return found;
+  }
+};
+
+TapeLayer read_matrix(Reader& r, double norm_eps, int64_t isa) {
+  Matrix m{};
+  m.weight = r.needed_tensor();
+  m.n = r.next(), m.k = r.next(), m.format = r.next();
+  m.bias = r.tensor();
+  m.norm_weight = r.tensor();
+  m.norm_eps = norm_eps;
+  m.gated = r.next() != 0;
+  TapeLayer t{checked_layer(m, isa, kMake), {}, {}, {}, {}};
+  t.x = r.needed_ref(m.k);
+  t.residual = r.ref(t.layer.problem.out_stride);
+  t.out = r.needed_ref(t.layer.problem.out_stride);
+  return t;
+}
+
+TapeLayer read_rotation(Reader& r, double norm_eps) {
+  Heads h{};
+  h.n = r.next(), h.q_heads = r.next(), h.k_heads = r.next(), h.head_dim = r.next();
+  h.q_norm = r.tensor();
+  h.k_norm = r.tensor();
+  h.norm_eps = norm_eps;
+  TapeLayer t{checked_rotation(h, kMake), {}, {}, {}, {}};
+  t.x = r.needed_ref(h.n);
+  t.rope = r.needed_ref(h.head_dim);
+  t.out = r.needed_ref(h.n);
+  return t;
+}
+
+TapeAttention read_attention(Reader& r) {
+  TapeAttention a{};
+  a.function = reinterpret_cast<NativeAttention>(r.next());
+  a.layer = r.needed_tensor().data_ptr();
+  const int64_t q = r.next(), kv = r.next();
+  a.q = r.needed_ref(q);
+  a.k = r.needed_ref(kv);
+  a.v = r.needed_ref(kv);
+  a.out = r.needed_ref(q);
+  STD_TORCH_CHECK(a.function != nullptr, kMake, ": an attention without a function");
+  return a;
+}
+
+template <class T>
+char* append(char* at, const std::vector<T>& items) {
+  std::memcpy(at, items.data(), items.size() * sizeof(T));
+  return at + items.size() * sizeof(T);
+}
+
+Tensor new_bytes(int64_t size) {
+  const int64_t sizes[1] = {size}, strides[1] = {1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, sizes, strides, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std::vector<double> norm_eps, int64_t isa) {
+  Reader r{program, tensors, {}};
+  Tape tape{};
+  tape.values = r.next();
+  for (int64_t i = 0; i < tape.values; ++i) {
+    const int64_t columns = r.next(), place = r.next(), index = r.next();
+    STD_TORCH_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0, kMake, ": value ", i, " is malformed");
+    r.values.push_back({columns, static_cast<Place>(place), index});
+    tape.inputs += r.values.back().place == Place::kInput;
+    tape.results += r.values.back().place == Place::kResult;
+    if (r.values.back().place == Place::kScratch)
+      tape.scratch_bytes = std::max(tape.scratch_bytes, (index + columns * 2 + 63) / 64 * 64);
+  }
+  for (const TapeValue& v : r.values)
+    STD_TORCH_CHECK(v.place == Place::kScratch ? v.index % 64 == 0
+                                               : v.index < (v.place == Place::kInput ? tape.inputs : tape.results),
+                    kMake, ": a value's index ", v.index, " does not fit its place");
+  std::vector<TapeStep> steps;
+  std::vector<TapeLayer> layers;
+  std::vector<TapeAttention> attentions;
+  size_t eps = 0;
+  for (int64_t left = r.next(); left > 0; --left) {
+    const int64_t count = r.next();
+    steps.push_back({static_cast<int64_t>(count == 0 ? attentions.size() : layers.size()), count});
+    if (count == 0) attentions.push_back(read_attention(r));
+    for (int64_t i = 0; i < count; ++i) {
+      STD_TORCH_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
+      const double layer_eps = norm_eps[eps++];
+      layers.push_back(r.next() == 0 ? read_matrix(r, layer_eps, isa) : read_rotation(r, layer_eps));
+    }
+  }
+  tape.steps = steps.size(), tape.layers = layers.size(), tape.attentions = attentions.size();
+  tape.bytes = bytes_of(tape);
+  Tensor made = new_bytes(tape.bytes);
+  char* const memory = static_cast<char*>(made.data_ptr());
+  std::memcpy(memory, &tape, sizeof tape);
+  append(append(append(append(memory + sizeof tape, r.values), steps), layers), attentions);
+  return made;
+}
+
+// `inputs`: bf16 [rows, columns] each, contiguous in their last dimension.
+// `times`: int64 [steps + 1], filled as `run_tape` says.
+std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attention_step, std::optional<Tensor> times) {
+  STD_TORCH_CHECK(on_cpu_of(made, ScalarType::Byte) && made.numel() >= static_cast<int64_t>(sizeof(Tape)), kRun,
+                  ": not a tape");
+  const auto& tape = *static_cast<const Tape*>(made.data_ptr());
+  STD_TORCH_CHECK(made.numel() == tape.bytes && tape.bytes == bytes_of(tape), kRun, ": not a tape");
+  STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == tape.inputs && tape.inputs > 0, kRun, ": ", inputs.size(),
+                  " inputs, not ", tape.inputs);
+  STD_TORCH_CHECK(!times.has_value() || (on_cpu_of(*times, ScalarType::Long) && times->is_contiguous() &&
+                                         times->numel() == tape.steps + 1),
+                  kRun, ": times must be contiguous int64 [", tape.steps + 1, "]");
+  const int64_t rows = inputs[0].size(0);
+  std::vector<Rows> given(tape.inputs), returned(tape.results);
+  std::vector<Tensor> results(tape.results);
+  for (int64_t i = 0; i < tape.values; ++i) {
+    const TapeValue& v = values_of(tape)[i];
+    if (v.place == Place::kInput) {
+      int64_t stride = 0;
+      const uint16_t* const data = rows_of(inputs[v.index], v.columns, stride, kRun, "an input");
+      STD_TORCH_CHECK(inputs[v.index].size(0) == rows, kRun, ": inputs differ in their rows");
+      given[v.index] = {const_cast<uint16_t*>(data), stride};
+    } else if (v.place == Place::kResult) {
+      results[v.index] = new_output(rows, v.columns, false);
+      returned[v.index] = {static_cast<uint16_t*>(results[v.index].data_ptr()), v.columns};
+    }
+  }
+  const Tensor scratch = new_bytes(rows * tape.scratch_bytes + 64);
+  char* const memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scratch.data_ptr()) + 63) / 64 * 64);
+  const char* error = run_tape(tape, rows, given.data(), returned.data(), memory, attention_step.data_ptr(),
+                               torch_threads(), times.has_value() ? static_cast<int64_t*>(times->data_ptr()) : nullptr);
+  STD_TORCH_CHECK(error == nullptr, kRun, ": ", error);
+  return results;
+}
+
+}  // namespace
+}  // namespace pageloom
+
+STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
+  m.def("make_tape(Tensor[] tensors, int[] program, float[] norm_eps, int isa) -> Tensor");
+  m.def("run_tape(Tensor tape, Tensor[] inputs, Tensor attention_step, Tensor? times) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
+  m.impl("make_tape", TORCH_BOX(&pageloom::make_tape));
+  m.impl("run_tape", TORCH_BOX(&pageloom::run));
+}

@@ -1,0 +1,106 @@
+"""Steps of a flat program that are native calls throughout become one native call (`csrc/tape.h`).
+
+Between two layers an interpreter's own code and data would have to come from memory again, because the weights stream
+through the caches: at one row that is a quarter of a step. Pieces of other operators stay as they are, and so does what
+an observer is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilation.split import Call, Fused, Step
+from compilation.trace import Traced, value_of
+from engine.cpu_kernels.tape_program import (
+    NativeLayerOf,
+    NotNativeError,
+    TapeProgram,
+    is_allocation,
+    is_view,
+    native_name,
+)
+
+logger = logging.getLogger(__name__)
+
+StepOf = Callable[[], Tensor]
+"""the current step, as the attention's native functions take it"""
+
+
+def fuse_native_steps(layer_of: NativeLayerOf, step_of: StepOf) -> Callable[[Traced, Sequence[Step]], Sequence[Step]]:
+    """For `compile_model`: the longest run of steps that are native throughout, as one. What `layer_of` returned is
+    kept as long as the function that was made."""
+
+    def fuse(traced: Traced, steps: Sequence[Step]) -> Sequence[Step]:
+        first, last = _longest_run([_is_native(step, layer_of) for step in steps])
+        if last - first < 2:
+            return steps
+        program = TapeProgram(traced.weights, layer_of)
+        try:
+            for step in steps[first:last]:
+                program.read(step)
+            fused = _fused(program, steps[last:], step_of)
+        except NotNativeError as error:
+            logger.info("layers are called one by one: %s", error)
+            return steps
+        return [*steps[:first], fused, *steps[last:]]
+
+    return fuse
+
+
+def _is_native(step: Step, layer_of: NativeLayerOf) -> bool:
+    if isinstance(step, Call):
+        return isinstance(step.args[-1], int) and layer_of(step.args[-1]) is not None
+    if isinstance(step, Fused):
+        return False
+    nodes = [node for node in step.module.graph.nodes if node.op not in ("placeholder", "output")]
+    return all(native_name(node) or is_allocation(node) or is_view(node) for node in nodes)
+
+
+def _longest_run(flags: Sequence[bool]) -> tuple[int, int]:
+    best = start = 0, 0
+    for index, flag in enumerate(flags):
+        start = (start[0], index + 1) if flag else (index + 1, index + 1)
+        best = max(best, start, key=lambda run: run[1] - run[0])
+    return best
+
+
+def _fused(program: TapeProgram, later: Sequence[Step], step_of: StepOf) -> Fused:
+    read = {node for step in later for node in (step.reads if isinstance(step, Call) else step.inputs)}
+    outputs = tuple(node for node in program.made if node in read)
+    numbers, eps = program.finish(outputs)
+    labels = program.labels()
+    ops = getattr(torch.ops, program.namespace)
+    tape = ops.make_tape.default(program.tensors, numbers, eps, 0)
+    run_tape = ops.run_tape.default
+    shapes = [tuple(int(dim) for dim in _tensor_of(node).shape[1:]) for node in outputs]
+
+    def run(arguments: list[Any], times: Tensor | None) -> Sequence[Tensor]:
+        size, *inputs = arguments
+        arguments.clear()
+        flat = [x if x.dim() == 2 else x.flatten(1) for x in inputs]
+        results = run_tape(tape, flat, step_of(), times)
+        return [
+            result if len(shape) == 1 else result.view(size, *shape)
+            for result, shape in zip(results, shapes, strict=True)
+        ]
+
+    def function(arguments: list[Any], _holds: object = program) -> Sequence[Tensor]:
+        return run(arguments, None)
+
+    def timed(arguments: list[Any]) -> tuple[Sequence[Tensor], list[tuple[str, int]]]:
+        times = torch.empty(len(labels) + 1, dtype=torch.int64)
+        outputs = run(arguments, times)
+        return outputs, list(zip(labels, times.tolist(), strict=False))
+
+    return Fused(tuple(program.inputs), outputs, function, timed, program.weights_of_labels())
+
+
+def _tensor_of(node: Any) -> Tensor:
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return value
