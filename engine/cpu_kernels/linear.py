@@ -79,7 +79,8 @@ class LinearOps:
     packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gated, wide, isa) → bf16
     [rows, n] (gated: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in `native_build.ISAS`.
     rotate_heads(x bf16 [rows, n], rope bf16 [rows, head_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim) →
-    bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before.
+    bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before. Without a rope only
+    those.
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k]. RuntimeError where an argument does
     not fit.
     """
@@ -130,7 +131,7 @@ def _fake_linear(
 
 def _fake_rotation(
     x: torch.Tensor,
-    rope: torch.Tensor,
+    rope: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     norm_eps: float,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from compilation.split import Call, Fused, Step
 from compilation.trace import Traced, value_of
@@ -43,7 +43,7 @@ def fuse_native_steps(layer_of: NativeLayerOf, step_of: StepOf) -> Callable[[Tra
         try:
             for step in steps[first:last]:
                 program.read(step)
-            fused = _fused(program, steps[last:], step_of)
+            fused = _fused(program, traced.output, steps[last:], step_of)
         except NotNativeError as error:
             logger.info("layers are called one by one: %s", error)
             return steps
@@ -69,8 +69,8 @@ def _longest_run(flags: Sequence[bool]) -> tuple[int, int]:
     return best
 
 
-def _fused(program: TapeProgram, later: Sequence[Step], step_of: StepOf) -> Fused:
-    read = {node for step in later for node in (step.reads if isinstance(step, Call) else step.inputs)}
+def _fused(program: TapeProgram, output: fx.Node, later: Sequence[Step], step_of: StepOf) -> Fused:
+    read = {node for step in later for node in (step.reads if isinstance(step, Call) else step.inputs)} | {output}
     outputs = tuple(node for node in program.made if node in read)
     numbers, eps = program.finish(outputs)
     labels = program.labels()

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from attention_backends.interface import NativeLayer
 from compilation.split import Call, Piece, Step
-from compilation.trace import value_of
+from compilation.trace import is_scalar, value_of
 
 NativeLayerOf = Callable[[int], NativeLayer | None]
 
@@ -51,7 +51,7 @@ def is_allocation(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Or a number of the host."""
-    return _name(node) in _VIEWS or not isinstance(value_of(node), (Tensor, tuple, list))
+    return _name(node) in _VIEWS or is_scalar(node)
 
 
 @dataclass
@@ -141,13 +141,15 @@ class TapeProgram:
         x, rope, q_norm, k_norm, eps, q_heads, k_heads, dim = node.args
         weights = [self._weight(argument, sources) for argument in (q_norm, k_norm)]
         reference = self._reference(x, sources)
-        if isinstance(x, fx.Node) and len(x.users) == 1 and not self._values[reference[0]].is_input:
+        assert isinstance(x, fx.Node)
+        fresh = native_name(x) != "" and len(x.users) == 1
+        if fresh and reference == (self._of_storage[_storage(x)], 0):
             self._of_storage[_storage(node)] = reference[0]  # in its place: nobody needs it as it was
             out = reference[0]
         else:
             out = self._new(node)
         numbers = [_ROTATION, _columns(node), q_heads, k_heads, dim, *weights]
-        references = [reference, self._reference(rope, sources), (out, 0)]
+        references = [reference, self._optional(rope, sources), (out, 0)]
         self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, ("rotation",)))  # type: ignore[arg-type, list-item]
 
     def _weight(self, argument: object, sources: Mapping[fx.Node, fx.Node]) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.models.layers import Embedding, Linear, RMSNorm, normalised
-from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear, RowNorm
 from engine.models.rope import rope_table
 from engine.models.spec import DecoderSpec
 
@@ -91,6 +91,7 @@ class Decoder(nn.Module):
     rope: torch.Tensor
     embed_tokens: Embedding | PackedEmbedding
     lm_head: Linear | PackedLinear
+    row_norm: RowNorm | None
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(spec, dtype, device) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self.row_norm = None
         self.lm_head = Linear(
             spec.hidden_size, spec.vocab_size, False, dtype, torch.device("meta") if spec.tie_embeddings else device
         )
@@ -128,7 +130,7 @@ class Decoder(nn.Module):
         rope = self.rope[positions].to(self.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, self.attend, index)
-        final: torch.Tensor = self.norm(hidden)
+        final: torch.Tensor = self.norm(hidden) if self.row_norm is None else self.row_norm(hidden, self.norm)
         return final
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

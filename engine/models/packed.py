@@ -107,6 +107,19 @@ class HeadRotation(nn.Module):
         return rotated
 
 
+class RowNorm(nn.Module):
+    """RMSNorm of whole rows by the same operator."""
+
+    def __init__(self, ops: LinearOps) -> None:
+        super().__init__()
+        self.op = ops.rotate_heads
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x [tokens, hidden], bfloat16."""
+        rows: torch.Tensor = self.op(x, None, norm.weight, norm.weight, norm.eps, 1, 0, x.size(1))
+        return rows
+
+
 class PackedEmbedding(nn.Module):
     """Looks tokens up in a packed matrix [vocabulary, hidden], which the unembedding may share."""
 

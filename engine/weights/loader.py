@@ -106,6 +106,7 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         layer.rotation = packer.rotation(model.spec)
+    model.row_norm = packer.row_norm()
 
 
 def _check(

@@ -18,7 +18,7 @@ from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder
 from engine.models.layers import Embedding, Linear
-from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear, RowNorm
 from engine.models.spec import DecoderSpec
 from engine.weights.source import Part, WeightSource
 
@@ -72,6 +72,9 @@ class Packer:
 
     def rotation(self, spec: DecoderSpec) -> HeadRotation:
         return HeadRotation(self._ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+
+    def row_norm(self) -> RowNorm:
+        return RowNorm(self._ops)
 
     def pack_tables(
         self, model: Decoder, embedding_part: Part, head_part: Part | None, source: WeightSource | None

@@ -255,8 +255,8 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
     linear()
     refused: list[tuple[str, dict[str, object]]] = [
         ("x must be", {"x": x.float()}),
-        ("x must be", {"x": x.T}),
-        ("x must be", {"x": x[0]}),
+        ("x must be", {"x": rand(64, 3).T}),
+        ("x must have two dimensions", {"x": x[0]}),
         ("do not hold k = 62", {"x": x[:, :62]}),
         ("weight must be", {"n": 65}),
         ("weight must be", {"n": 32}),
@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
         ("bias must be", {"bias": rand(63)}),
         ("norm_weight must be", {"norm": rand(64).float()}),
         ("residual must be", {"residual": rand(3, 32)}),
-        ("residual must be", {"residual": rand(2, 64)}),
+        ("residual has 2 rows, x 3", {"residual": rand(2, 64)}),
         ("multiple of 32", {"n": 63, "gated": True}),
         ("not available", {"isa": 99}),
     ]

@@ -23,16 +23,19 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
   return out;
 }
 
-Tensor rotate_heads(Tensor x, Tensor rope, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
+Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
                     int64_t q_heads, int64_t k_heads, int64_t head_dim) {
   static constexpr const char* kOp = "rotate_heads";
   STD_TORCH_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
-  LinearLayer layer = checked_rotation({x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps}, kOp);
+  const Heads heads{x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps, rope.has_value()};
+  LinearLayer layer = checked_rotation(heads, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
   p.x = rows_of(x, p.n, p.x_stride, kOp, "x");
-  p.rotation.rope = rows_of(rope, head_dim, p.rotation.rope_stride, kOp, "rope");
-  STD_TORCH_CHECK(rope.size(0) == p.rows, kOp, ": rope has ", rope.size(0), " rows, x ", p.rows);
+  if (rope.has_value()) {
+    p.rotation.rope = rows_of(*rope, head_dim, p.rotation.rope_stride, kOp, "rope");
+    STD_TORCH_CHECK(rope->size(0) == p.rows, kOp, ": rope has ", rope->size(0), " rows, x ", p.rows);
+  }
   Tensor out = new_output(p.rows, p.n, false);
   p.out = out.data_ptr();
   run_linears(&layer, 1, torch_threads());
@@ -73,7 +76,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
       "packed_linear(Tensor x, Tensor weight, int n, int format, Tensor? bias, Tensor? norm_weight, float norm_eps, "
       "Tensor? residual, bool gated, bool wide, int isa) -> Tensor");
   m.def(
-      "rotate_heads(Tensor x, Tensor rope, Tensor? q_norm, Tensor? k_norm, float norm_eps, int q_heads, int k_heads, "
+      "rotate_heads(Tensor x, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float norm_eps, int q_heads, int k_heads, "
       "int head_dim) -> Tensor");
   m.def("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
   m.def("supported_isas() -> int");

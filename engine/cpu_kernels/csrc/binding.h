@@ -125,6 +125,7 @@ struct Heads {
   int64_t n, q_heads, k_heads, head_dim;
   std::optional<Tensor> q_norm, k_norm;
   double norm_eps;
+  bool rotates;
 };
 
 inline LinearLayer checked_rotation(const Heads& h, const char* op) {
@@ -132,9 +133,10 @@ inline LinearLayer checked_rotation(const Heads& h, const char* op) {
   p.format = Format::kRotate;
   p.n = p.k = p.out_stride = h.n;
   p.norm_eps = static_cast<float>(h.norm_eps);
-  STD_TORCH_CHECK(h.head_dim > 0 && h.head_dim % 2 == 0 && h.q_heads >= 0 && h.k_heads >= 0 &&
-                      (h.q_heads + h.k_heads) * h.head_dim <= h.n,
-                  op, ": ", h.q_heads, " + ", h.k_heads, " heads of ", h.head_dim, " (even) do not fit rows of ", h.n);
+  const int64_t room = h.head_dim > 0 ? h.n / h.head_dim : -1;
+  STD_TORCH_CHECK(h.q_heads >= 0 && h.q_heads <= room && h.k_heads >= 0 && h.k_heads <= room - h.q_heads, op, ": ",
+                  h.q_heads, " + ", h.k_heads, " heads of ", h.head_dim, " do not fit rows of ", h.n);
+  STD_TORCH_CHECK(!h.rotates || h.head_dim % 2 == 0, op, ": heads of ", h.head_dim, " cannot be rotated in pairs");
   STD_TORCH_CHECK(h.q_norm.has_value() == h.k_norm.has_value(), op, ": q_norm and k_norm must both be there, or none");
   p.rotation.q_heads = h.q_heads;
   p.rotation.k_heads = h.k_heads;

@@ -35,7 +35,7 @@ enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ
 // RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + head_dim / 2). Before it an RMSNorm of each head
 // where there are weights (with the problem's norm_eps, rounded as engine.models.layers.RMSNorm). Sums in float32.
 struct HeadRotation {
-  const uint16_t* rope;  // bf16 [rows][head_dim]: cosines, then sines; rows rope_stride elements apart
+  const uint16_t* rope;  // bf16 [rows][head_dim]: cosines, then sines; rows rope_stride elements apart. Null: norm only
   int64_t rope_stride, q_heads, k_heads, head_dim;
   const uint16_t* q_norm;  // bf16 [head_dim], or null: both or none
   const uint16_t* k_norm;

@@ -26,6 +26,7 @@ constexpr int64_t kChunkElements = 3 << 17;    // inputs of a chunk of rows: the
 constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
 constexpr int64_t kStreamedPanels = 8;  // as many streams of them at once as the kernels open
 constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
+constexpr int64_t kSpinRounds = 4096;          // of pauses before others are let run: about 0.15 ms
 constexpr int64_t kAheadBytes = 1 << 18;       // of the next layer's weights, asked for while others end this one
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -113,11 +114,13 @@ struct LinearRun {
   std::atomic<int64_t> arrived{0};
 };
 
+// Who yields early gives its core to other processes for a whole time slice, again and again; who never does may keep the
+// core from the very thread that it waits for.
 void relax(int64_t round) {
 #if defined(__x86_64__)
   _mm_pause();
 #endif
-  if (round % 64 == 63) sched_yield();
+  if (round >= kSpinRounds && round % 64 == 0) sched_yield();
 }
 
 // Whoever claimed rows is running, so waiting for them ends.

@@ -41,7 +41,10 @@ void compute(const LinearProblem& p, const Operand&, int64_t row_begin, int64_t 
         normalise_row(norm, 0, (uint16_t*)scratch);
         from = (const uint16_t*)scratch;
       }
-      rotate(from, r.rope + row * r.rope_stride, r.head_dim, out + head * r.head_dim);
+      if (r.rope == nullptr)
+        memcpy(out + head * r.head_dim, from, r.head_dim * 2);
+      else
+        rotate(from, r.rope + row * r.rope_stride, r.head_dim, out + head * r.head_dim);
     }
     if (out != x) memcpy(out + rotated, x + rotated, (p.n - rotated) * 2);
   }

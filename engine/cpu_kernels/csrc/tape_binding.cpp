@@ -18,6 +18,12 @@ struct Reader {
   std::vector<TapeValue> values;
   size_t at = 0;
 
+  int64_t count() {
+    const int64_t n = next();
+    STD_TORCH_CHECK(n >= 0, kMake, ": a negative count, ", n);
+    return n;
+  }
+
   int64_t next() {
     STD_TORCH_CHECK(at < numbers.size(), kMake, ": the program ends early");
     return numbers[at++];
@@ -73,9 +79,11 @@ TapeLayer read_rotation(Reader& r, double norm_eps) {
   h.q_norm = r.tensor();
   h.k_norm = r.tensor();
   h.norm_eps = norm_eps;
-  TapeLayer t{checked_rotation(h, kMake), {}, {}, {}, {}};
+  TapeLayer t{};
   t.x = r.needed_ref(h.n);
-  t.rope = r.needed_ref(h.head_dim);
+  t.rope = r.ref(h.head_dim);
+  h.rotates = t.rope.value >= 0;
+  t.layer = checked_rotation(h, kMake);
   t.out = r.needed_ref(h.n);
   return t;
 }
@@ -110,7 +118,7 @@ Tensor new_bytes(int64_t size) {
 Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std::vector<double> norm_eps, int64_t isa) {
   Reader r{program, tensors, {}};
   Tape tape{};
-  tape.values = r.next();
+  tape.values = r.count();
   for (int64_t i = 0; i < tape.values; ++i) {
     const int64_t columns = r.next(), place = r.next(), index = r.next();
     STD_TORCH_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0, kMake, ": value ", i, " is malformed");
@@ -120,16 +128,21 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
     if (r.values.back().place == Place::kScratch)
       tape.scratch_bytes = std::max(tape.scratch_bytes, (index + columns * 2 + 63) / 64 * 64);
   }
-  for (const TapeValue& v : r.values)
+  std::vector<bool> taken(tape.results);
+  for (const TapeValue& v : r.values) {
     STD_TORCH_CHECK(v.place == Place::kScratch ? v.index % 64 == 0
                                                : v.index < (v.place == Place::kInput ? tape.inputs : tape.results),
                     kMake, ": a value's index ", v.index, " does not fit its place");
+    if (v.place != Place::kResult) continue;
+    STD_TORCH_CHECK(!taken[v.index], kMake, ": two values are result ", v.index);
+    taken[v.index] = true;
+  }
   std::vector<TapeStep> steps;
   std::vector<TapeLayer> layers;
   std::vector<TapeAttention> attentions;
   size_t eps = 0;
-  for (int64_t left = r.next(); left > 0; --left) {
-    const int64_t count = r.next();
+  for (int64_t left = r.count(); left > 0; --left) {
+    const int64_t count = r.count();
     steps.push_back({static_cast<int64_t>(count == 0 ? attentions.size() : layers.size()), count});
     if (count == 0) attentions.push_back(read_attention(r));
     for (int64_t i = 0; i < count; ++i) {
@@ -138,6 +151,7 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
       layers.push_back(r.next() == 0 ? read_matrix(r, layer_eps, isa) : read_rotation(r, layer_eps));
     }
   }
+  STD_TORCH_CHECK(r.at == program.size() && eps == norm_eps.size(), kMake, ": the program goes on behind its end");
   tape.steps = steps.size(), tape.layers = layers.size(), tape.attentions = attentions.size();
   tape.bytes = bytes_of(tape);
   Tensor made = new_bytes(tape.bytes);
@@ -159,6 +173,7 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attentio
   STD_TORCH_CHECK(!times.has_value() || (on_cpu_of(*times, ScalarType::Long) && times->is_contiguous() &&
                                          times->numel() == tape.steps + 1),
                   kRun, ": times must be contiguous int64 [", tape.steps + 1, "]");
+  STD_TORCH_CHECK(inputs[0].dim() > 0, kRun, ": an input must be bfloat16 rows, not a scalar");
   const int64_t rows = inputs[0].size(0);
   std::vector<Rows> given(tape.inputs), returned(tape.results);
   std::vector<Tensor> results(tape.results);

@@ -1,0 +1,176 @@
+"""Tapes written by hand, number by number, and a function in the place of a layer's attention."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.linear import LinearOps
+
+INPUT, RESULT, SCRATCH = range(3)
+NONE = (-1, 0)
+Ref = tuple[int, int]
+"""a value, and its first column that is meant"""
+STEP = torch.zeros(1, dtype=torch.uint8)
+"""what tapes without attention are run with"""
+
+
+class NativeRows(ctypes.Structure):
+    """`pageloom::NativeRows`."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("k", ctypes.c_void_p),
+        ("k_stride", ctypes.c_int64),
+        ("v", ctypes.c_void_p),
+        ("v_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+    )
+
+
+NativeAttention = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(NativeRows))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A packed layer, and what `packed_linear` takes beside it."""
+
+    packed: Tensor
+    n: int
+    k: int
+    format: Format
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+
+@dataclass(frozen=True)
+class Heads:
+    q: int
+    k: int
+    dim: int
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+    @property
+    def columns(self) -> int:
+        return (self.q + 2 * self.k) * self.dim
+
+
+@dataclass
+class TapeBuilder:
+    """Values and steps in the order in which they are called for; `together` layers share a parallel region."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    steps: list[list[int]] = field(default_factory=list)
+    """numbers of each, its count first"""
+    eps: list[float] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+    scratch_end: int = 0
+
+    def value(self, columns: int, place: int, index: int | None = None) -> int:
+        """`index` None: the next of its place."""
+        if index is None:
+            index = self.scratch_end if place == SCRATCH else self.counts.get(place, 0)
+        self.counts[place] = self.counts.get(place, 0) + 1
+        if place == SCRATCH:
+            self.scratch_end = max(self.scratch_end, -(-(index + 2 * columns) // 64) * 64)
+        self.values += [columns, place, index]
+        return len(self.values) // 3 - 1
+
+    def _tensor(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return -1
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _layer(self, numbers: list[int], eps: float, alone: bool) -> None:
+        if alone or not self.steps or self.steps[-1][0] == 0:
+            self.steps.append([0])
+        self.steps[-1][0] += 1
+        self.steps[-1] += numbers
+        self.eps.append(eps)
+
+    def matrix(self, w: Weights, x: Ref, out: Ref, residual: Ref = NONE, *, alone: bool = False) -> None:
+        numbers = [0, self._tensor(w.packed), w.n, w.k, int(w.format), self._tensor(w.bias), self._tensor(w.norm)]
+        self._layer([*numbers, int(w.gated), *x, *residual, *out], w.eps, alone)
+
+    def rotation(self, h: Heads, x: Ref, rope: Ref, out: Ref, *, alone: bool = False) -> None:
+        norms = h.norms or (None, None)
+        numbers = [1, h.columns, h.q, h.k, h.dim, *(self._tensor(norm) for norm in norms)]
+        self._layer([*numbers, *x, *rope, *out], h.eps, alone)
+
+    def attention(self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref]) -> None:
+        numbers = [0, function, self._tensor(layer), *q_kv]
+        self.steps.append([*numbers, *(number for ref in refs for number in ref)])
+
+    @property
+    def program(self) -> list[int]:
+        steps = [number for step in self.steps for number in step]
+        return [len(self.values) // 3, *self.values, len(self.steps), *steps]
+
+    def make(self, ops: LinearOps, program: list[int] | None = None) -> Tensor:
+        tape: Tensor = tape_ops(ops).make_tape(self.tensors, self.program if program is None else program, self.eps, 0)
+        return tape
+
+
+def tape_ops(ops: LinearOps) -> Any:
+    return getattr(torch.ops, ops.packed_linear.namespace)
+
+
+def run_tape(
+    ops: LinearOps, tape: Tensor, inputs: Sequence[Tensor], step: Tensor = STEP, times: Tensor | None = None
+) -> list[Tensor]:
+    results: list[Tensor] = tape_ops(ops).run_tape(tape, list(inputs), step, times)
+    return results
+
+
+def linear(ops: LinearOps, w: Weights, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The layer alone."""
+    y: Tensor = ops.packed_linear(x, w.packed, w.n, int(w.format), w.bias, w.norm, w.eps, residual, w.gated, False, 0)
+    return y
+
+
+def rotated(ops: LinearOps, h: Heads, x: Tensor, rope: Tensor) -> Tensor:
+    norms = h.norms or (None, None)
+    y: Tensor = ops.rotate_heads(x, rope, *norms, h.eps, h.q, h.k, h.dim)
+    return y
+
+
+def rows_at(address: int, stride: int, rows: int, columns: int) -> Tensor:
+    """bf16 [rows, columns], that memory itself."""
+    size = (rows - 1) * stride + columns
+    flat = torch.frombuffer((ctypes.c_uint16 * size).from_address(address), dtype=torch.bfloat16)
+    return flat.as_strided((rows, columns), (stride, 1))
+
+
+class PretendAttention:
+    """Calls `attend(layer, step, rows)` in the place of an attention; the error that it returns goes back."""
+
+    def __init__(self, attend: Callable[[int, int, NativeRows], bytes | None]) -> None:
+        self._kept: list[ctypes.Array[ctypes.c_char]] = []
+
+        def called(layer: int, step: int, rows: Any) -> int | None:
+            error = attend(layer, step, rows.contents)
+            if error is None:
+                return None
+            self._kept.append(ctypes.create_string_buffer(error))
+            return ctypes.addressof(self._kept[-1])
+
+        self._called = NativeAttention(called)
+        self.address: int = ctypes.cast(self._called, ctypes.c_void_p).value or 0
