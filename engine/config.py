@@ -35,6 +35,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_mixed_prefill_tokens: int | None = None
+    """of a step in which other sequences decode, whose next token waits for the whole of it"""
     max_waiting: int = 4096
     block_size: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
@@ -97,6 +99,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int
     policy: Policy = "fcfs"
     async_scheduling: bool = True
+    max_mixed_prefill_tokens: int | None = None
+    """of the budget, for prompts beside sequences that decode; None: all of it"""
 
 
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_mixed_prefill_tokens: int | None = None,
         max_waiting: int = 4096,
         block_size: int | None = None,
         kv_cache_dtype: KVCacheDType = "auto",

@@ -63,6 +63,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
     group.add_argument(
+        "--max-mixed-prefill-tokens", type=int, help="tokens of prompts in a step that makes others' next tokens, too"
+    )
+    group.add_argument(
         "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
     )
     group.add_argument("--block-size", type=int, help="tokens per KV block")

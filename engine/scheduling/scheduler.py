@@ -140,6 +140,8 @@ class Scheduler:
         """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
         preempted = False
         for decoding in (True, False):
+            if not decoding and draft.tentative:
+                self._spare_those_who_decode(draft)
             index = 0
             while index < len(self._running) and draft.budget > 0:
                 seq = self._running[index]
@@ -161,6 +163,11 @@ class Scheduler:
         for seq, (query_len, growth) in draft.tentative.items():
             self._place(draft, seq, query_len, growth)
         return preempted
+
+    def _spare_those_who_decode(self, draft: StepDraft) -> None:
+        """They wait for the whole step, so prompts get less of it."""
+        if self._config.max_mixed_prefill_tokens is not None:
+            draft.budget = min(draft.budget, self._config.max_mixed_prefill_tokens)
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""

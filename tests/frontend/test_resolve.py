@@ -37,6 +37,7 @@ def test_defaults_on_a_cpu(model: ModelDescription) -> None:
     config = _resolve(model)
     assert (config.device.kind, config.device.threads, config.model.dtype) == ("cpu", 4, "bfloat16")
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (128, 2048)
+    assert config.scheduler.max_mixed_prefill_tokens == 1024
     assert (config.compile.mode, config.compile.graphs, config.cache.block_size) == ("pieces", "none", 16)
     assert config.model.max_model_len == config.scheduler.max_model_len == MAX_POSITION
     assert config.model.path == config.model.tokenizer == "/data/models/tiny-llama"
@@ -47,6 +48,7 @@ def test_defaults_on_a_gpu(model: ModelDescription) -> None:
     config = _resolve(model, H100)
     assert (config.device.kind, config.model.dtype) == ("cuda", "bfloat16")
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
+    assert config.scheduler.max_mixed_prefill_tokens is None
     assert _resolve(model, H100, device="cpu").device.kind == "cpu"
 
 
@@ -111,6 +113,12 @@ def test_auto_dtype_is_the_nearest_that_the_device_has(
         ((), {"max_model_len": MAX_POSITION + 1}, ["max_model_len", str(MAX_POSITION)]),
         ((), {"max_model_len": 0}, ["max_model_len"]),
         ((), {"max_num_seqs": 64, "max_num_batched_tokens": 32}, ["max_num_batched_tokens", "max_num_seqs"]),
+        (
+            (),
+            {"max_num_batched_tokens": 256, "max_mixed_prefill_tokens": 257},
+            ["max_mixed_prefill_tokens", "257", "256"],
+        ),
+        ((), {"max_mixed_prefill_tokens": 0}, ["max_mixed_prefill_tokens"]),
         ((), {"kv_cache_memory": PER_TOKEN * 15}, ["kv_cache_memory"]),
         ((), {"kv_cache_memory": PER_TOKEN * 64, "max_model_len": 65}, ["kv_cache_memory", "max_model_len"]),
         ((), {"kv_cache_memory": 2**40}, ["kv_cache_memory"]),
@@ -138,6 +146,8 @@ def test_the_context_shrinks_to_what_the_given_cache_holds(model: ModelDescripti
 
 def test_budget_and_rows_follow_each_other(model: ModelDescription) -> None:
     assert _resolve(model, max_num_batched_tokens=32).scheduler.max_num_seqs == 32
+    assert _resolve(model, max_num_batched_tokens=256).scheduler.max_mixed_prefill_tokens == 256
+    assert _resolve(model, H100, max_mixed_prefill_tokens=64).scheduler.max_mixed_prefill_tokens == 64
     assert _resolve(model, max_num_seqs=4000).scheduler.max_num_batched_tokens == 4000
 
 

@@ -30,6 +30,7 @@ class Loop:
         policy: Policy = "fcfs",
         caching: bool = True,
         max_waiting: int = 1000,
+        mixed: int | None = None,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -37,6 +38,7 @@ class Loop:
             max_model_len=max_model_len,
             max_waiting=max_waiting,
             policy=policy,
+            max_mixed_prefill_tokens=mixed,
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching)

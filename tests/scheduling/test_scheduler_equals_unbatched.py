@@ -61,6 +61,7 @@ def loops(draw: st.DrawFn) -> Loop:
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
+        mixed=draw(st.none() | st.integers(1, 24)),
     )
 
 

@@ -41,6 +41,20 @@ def test_long_prefill_does_not_starve_decodes() -> None:
         assert (decode.query_len, decode.samples, chunk.query_len) == (1, True, 7)
 
 
+def test_prompts_take_less_of_a_step_in_which_others_decode() -> None:
+    loop = Loop(budget=32, rows=4, mixed=5)
+    loop.add("alone", [3] * 20, 30)
+    loop.turn()
+    for name, length in (("half-way", 7), ("next", 2), ("last", 12)):
+        loop.add(name, [length] * length, 1)
+    loop.run()
+    lengths = [[row.query_len for row in plan.rows] for plan in loop.plans]
+    assert lengths[0] == [20]  # nobody waits for it
+    mixed = [plan[1:] for plan in lengths[1:] if len(plan) > 1]
+    assert mixed == [[5], [2, 2, 1], [5], [5], [1]]  # "alone" decodes in each of them
+    assert all(plan[0] == 1 for plan in lengths[1:])
+
+
 def test_high_priority_prefill_does_not_starve_decodes() -> None:
     loop = Loop(budget=8, rows=4, policy="priority")
     loop.add("decoding", [1], 20, priority=5)
