@@ -44,12 +44,16 @@ def pipeline(streams: RecordingStreams, cache_dir: Path, seed: int, graphs: bool
     assert [s.generated for s in greedy] == [dense_greedy(s.prompt, s.num_tokens) for s in greedy]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all: building the native libraries takes far longer than what is tested here."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @settings(deadline=None, max_examples=3)
 @given(seed=st.integers(0, 10**6), graphs=st.booleans())
-def test_conflicting_accesses_of_a_pipeline_are_ordered(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, graphs: bool
-) -> None:
-    pipeline(RecordingStreams(), tmp_path_factory.mktemp("cache"), seed, graphs)
+def test_conflicting_accesses_of_a_pipeline_are_ordered(cache: Path, seed: int, graphs: bool) -> None:
+    pipeline(RecordingStreams(), cache, seed, graphs)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +65,14 @@ def test_conflicting_accesses_of_a_pipeline_are_ordered(
     ],
 )
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_wait_that_is_left_out_is_a_race(
-    tmp_path: Path, missing: tuple[int, str], conflict: str, graphs: bool
-) -> None:
+def test_a_wait_that_is_left_out_is_a_race(cache: Path, missing: tuple[int, str], conflict: str, graphs: bool) -> None:
     with pytest.raises(RaceError, match=conflict):
-        pipeline(RecordingStreams(missing_wait=missing), tmp_path, 1, graphs)
+        pipeline(RecordingStreams(missing_wait=missing), cache, 1, graphs)
 
 
-def test_a_host_that_never_waits_is_a_race(tmp_path: Path) -> None:
+def test_a_host_that_never_waits_is_a_race(cache: Path) -> None:
     with pytest.raises(RaceError, match="by host is not ordered behind"):
-        pipeline(RecordingStreams(host_never_waits=True), tmp_path, 1, graphs=False)
+        pipeline(RecordingStreams(host_never_waits=True), cache, 1, graphs=False)
 
 
 def test_a_landing_copy_outside_the_input_stream_is_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
