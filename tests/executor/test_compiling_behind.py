@@ -216,7 +216,7 @@ def test_tokens_are_the_same_before_and_after_the_swap(
     """A slow compiler whose pieces are the model itself: what may differ is only which program runs."""
     go, runs = threading.Event(), []
 
-    def slow_compiler(module: Any, examples: Any, split_ops: Any, bind: Any, settings: Any, stop: Any) -> CompiledModel:
+    def slow_compiler(module: Any, examples: Any, split_ops: Any, bind: Any, *more: Any) -> CompiledModel:
         assert go.wait(WAIT_S)
         module.set_attention(bind[ATTENTION_OP])
 
