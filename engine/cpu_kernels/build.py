@@ -21,6 +21,7 @@ def sources() -> NativeSources:
         "prologue.h",
         "linear_schedule.h",
         "group_formats.h",
+        "hadamard.h",
         "int_dot.h",
         "prepare_rows.h",
         "binding.h",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.cpu_kernels import gguf_packing
 from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
+from engine.cpu_kernels.rotation import rotate, rotate_back
 
 FORMAT_OF_GGUF: dict[int, Format] = {
     2: Format.Q4_0,
@@ -35,8 +36,9 @@ _HALF_MAX = 65504.0
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """weight: [n, k], any float dtype, k a multiple of 4 → uint8 [panels, panel_bytes]. The scale of an output is its
-    largest magnitude / 127 (clipping gains nothing at 8 bits: the rounding error is far below that of activations).
+    """weight: [n, k], any float dtype, k a multiple of 4 → uint8 [panels, panel_bytes], turned by `rotate_back` as the
+    kernels turn activations by `rotate`. The scale of an output is its largest magnitude / 127 then (clipping gains
+    nothing at 8 bits: the rounding error is far below that of activations).
 
     Raises ValueError: a weight is not finite, or k does not fit.
     """
@@ -71,7 +73,7 @@ def unpack(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
             packed[:, : k * PANEL].contiguous().view(torch.int8).view(-1, k // 4, PANEL, 4).transpose(1, 2).flatten(2)
         )
         scales = packed[:, k * PANEL : (k + 4) * PANEL].contiguous().view(torch.float32)
-        return (values.float() * scales[..., None]).flatten(0, 1)[:n]
+        return rotate((values.float() * scales[..., None]).flatten(0, 1)[:n])
     layout = gguf_packing.LAYOUTS.get(format)
     if layout is None:
         raise ValueError(f"{format.name} is not a quantised format")
@@ -98,7 +100,7 @@ def _pack(rows: Tensor, k: int, format: Format, to_panels: Callable[[Tensor], Te
 
 
 def _int8_panels(weight: Tensor) -> Tensor:
-    weight = weight.float()
+    weight = rotate_back(weight.float())
     largest = weight.abs().amax(2, keepdim=True)
     _check_finite(largest)
     inverse = torch.where(largest > 0, _INT8_LEVELS / largest, 0.0)

@@ -14,6 +14,7 @@ from attention_backends.native_build import ISAS
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
 from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.rotation import rotate, rotate_back
 
 _FORMATS = (Format.INT8, *FORMAT_OF_GGUF.values())
 _EPS = 1e-5
@@ -77,12 +78,17 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _quantised(x: Tensor, format: Format) -> Tensor:
-    """float64 [rows, k]: what int8 activations stand for; one scale a row, or 32 inputs."""
-    groups = x.float().view(x.shape[0], 1 if format == Format.INT8 else -1, x.shape[1] if format == Format.INT8 else 32)
+    """float64 [rows, k]: what int8 activations stand for; one scale a row, which is turned, or 32 inputs."""
+    if format == Format.INT8:
+        return rotate_back(_levels(rotate(x.float()).view(x.shape[0], 1, -1)).view(x.shape))
+    return _levels(x.float().view(x.shape[0], -1, 32)).view(x.shape)
+
+
+def _levels(groups: Tensor) -> Tensor:
     largest = groups.abs().amax(2, keepdim=True)
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)  # 127 / x would round twice
     levels = (groups * inverse).round()
-    return (levels.double() * (largest / 127).double()).view(x.shape)
+    return levels.double() * (largest / 127).double()
 
 
 def _product(layer: _Layer, x: Tensor, isa: str) -> Tensor:
@@ -217,12 +223,13 @@ def test_rows_of_zeros_and_of_extreme_scale(linear_ops: LinearOps, format: Forma
 @_by_isa
 def test_the_largest_integers_do_not_saturate(linear_ops: LinearOps, isa: str) -> None:
     number, k = _number(linear_ops, isa), 8192
-    weight = torch.ones(32, k)
-    weight[1::2] = -1
+    weight = rotate_back(torch.ones(32, k))  # one for every input once it is turned
+    weight[1::2] = -weight[1::2]
     packed = pack_int8(weight)
     layer = _Layer(32, k, Format.INT8, packed, unpack(packed, 32, k, Format.INT8).double())
     for sign in (1.0, -1.0):
-        x = torch.full((17, k), sign).bfloat16()
+        x = rotate_back(torch.full((17, k), sign)).bfloat16()
+        assert bool((rotate(x.float()) == sign).all())
         _assert_near(_run(linear_ops, layer, x, number), _product(layer, x, isa), roundings=0)
 
 

@@ -6,7 +6,8 @@
 // long (a multiple of 64) and holding everything that its outputs need, in the order in which a kernel streams it:
 //
 //   kBFloat16  bf16 [k / 2][32 outputs][2]: what `vdpbf16ps` and AMX (a tile of B: 16 rows, 128 bytes apart) multiply.
-//   kInt8      int8 [k / 4][32][4], then float scale[32], then int32 sum_of_weights[32]. w = scale * q, -127 <= q <= 127.
+//   kInt8      int8 [k / 4][32][4], then float scale[32], then int32 sum_of_weights[32]. w = H scale * q, -127 <= q <= 127,
+//              where H turns every whole 64 inputs of an output's row (hadamard.h).
 //   the group formats, k in groups of 32 (or 256 for the K-quants), for each group, one after another:
 //   kQ4_0      nibbles [4][32][4] (512 bytes): byte [i][o][j] = q[4 i + j] | q[16 + 4 i + j] << 4; then half d[32].
 //              w = d * (q - 8)

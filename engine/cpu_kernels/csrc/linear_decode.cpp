@@ -1,6 +1,8 @@
 // Rows of quantised matrices as bf16, for the embedding that shares its weights with the unembedding: the exact value
 // of each weight in float32, in the order in which engine.weights.gguf_dequant computes it, rounded once.
+#include "epilogue.h"
 #include "group_formats.h"
+#include "hadamard.h"
 #include "linear_schedule.h"
 #include "simd.h"
 
@@ -22,8 +24,17 @@ int nibble_at(const uint8_t* nibbles, int64_t output, int64_t i) {
 void decode_int8(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
   float scale;
   memcpy(&scale, panel + k * kPanel + output * 4, 4);
-  for (int64_t i = 0; i < k; ++i)
-    target[i] = float_to_bf16((float)(int8_t)panel[i / 4 * 4 * kPanel + output * 4 + i % 4] * scale);
+  const auto value = [&](int64_t i) { return (float)(int8_t)panel[i / 4 * 4 * kPanel + output * 4 + i % 4] * scale; };
+  int64_t at = 0;
+  for (; at + kRotated <= k; at += kRotated) {
+    float turned[kRotated];
+    for (int64_t i = 0; i < kRotated; ++i) turned[i] = value(at + i);
+    Rotated x;
+    memcpy(&x, turned, sizeof x);
+    rotate(x);
+    for (int64_t i = 0; i < kRotatedVectors; ++i) store_rounded(target + at + i * VW, x.v[i]);
+  }
+  for (; at < k; ++at) target[at] = float_to_bf16(value(at));
 }
 
 float value(LayoutQ4_0, const uint8_t* group, int64_t output, int64_t i) {

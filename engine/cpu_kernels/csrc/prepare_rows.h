@@ -1,11 +1,12 @@
-// Rows of activations to int8: RMSNorm where the layer has one, then one scale for a row or for 32 inputs. What is
-// quantised are the bf16 values that a bf16 layer would multiply. Every ISA makes the same bits: sums of squares (of
+// Rows of activations to int8: RMSNorm where the layer has one, then one scale for a row, which is turned first
+// (hadamard.h), or for 32 inputs. What is quantised are the bf16 values that a bf16 layer would multiply. Every ISA makes the same bits: sums of squares (of
 // bf16 values: exact products) run over 32 virtual lanes, added in one order.
 //
 // Rows, or groups of 32, with a NaN or an infinity get the scale NaN and zeros; those below 2^-110 count as zeros.
 #pragma once
 
 #include "epilogue.h"
+#include "hadamard.h"
 #include "int_dot.h"
 #include "linear.h"
 
@@ -117,49 +118,63 @@ PAGELOOM_INLINE Quantiser quantiser_of(uint32_t top) {
   return {largest / kLevels, kLevels / largest};
 }
 
-// The block's int8 values, `flip` (0x80 in each byte: offset to unsigned) applied, `count` of them stored.
-PAGELOOM_INLINE void quantise_block(const Block& b, const Quantiser& q, uint8_t flip, int8_t* target, int64_t count,
-                                    vi* levels) {
-  for (int64_t i = 0; i < kBlockVectors; ++i) {
-    const vf scaled = b.v[i] * q.inverse;
+// The int8 values of two vectors or more, `flip` (0x80 in each byte: offset to unsigned) applied, `count` of them stored.
+template <int64_t N>
+PAGELOOM_INLINE void quantise(const vf (&v)[N], const Quantiser& q, uint8_t flip, int8_t* target, int64_t count,
+                              vi (&levels)[N]) {
+  for (int64_t i = 0; i < N; ++i) {
+    const vf scaled = v[i] * q.inverse;
     // 0 * inf is NaN: rows that are not finite have the inverse 0 and become zeros here.
     levels[i] = nearest(scaled == scaled ? scaled : vf{});
   }
 #if defined(__AVX512F__)
-  if (count >= kBlock) {
-    for (int64_t i = 0; i < kBlockVectors; ++i) {
+  if (count >= N * VW) {
+    for (int64_t i = 0; i < N; ++i) {
       const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)levels[i]);
       _mm_storeu_si128((__m128i*)(target + i * VW), _mm_xor_si128(bytes, _mm_set1_epi8((char)flip)));
     }
     return;
   }
 #endif
-  alignas(64) int32_t lanes[kBlock];
+  alignas(64) int32_t lanes[N * VW];
   memcpy(lanes, levels, sizeof lanes);
-  const int64_t stored = count < kBlock ? count : kBlock;
+  const int64_t stored = count < N * VW ? count : N * VW;
   for (int64_t i = 0; i < stored; ++i) target[i] = (int8_t)((uint8_t)lanes[i] ^ flip);
 }
 
-constexpr int64_t kHeld = 4096;  // inputs of a row whose normalised values are kept rather than computed twice
+// Inputs [at, at + 64) of the row, turned where there are as many.
+PAGELOOM_INLINE Rotated load_rotated(const NormedRow& r, int64_t at) {
+  Rotated x;
+  for (int64_t half = 0; half < 2; ++half) {
+    const Block b = load_block(r, at + half * kBlock);
+    for (int64_t i = 0; i < kBlockVectors; ++i) x.v[half * kBlockVectors + i] = b.v[i];
+  }
+  if (at + kRotated <= r.k) rotate(x);
+  return x;
+}
+
+constexpr int64_t kHeld = 4096;  // inputs of a row whose turned values are kept rather than computed twice
 
 // Rows [begin, end) with one scale each.
 PAGELOOM_INLINE void quantise_rows(const pageloom::LinearProblem& p, const pageloom::Operand& target, int64_t begin,
                                    int64_t end, uint8_t flip) {
-  vi levels[kBlockVectors];
-  alignas(64) uint16_t kept[kHeld];
-  const bool keep = p.norm_weight != nullptr && p.k <= kHeld && p.k % kBlock == 0;
+  vi levels[kRotatedVectors];
+  Rotated kept[kHeld / kRotated];
+  const bool keep = p.k <= kHeld;
   for (int64_t row = begin; row < end; ++row) {
-    NormedRow r = open_row(p, row);
+    const NormedRow r = open_row(p, row);
     vu top = {};
-    for (int64_t at = 0; at < p.k; at += kBlock) {
-      const Block b = load_block(r, at);
-      top = larger(top, magnitude(b));
-      for (int64_t i = 0; keep && i < kBlockVectors; ++i) store_bf16(kept + at + i * VW, b.v[i]);
+    for (int64_t at = 0; at < p.k; at += kRotated) {
+      const Rotated x = load_rotated(r, at);
+      for (const vf& v : x.v) top = larger(top, (vu)v & 0x7fffffffu);
+      if (keep) kept[at / kRotated] = x;
     }
-    if (keep) r.x = kept, r.norm_weight = nullptr;
     const Quantiser q = quantiser_of(largest_lane(top));
     int8_t* const to = (int8_t*)target.data + row * target.stride;
-    for (int64_t at = 0; at < p.k; at += kBlock) quantise_block(load_block(r, at), q, flip, to + at, p.k - at, levels);
+    for (int64_t at = 0; at < p.k; at += kRotated) {
+      const Rotated x = keep ? kept[at / kRotated] : load_rotated(r, at);
+      quantise(x.v, q, flip, to + at, p.k - at, levels);
+    }
     const_cast<float*>(target.scales)[row] = q.scale;
   }
 }
@@ -199,7 +214,7 @@ PAGELOOM_INLINE void quantise_groups(const pageloom::LinearProblem& p, const pag
       const Block b = load_block(r, g * kBlock);
       const Quantiser q = quantiser_of(largest_lane(magnitude(b)));
       vi levels[kBlockVectors];
-      quantise_block(b, q, 0, to + g * kBlock, kBlock, levels);
+      quantise(b.v, q, 0, to + g * kBlock, kBlock, levels);
       scales[g] = q.scale;
       const uint32_t bits = group_sum(levels, q.scale, kind, offset);
       memcpy(sums + g, &bits, 4);
