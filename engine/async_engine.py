@@ -34,6 +34,32 @@ logger = logging.getLogger(__name__)
 _COMPILED_POLL_S = 0.05
 
 
+class _News:
+    """Something new for one stream, which alone waits for it. `asyncio.Event` for one: a third of the cost, and every
+    streamed token pays it."""
+
+    __slots__ = ("_come", "_waiter")
+
+    def __init__(self) -> None:
+        self._come = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._come = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> None:
+        """Returns once there is news since the last call."""
+        if not self._come:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._come = False
+
+
 class _Started:
     """All that exists once the engine serves; its own type, so that no field is half there."""
 
@@ -54,7 +80,7 @@ class _Started:
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name)
         self.metrics.stats = CoreStats(compiling=ready.compiling)
-        self.streams: dict[str, asyncio.Event] = {}
+        self.streams: dict[str, _News] = {}
         self.receiver: asyncio.Task[None] | None = None
         self.death: CoreDiedError | None = None
 
@@ -117,14 +143,13 @@ class AsyncEngine:
         self.check_health()
         name = admitted.request_id
         engine.processor.add(admitted, now=arrival, delta=delta)
-        news = engine.streams[name] = asyncio.Event()
+        news = engine.streams[name] = _News()
         try:
             for sequence in admitted.sequences:
                 engine.client.send(sequence)
             finished = False
             while not finished:
-                await news.wait()
-                news.clear()
+                await news.next()
                 # What arrived before the core died is worth having; the news of its death is not lost.
                 output = engine.processor.take(name)
                 error = engine.processor.error(name) or (engine.death if output is None else None)

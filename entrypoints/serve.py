@@ -53,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     import asyncio
 
     from engine.errors import EngineError
+    from entrypoints.server.run import run_loop
 
     try:
-        return asyncio.run(_serve(options))
+        return run_loop(_serve(options))
     except EngineError as error:
         print(f"engine-serve: {error}", file=sys.stderr)
         return 1

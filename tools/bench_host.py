@@ -112,7 +112,7 @@ def serve(model: str, tokenizer: str, port: int, folder: str) -> None:
     """The server process: everything but the model is what `engine-serve` runs."""
     from engine import AsyncEngine
     from entrypoints.serve import build_parser
-    from entrypoints.server.run import listen, serve_engine
+    from entrypoints.server.run import listen, run_loop, serve_engine
 
     args = EngineArgs(
         model=model,
@@ -127,7 +127,7 @@ def serve(model: str, tokenizer: str, port: int, folder: str) -> None:
     )
     engine = AsyncEngine(args, client_factory=lambda c: ProcessClient(c, executor=EXECUTOR))
     options = build_parser().parse_args(["x", "--log-level", "warning"])
-    raise SystemExit(asyncio.run(serve_engine(engine, listen("127.0.0.1", port), options)))
+    raise SystemExit(run_loop(serve_engine(engine, listen("127.0.0.1", port), options)))
 
 
 async def _stream(port: int, path: str, body: dict[str, Any]) -> int:

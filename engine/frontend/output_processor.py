@@ -8,9 +8,9 @@ the text.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.core.wire import SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
@@ -55,7 +55,10 @@ class _Request:
 
     @property
     def ended(self) -> bool:
-        return all(s.finish_reason is not None for s in self.samples)
+        for sample in self.samples:  # noqa: SIM110  # twice for every token: a generator costs as much as all the rest
+            if sample.finish_reason is None:
+                return False
+        return True
 
     def timings(self, now: float) -> RequestTimings:
         return RequestTimings(
@@ -114,7 +117,7 @@ class OutputProcessor:
             finished=request.ended,
             prompt_logprobs=self._prompt_logprobs(request) if asked_prompt else None,
             num_cached_tokens=request.cached_tokens,
-            metrics=copy(request.metrics),
+            metrics=replace(request.metrics),
         )
 
     def finished(self, request_id: str) -> bool:

@@ -41,19 +41,17 @@ class CompletionHandler:
         self.scores: dict[int, CompletionScores] = {}
         self.started: set[int] = set()
 
-    async def stream(self, prompt_index: int, *, delta: bool) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(self, prompt_index: int, *, delta: bool) -> Outputs:
         given = self.prompts[prompt_index]
         prompt: EnginePrompt = given if isinstance(given, str) else {"prompt_token_ids": given}
         if isinstance(given, str) and self.body.add_special_tokens is False:
             ids = await self.context.engine.tokenize(given, add_special_tokens=False)
             prompt = {"prompt": given, "prompt_token_ids": ids}
         name = f"{self.id}-{prompt_index}"
-        async with aclosing(self.context.generate(prompt, self.params, self.body, name, delta=delta)) as outputs:
-            async for output in outputs:
-                yield output
+        return self.context.generate(prompt, self.params, self.body, name, delta=delta)
 
-    def streams(self, *, delta: bool) -> list[Outputs]:
-        return [self.stream(i, delta=delta) for i in range(len(self.prompts))]
+    async def streams(self, *, delta: bool) -> list[Outputs]:
+        return [await self.stream(i, delta=delta) for i in range(len(self.prompts))]
 
     def choice(self, prompt_index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
         """The choice (or, when streaming, what is new of it) for one sample."""
@@ -107,8 +105,13 @@ class CompletionHandler:
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(self.id, self.created, self.context.served_name, choices)
 
+    def _event(self, prompt_index: int, output: RequestOutput, part: CompletionOutput, with_usage: bool) -> bytes:
+        chunk = self.envelope([self.choice(prompt_index, output, part)])
+        chunk.usage = self.usage.usage() if with_usage else None
+        return event(chunk)
+
     async def whole(self) -> Completion:
-        tasks = [asyncio.ensure_future(last(s)) for s in self.streams(delta=False)]
+        tasks = [asyncio.ensure_future(last(s)) for s in await self.streams(delta=False)]
         try:
             outputs = await asyncio.gather(*tasks)
         finally:
@@ -130,12 +133,17 @@ class CompletionHandler:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         each = bool(options and options.continuous_usage_stats)
-        async with aclosing(merge(self.streams(delta=True))) as outputs:
-            async for i, output in outputs:
-                for part in self.take(i, output):
-                    chunk = self.envelope([self.choice(i, output, part)])
-                    chunk.usage = self.usage.usage() if each else None
-                    yield event(chunk)
+        streams = await self.streams(delta=True)
+        if len(streams) == 1:  # nothing to wait for at once: no task between the engine and the client
+            async with aclosing(streams[0]) as only:
+                async for output in only:
+                    for part in self.take(0, output):
+                        yield self._event(0, output, part, each)
+        else:
+            async with aclosing(merge(streams)) as outputs:
+                async for i, output in outputs:
+                    for part in self.take(i, output):
+                        yield self._event(i, output, part, each)
         if options and options.include_usage:
             final = self.envelope([])
             final.usage = self.usage.usage()

@@ -104,7 +104,8 @@ class UsageCount:
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._completion += sum(len(o.token_ids) for o in output.outputs)
+        for part in output.outputs:
+            self._completion += len(part.token_ids)
 
     def drop_completion(self, tokens: int) -> None:
         """Tokens that were generated and are not sent (echo with max_tokens 0)."""

@@ -13,10 +13,13 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
 
 import uvicorn
+import uvloop
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError
@@ -24,7 +27,8 @@ from entrypoints.server.app import create_app
 
 logger = logging.getLogger("pageloom.server")
 
-_TICK_S = 0.25
+_TICK_S = 1.0
+"""for the date in the headers; what is urgent wakes the server"""
 _LAST_ANSWERS_S = 10.0
 """after the engine has ended: for clients that are slow to take the end of their answers"""
 
@@ -48,6 +52,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """As `asyncio.run`, on uvloop: a streamed token costs the front end about half as much."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -61,6 +71,8 @@ class Server(uvicorn.Server):
         self._engine = engine
         self._grace_s = grace_s
         self._ending = False
+        self._woken = asyncio.Event()
+        self._wake: Callable[[], object] = lambda: None
         self.death: CoreDiedError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,8 +91,16 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """uvicorn's wakes ten times a second; an idle server should hardly wake at all."""
+        loop = asyncio.get_running_loop()
+        self._wake = lambda: loop.call_soon_threadsafe(self._woken.set)
         while not await self.on_tick(0):
-            await asyncio.sleep(_TICK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), _TICK_S)
+            self._woken.clear()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._wake()
 
     async def on_tick(self, counter: int) -> bool:
         """Looks after signals, the core and the date in the headers; true ends the server."""
@@ -116,6 +136,7 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
             await engine.start()
         config = uvicorn.Config(
             create_app(engine, engine.served_name, options.api_key, options.allowed_origins),
+            http="httptools",
             log_config=None,
             log_level=options.log_level if options.log_level != "info" else "warning",
             access_log=options.log_level == "debug",

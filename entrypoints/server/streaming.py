@@ -113,11 +113,6 @@ class EventStream(Response):
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several generators as they come, each with its generator's index; all are closed when this one is."""
-    if len(streams) == 1:  # nothing to wait for at once: no queue, and no task between the engine and the client
-        async with contextlib.aclosing(streams[0]) as only:
-            async for first in only:
-                yield 0, first
-        return
     queue: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(maxsize=64)
 
     async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
