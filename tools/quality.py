@@ -212,7 +212,8 @@ def page(doc: dict[str, object], prices: Sequence[Price], left_out: dict[str, st
         lines += [
             "",
             "The checkpoint is a GGUF file, so its weights were quantized before they came here, and the table prices "
-            "what is added to that: running its own blocks adds least, quantizing its decoded values again adds more.",
+            "what is added to that: running its own blocks adds least, and int4 fits its weights back into nearly the "
+            "same 4-bit levels; of a checkpoint with 16-bit weights it takes more.",
         ]
     lines += [""] if left_out else []
     lines += [f"Not measured: {name}: {number_free(reason)}" for name, reason in left_out.items()]
