@@ -18,7 +18,7 @@ def sources() -> NativeSources:
         units=(
             Unit(CSRC / "amx_kernel.cpp", ("amx",)),
             Unit(CSRC / "attention_kernel.cpp", _VECTOR_ISAS, always=("avx2",)),
-            Unit(CSRC / "binding.cpp", sees_torch=True, optimise="-O2"),
+            Unit(CSRC / "binding.cpp", optimise="-O2"),
             Unit(CSRC / "cache.cpp"),
             Unit(CSRC / "plan.cpp"),
             Unit(CSRC / "schedule.cpp"),

@@ -15,9 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from attention_backends.toolchain import (
-    TORCH_INCLUDE,
-    TORCH_LIBRARIES,
-    TORCH_VERSION,
     BuildError,
     KernelLibrary,
     build_once,
@@ -53,6 +50,8 @@ _CPU_FLAGS: dict[str, tuple[str, ...]] = {
 """as /proc/cpuinfo names them"""
 ISAS = ("portable", *_X86_FLAGS)
 """narrowest first; every CPU with avx512bf16 has avx512vnni, every one with amx has both"""
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""libraries that were built when the package was"""
 _SPARE = "-O1"
 _LINK = ("-shared", "-Wl,--no-as-needed")
 
@@ -64,7 +63,6 @@ class Unit:
 
     source: Path
     isas: tuple[str, ...] | None = None
-    sees_torch: bool = False
     optimise: str = "-O3"
     always: tuple[str, ...] = ()
     """of `isas`: taken for some shapes also by a CPU that has wider ones"""
@@ -112,20 +110,27 @@ def cpu_isas() -> frozenset[str] | None:
 
 
 def find_cached(sources: NativeSources, cache_dir: Path) -> KernelLibrary | None:
-    """A library built from exactly these sources for this torch, by whatever compiler; needs no compiler itself."""
-    found = sorted((cache_dir / sources.folder).glob(f"{_source_key(sources)}_*.so"))
-    return _library(sources, found[0]) if found else None
+    """A library built from exactly these sources, by whatever compiler: one that came with the package, or one in the
+    cache. Needs no compiler itself."""
+    for folder in (PREBUILT, cache_dir):
+        found = sorted((folder / sources.folder).glob(f"{_source_key(sources)}_*.so"))
+        if found:
+            return _library(sources, found[0])
+    return None
 
 
 def build(sources: NativeSources, cache_dir: Path, compiler: str | None = None) -> KernelLibrary:
-    """The library from the cache, or compiled now (seconds). Safe against concurrent builds in other processes.
+    """The library that came with the package, from the cache, or compiled now (seconds). Safe against concurrent builds
+    in other processes.
 
-    Raises BuildError: no compiler and nothing cached, or the compiler failed.
+    Raises BuildError: no compiler and nothing built, or the compiler failed.
     """
+    if (built := find_cached(sources, PREBUILT)) is not None:
+        return built
     compiler = compiler or find_compiler()
     if compiler is None:
-        if (cached := find_cached(sources, cache_dir)) is not None:
-            return cached
+        if (built := find_cached(sources, cache_dir)) is not None:
+            return built
         raise BuildError(f"no C++ compiler (g++, c++, clang++) on PATH, and no built library under {cache_dir}")
     target = cache_dir / sources.folder / f"{_source_key(sources)}_{version_hash(compiler)}.so"
     build_once(target, lambda scratch: _compile(sources, compiler, _library(sources, target).namespace, scratch))
@@ -137,13 +142,23 @@ def build_for_this_cpu(sources: NativeSources, cache_dir: Path, compiler: str | 
     return find_cached(sources, cache_dir) or build(sources.for_this_cpu(), cache_dir, compiler)
 
 
+def prebuild(sources: NativeSources) -> KernelLibrary:
+    """Build the library, for every CPU, to be part of the package; takes the place of one of older sources. Raises
+    BuildError."""
+    library = build(sources, PREBUILT)
+    for other in library.path.parent.glob("*"):
+        if other != library.path:
+            other.unlink()
+    return library
+
+
 def _library(sources: NativeSources, path: Path) -> KernelLibrary:
     return KernelLibrary(path, f"{sources.prefix}_{path.stem}")
 
 
 def _source_key(sources: NativeSources) -> str:
-    shape = [(unit.source.name, unit.isas, unit.spare, unit.sees_torch, unit.optimise) for unit in sources.units]
-    settings = (_COMMON, _X86_FLAGS, _LINK, shape, TORCH_VERSION, platform.machine())
+    shape = [(unit.source.name, unit.isas, unit.spare, unit.optimise) for unit in sources.units]
+    settings = (_COMMON, _X86_FLAGS, _LINK, shape, platform.machine())
     files = dict.fromkeys((*(unit.source for unit in sources.units), *sources.headers))
     return hash_of(settings, sorted(files, key=lambda path: path.name))
 
@@ -163,13 +178,20 @@ def _compile(sources: NativeSources, compiler: str, namespace: str, scratch: Pat
             flags += (
                 have if isa is None else [*flags_of[isa], f"-DPAGELOOM_ISA={isa}", f"-DPAGELOOM_KERNELS=kernels_{isa}"]
             )
-            flags += TORCH_INCLUDE if unit.sees_torch else ()
             objects.append(str(scratch / f"{unit.source.stem}_{isa or 'once'}.o"))
             commands.append([compiler, *_COMMON, *flags, "-c", str(unit.source), "-o", objects[-1]])
     run_all(commands, COMPILE_TIMEOUT_S)
     built = scratch / "library.so"
-    run([compiler, *objects, "-o", str(built), *_LINK, *TORCH_LIBRARIES], COMPILE_TIMEOUT_S)
+    run([compiler, *objects, "-o", str(built), *_LINK, *_name_of_torch(compiler, scratch)], COMPILE_TIMEOUT_S)
     return built
+
+
+def _name_of_torch(compiler: str, scratch: Path) -> list[str]:
+    """Options that make a library need libtorch_cpu.so, by a stand-in of that name: the process that loads it has
+    torch, and where it is built there may be none."""
+    stand_in = scratch / "libtorch_cpu.so"
+    run([compiler, "-shared", "-Wl,-soname,libtorch_cpu.so", "-x", "c++", "/dev/null", "-o", str(stand_in)], 60)
+    return [f"-L{scratch}", "-ltorch_cpu"]
 
 
 def _isa_flags() -> dict[str, Sequence[str]]:

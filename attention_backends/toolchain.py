@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 CSRC = Path(__file__).parent / "csrc"
 _TORCH = importlib.util.find_spec("torch")
 TORCH_DIR = Path(_TORCH.origin).parent if _TORCH is not None and _TORCH.origin else Path("torch-is-missing")
-TORCH_VERSION = version("torch") if _TORCH is not None else ""
 TORCH_INCLUDE = ("-isystem", str(TORCH_DIR / "include"))
 TORCH_LIBRARIES = (f"-L{TORCH_DIR / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
 

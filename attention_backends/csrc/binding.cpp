@@ -1,11 +1,6 @@
 // The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through
 // the stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process. Native callers
 // (native_call.h) have the same checks made once a layer and once a step.
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <string.h>
 
 #include <atomic>
@@ -22,9 +17,7 @@
 #include "native_call.h"
 #include "plan.h"
 #include "schedule.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "torch_abi.h"
 
 namespace pageloom {
 namespace {
@@ -80,30 +73,14 @@ const KernelTable* table_of(int64_t isa) {
 const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
   for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i) {
     const KernelTable* table = table_of(i);
-    STD_TORCH_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
+    PAGELOOM_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
     if (i == kAmx && cache.dtype != Dtype::kBFloat16 && cache.dtype != Dtype::kInt8) continue;
     if (table != nullptr && cache.block_size % table->vector_tokens == 0) return *table;
   }
-  STD_TORCH_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
+  PAGELOOM_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
 }
 
-void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
-  struct Call {
-    void (*body)(void*);
-    void* context;
-  } call{body, context};
-  const auto trampoline = [](int64_t, int64_t, void* opaque) {
-    auto* c = static_cast<Call*>(opaque);
-    c->body(c->context);  // bodies share one queue, so a range that covers several threads still does everything
-  };
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
-}
-
-Threads torch_threads() {
-  uint32_t count = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
-  return {static_cast<int64_t>(count), run_on_torch_threads};
-}
+Threads torch_threads() { return {torch_num_threads(), run_on_torch_threads}; }
 
 Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -111,16 +88,16 @@ Dtype dtype_of(const Tensor& t) {
     case ScalarType::BFloat16: return Dtype::kBFloat16;
     case ScalarType::Half: return Dtype::kFloat16;
     case ScalarType::Char: return Dtype::kInt8;
-    default: STD_TORCH_CHECK(false, "attention: the KV cache must be float32, bfloat16, float16 or int8");
+    default: PAGELOOM_CHECK(false, "attention: the KV cache must be float32, bfloat16, float16 or int8");
   }
 }
 
 TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens, const char* name) {
-  STD_TORCH_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
+  PAGELOOM_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
                   " must be [tokens >= ", num_tokens, ", heads, ", cache.head_dim, "]");
-  STD_TORCH_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
+  PAGELOOM_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
   const Dtype wanted = cache.dtype == Dtype::kInt8 ? Dtype::kBFloat16 : cache.dtype;
-  STD_TORCH_CHECK(dtype_of(t) == wanted, "attention: ", name,
+  PAGELOOM_CHECK(dtype_of(t) == wanted, "attention: ", name,
                   " must have the dtype of the KV cache (bfloat16 where that is int8)");
   return {t.data_ptr(), t.stride(0), t.stride(1)};
 }
@@ -128,7 +105,7 @@ TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens,
 // kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim], or padded_dim + 4 (bytes of a scale) where it is
 // int8; the shape states sizes, kernels.h the order inside a block.
 CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
-  STD_TORCH_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
+  PAGELOOM_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
                   "attention: kv_cache must be contiguous and of kv_cache_shape()");
   CacheLayout cache{};
   cache.num_blocks = kv_cache.size(0);
@@ -138,36 +115,36 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
   cache.head_dim = head_dim;
   cache.base = static_cast<char*>(kv_cache.data_ptr());
-  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
+  PAGELOOM_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
                   "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to 256)");
-  STD_TORCH_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
+  PAGELOOM_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
   return cache;
 }
 
 const int32_t* int32_data(const Tensor& t, int64_t count, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.numel() >= count && t.is_contiguous(), "attention: ", name,
+  PAGELOOM_CHECK(t.scalar_type() == ScalarType::Int && t.numel() >= count && t.is_contiguous(), "attention: ", name,
                   " must be a contiguous int32 tensor of at least ", count, " elements");
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
 const int64_t* slots_of(const Tensor& slots, int64_t num_tokens) {
-  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.numel() >= num_tokens && slots.is_contiguous(),
+  PAGELOOM_CHECK(slots.scalar_type() == ScalarType::Long && slots.numel() >= num_tokens && slots.is_contiguous(),
                   "attention: slot_mapping must be a contiguous int64 tensor of at least ", num_tokens, " elements");
   return static_cast<const int64_t*>(slots.data_ptr());
 }
 
 void check_kv_heads(const CacheLayout& cache, const Tensor& k, const Tensor& v) {
-  STD_TORCH_CHECK(k.size(1) == cache.num_kv_heads && v.size(1) == cache.num_kv_heads,
+  PAGELOOM_CHECK(k.size(1) == cache.num_kv_heads && v.size(1) == cache.num_kv_heads,
                   "attention: k and v must have the cache's ", cache.num_kv_heads, " heads");
 }
 
 // The sizes and tables that decide how a call is cut.
 void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
                 int64_t num_seqs) {
-  STD_TORCH_CHECK(num_seqs >= 0, "attention: num_seqs is negative");
+  PAGELOOM_CHECK(num_seqs >= 0, "attention: num_seqs is negative");
   p.query_start_loc = int32_data(query_start_loc, num_seqs + 1, "query_start_loc");
   p.seq_lens = int32_data(seq_lens, num_seqs, "seq_lens");
-  STD_TORCH_CHECK(block_tables.scalar_type() == ScalarType::Int && block_tables.dim() == 2 &&
+  PAGELOOM_CHECK(block_tables.scalar_type() == ScalarType::Int && block_tables.dim() == 2 &&
                       block_tables.size(0) >= num_seqs && (block_tables.stride(1) == 1 || block_tables.size(1) <= 1),
                   "attention: block_tables must be int32 [num_seqs, blocks] with contiguous rows");
   p.block_tables = static_cast<const int32_t*>(block_tables.data_ptr());
@@ -201,7 +178,7 @@ struct Step {
 Layer layer_of(const Tensor& kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window,
                double soft_cap, int64_t isa) {
   const CacheLayout cache = layout_of(kv_cache, head_dim);
-  STD_TORCH_CHECK(cache.num_kv_heads > 0 && num_heads > 0 && num_heads % cache.num_kv_heads == 0,
+  PAGELOOM_CHECK(cache.num_kv_heads > 0 && num_heads > 0 && num_heads % cache.num_kv_heads == 0,
                   "attention: query heads must be a multiple of KV heads");
   return {&layer_tag, cache, num_heads / cache.num_kv_heads, &pick(isa, cache), window, static_cast<float>(scale),
           static_cast<float>(soft_cap)};
@@ -209,10 +186,10 @@ Layer layer_of(const Tensor& kv_cache, int64_t num_heads, int64_t head_dim, doub
 
 Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
              const Tensor& slot_mapping, int64_t num_seqs, int64_t num_tokens, int64_t step) {
-  STD_TORCH_CHECK(num_tokens >= 0, "attention: num_tokens is negative");
+  PAGELOOM_CHECK(num_tokens >= 0, "attention: num_tokens is negative");
   Step made{&step_tag, {}, slots_of(slot_mapping, num_tokens), num_tokens};
   set_tables(made.tables, query_start_loc, seq_lens, block_tables, num_seqs);
-  STD_TORCH_CHECK(num_seqs == 0 || made.tables.query_start_loc[num_seqs] <= num_tokens,
+  PAGELOOM_CHECK(num_seqs == 0 || made.tables.query_start_loc[num_seqs] <= num_tokens,
                   "attention: query_start_loc goes beyond num_tokens");
   made.tables.step = step;
   return made;
@@ -239,10 +216,10 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, isa);
   const Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
   check_kv_heads(layer.cache, k, v);
-  STD_TORCH_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
+  PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
   const char* error = run_layer(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"));
-  STD_TORCH_CHECK(error == nullptr, error);
+  PAGELOOM_CHECK(error == nullptr, error);
 }
 
 // The function of native_call.h.
@@ -277,11 +254,7 @@ int64_t native_attention() {
 template <class T>
 Tensor bytes_of(const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
-  const int64_t size = sizeof(T), stride = 1;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor bytes(handle);
+  Tensor bytes = Tensor::empty({sizeof(T)}, ScalarType::Byte);
   memcpy(bytes.data_ptr(), &value, sizeof(T));
   return bytes;
 }
@@ -289,7 +262,7 @@ Tensor bytes_of(const T& value) {
 Tensor native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window, double soft_cap,
                     int64_t isa) {
   const Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, isa);
-  STD_TORCH_CHECK(layer.cache.dtype == Dtype::kBFloat16 || layer.cache.dtype == Dtype::kInt8,
+  PAGELOOM_CHECK(layer.cache.dtype == Dtype::kBFloat16 || layer.cache.dtype == Dtype::kInt8,
                   "attention: native calls have bfloat16 rows, so the KV cache must be bfloat16 or int8");
   return bytes_of(layer);
 }
@@ -316,7 +289,7 @@ std::tuple<int64_t, int64_t, int64_t> describe_plan(Tensor kv_cache, Tensor quer
   p.window = window;
   Plan plan;
   make_plan(plan, p, pick(isa, p.cache).row_tile);
-  STD_TORCH_CHECK(plan.error == nullptr, plan.error);
+  PAGELOOM_CHECK(plan.error == nullptr, plan.error);
   int64_t shared = 0, keys = 0;
   for (const WorkItem& item : plan.items) shared += item.shared >= 0, keys += item.kv_end - item.kv_begin;
   const int64_t heads = p.cache.num_kv_heads;
@@ -329,21 +302,21 @@ void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
   check_kv_heads(cache, k, v);
   const char* error = run_write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
                                 slots_of(slot_mapping, num_tokens), num_tokens, torch_threads());
-  STD_TORCH_CHECK(error == nullptr, error);
+  PAGELOOM_CHECK(error == nullptr, error);
 }
 
 void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
   const bool is_pairs = pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous();
-  STD_TORCH_CHECK(is_pairs && pairs.scalar_type() == ScalarType::Long,
+  PAGELOOM_CHECK(is_pairs && pairs.scalar_type() == ScalarType::Long,
                   "attention: block pairs must be a contiguous int64 tensor [pairs, 2]");
   const auto* ids = static_cast<const int64_t*>(pairs.data_ptr());
   std::vector<char*> bases;
   std::vector<int64_t> bytes;
   for (const Tensor& cache : kv_caches) {
-    STD_TORCH_CHECK(cache.is_contiguous() && cache.size(0) > 0,
+    PAGELOOM_CHECK(cache.is_contiguous() && cache.size(0) > 0,
                     "attention: copy_blocks needs contiguous, non-empty caches");
     for (int64_t i = 0; i < pairs.numel(); ++i)
-      STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < cache.size(0), "attention: copy_blocks names block ", ids[i], " of ",
+      PAGELOOM_CHECK(ids[i] >= 0 && ids[i] < cache.size(0), "attention: copy_blocks names block ", ids[i], " of ",
                       cache.size(0));
     bases.push_back(static_cast<char*>(cache.data_ptr()));
     bytes.push_back(cache.numel() / cache.size(0) * cache.element_size());
@@ -357,42 +330,42 @@ int64_t supported_isas() {
   return mask;
 }
 
-}  // namespace
-}  // namespace pageloom
-
 // The namespace holds the build's key, so that two builds fit in one process.
-STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
-  m.def(
+const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
+  m.define(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
       "int window, float soft_cap, int isa, int step) -> ()");
-  m.def("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
-  m.def("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
-  m.def(
+  m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
+  m.define("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
+  m.define(
       "describe_plan(Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, int num_seqs, "
       "int group, int window, int isa) -> (int, int, int)");
-  m.def("native_attention() -> int");
-  m.def(
+  m.define("native_attention() -> int");
+  m.define(
       "native_layer(Tensor kv_cache, int num_heads, int head_dim, float scale, int window, float soft_cap, int isa) "
       "-> Tensor");
-  m.def(
+  m.define(
       "native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, "
       "int num_tokens, int step) -> Tensor");
-  m.def("new_step() -> int");
-  m.def("supported_isas() -> int");
-}
+  m.define("new_step() -> int");
+  m.define("supported_isas() -> int");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
-  m.impl("paged_attention", TORCH_BOX(&pageloom::paged_attention));
-  m.impl("write_kv", TORCH_BOX(&pageloom::write_kv));
-  m.impl("copy_blocks", TORCH_BOX(&pageloom::copy_blocks));
-  m.impl("describe_plan", TORCH_BOX(&pageloom::describe_plan));
-  m.impl("native_layer", TORCH_BOX(&pageloom::native_layer));
-  m.impl("native_step", TORCH_BOX(&pageloom::native_step));
-}
+const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
+  m.implement<paged_attention>("paged_attention");
+  m.implement<write_kv>("write_kv");
+  m.implement<copy_blocks>("copy_blocks");
+  m.implement<describe_plan>("describe_plan");
+  m.implement<native_layer>("native_layer");
+  m.implement<native_step>("native_step");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
-  m.impl("native_attention", TORCH_BOX(&pageloom::native_attention));
-  m.impl("new_step", TORCH_BOX(&pageloom::new_step));
-  m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
-}
+const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
+  m.implement<native_attention>("native_attention");
+  m.implement<new_step>("new_step");
+  m.implement<supported_isas>("supported_isas");
+});
+
+}  // namespace
+}  // namespace pageloom

@@ -27,14 +27,15 @@ def sources() -> NativeSources:
         "binding.h",
         "tape.h",
     )
+    shared = ("native_call.h", "simd.h", "torch_abi.h")
     return NativeSources(
         folder="linear-cpu",
         prefix="pageloom_linear",
         units=(  # those that take longest first
             Unit(CSRC / "linear_group.cpp", _QUANTISED_ISAS),
             Unit(CSRC / "linear_int8.cpp", _QUANTISED_ISAS),
-            Unit(CSRC / "binding.cpp", sees_torch=True, optimise="-O1"),
-            Unit(CSRC / "tape_binding.cpp", sees_torch=True, optimise="-O1"),
+            Unit(CSRC / "binding.cpp", optimise="-O1"),
+            Unit(CSRC / "tape_binding.cpp", optimise="-O1"),
             Unit(CSRC / "linear_amx.cpp", ("amx",), optimise="-O2"),
             Unit(CSRC / "linear_bf16.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "rotate_heads.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
@@ -46,7 +47,7 @@ def sources() -> NativeSources:
             Unit(CSRC / "tape.cpp", optimise="-O2"),
             Unit(CSRC / "linear_isa.cpp", optimise="-O1"),
         ),
-        headers=(*(CSRC / name for name in headers), SHARED_CSRC / "simd.h", SHARED_CSRC / "native_call.h"),
+        headers=(*(CSRC / name for name in headers), *(SHARED_CSRC / name for name in shared)),
         include=(CSRC, SHARED_CSRC),
     )
 

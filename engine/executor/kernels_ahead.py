@@ -19,22 +19,20 @@ from engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_TORCH = ("attention_backends.build", "engine.cpu_kernels.build")
+DESCRIPTIONS = ("attention_backends.build", "engine.cpu_kernels.build", "engine.sampling_sources")
 """modules that describe a library (`sources()`) and import nothing heavy"""
-WITH_TORCH = ("engine.sampling.kernels.native",)
-"""those that import torch: theirs begins once that is done, because two threads must not import it at once"""
 
 
 class _Describes(Protocol):
     def sources(self) -> NativeSources: ...
 
 
-def build_ahead(config: EngineConfig, modules: tuple[str, ...]) -> None:
-    """Begin to build what is not cached of the libraries that `modules` describe; returns at once."""
+def build_ahead(config: EngineConfig) -> None:
+    """Begin to build the libraries that are neither cached nor came with the package; returns at once."""
     if config.device.kind != "cpu":
         return
     cache_dir = Path(config.compile.cache_dir)
-    for module in modules:
+    for module in DESCRIPTIONS:
         sources = cast(_Describes, importlib.import_module(module)).sources()
         name = f"build-{sources.folder}"
         threading.Thread(target=_build, args=(sources, cache_dir), name=name, daemon=True).start()

@@ -37,7 +37,7 @@ def test_a_unit_is_built_for_amx_the_widest_other_and_portable(
 
 
 def test_a_unit_that_is_compiled_once_stays_as_it_is() -> None:
-    assert Unit(SOURCE, sees_torch=True).for_cpu(ZEN4) == Unit(SOURCE, sees_torch=True)
+    assert Unit(SOURCE).for_cpu(ZEN4) == Unit(SOURCE)
 
 
 @pytest.fixture

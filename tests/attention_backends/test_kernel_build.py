@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from attention_backends import build as build_module
+from attention_backends import native_build
 from attention_backends.build import build, find_cached, sources
 from attention_backends.cpu import CpuBackend
-from attention_backends.toolchain import BuildError
+from attention_backends.native_build import NativeSources, Unit, prebuild
+from attention_backends.toolchain import CSRC, TORCH_INCLUDE, BuildError, find_compiler, run
+
+
+@pytest.fixture(autouse=True)
+def nothing_came_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "prebuilt")
+    return tmp_path / "prebuilt"
 
 
 def fake_compiler(folder: Path, body: str) -> str:
@@ -49,7 +57,8 @@ def test_concurrent_builds_compile_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     objects = sum(len(unit.isas or (None,)) for unit in sources().units)
-    assert len((tmp_path / "units").read_text().splitlines()) <= objects + 1, "each object and the link, once"
+    units = len((tmp_path / "units").read_text().splitlines())
+    assert units <= objects + 2, "each object, the stand-in of torch and the link, once"
     assert len(list((tmp_path / "cache" / "attention-cpu").glob("*.so"))) == 1
 
 
@@ -95,6 +104,39 @@ def test_changed_sources_and_another_compiler_make_another_library(
 def test_a_compiler_that_does_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="nowhere"):
         build(tmp_path, str(tmp_path / "nowhere"))
+
+
+def tiny_sources(folder: Path, text: str) -> NativeSources:
+    (folder / "one.cpp").write_text(text)
+    return NativeSources(folder="tiny", prefix="tiny", units=(Unit(folder / "one.cpp"),), headers=())
+
+
+def test_what_came_with_the_package_is_taken_before_cache_and_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_came_with_the_package: Path
+) -> None:
+    old = prebuild(tiny_sources(tmp_path, "int one() { return 1; }"))
+    sources = tiny_sources(tmp_path, "int two() { return 2; }")
+    library = prebuild(sources)
+    assert list((nothing_came_with_the_package / "tiny").iterdir()) == [library.path] != [old.path]
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert native_build.build_for_this_cpu(sources, tmp_path / "cache") == library
+    assert native_build.build(sources, tmp_path / "cache") == library
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_declared_of_torchs_abi_is_what_torch_declares(tmp_path: Path) -> None:
+    """Two declarations of a C function that differ do not compile."""
+    unit = tmp_path / "both.cpp"
+    unit.write_text('#include <torch/csrc/stable/c/shim.h>\n#include "torch_abi.h"\n')
+    compiler = find_compiler()
+    assert compiler is not None
+    command = [compiler, "-std=c++20", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{CSRC}"]
+    run([*command, *TORCH_INCLUDE, str(unit)], 120)
+    text = (CSRC / "torch_abi.h").read_text()
+    other = text.replace("TorchError torch_get_num_threads(", "int64_t torch_get_num_threads(")
+    (tmp_path / "torch_abi.h").write_text(other)
+    with pytest.raises(BuildError, match="torch_get_num_threads"):
+        run([*command[:-1], f"-I{tmp_path}", *TORCH_INCLUDE, str(unit)], 120)
 
 
 @pytest.mark.slow

@@ -199,6 +199,7 @@ def test_a_cpu_sampler_is_native_where_it_may_build_and_torch_where_it_cannot(
     assert isinstance(select_kernels(CPU, MAX_VOCAB + 1, native_cache), HostKernels)
     assert isinstance(select_kernels(CPU, 100), HostKernels)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("attention_backends.native_build.PREBUILT", tmp_path / "prebuilt")
     assert isinstance(select_kernels(CPU, 100, tmp_path), HostKernels)
     assert "no C++ compiler" in caplog.text
     with pytest.raises(ValueError, match="vocabularies of 1 to"):

@@ -8,14 +8,14 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
                      std::optional<Tensor> norm_weight, double norm_eps, std::optional<Tensor> residual, bool gated,
                      bool wide, int64_t isa) {
   static constexpr const char* kOp = "packed_linear";
-  STD_TORCH_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
+  PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
   LinearLayer layer = checked_layer({weight, n, x.size(1), format, bias, norm_weight, norm_eps, gated, wide}, isa, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
   p.x = rows_of(x, p.k, p.x_stride, kOp, "x");
   if (residual.has_value()) {
     p.residual = rows_of(*residual, p.out_stride, p.residual_stride, kOp, "residual");
-    STD_TORCH_CHECK(residual->size(0) == p.rows, kOp, ": residual has ", residual->size(0), " rows, x ", p.rows);
+    PAGELOOM_CHECK(residual->size(0) == p.rows, kOp, ": residual has ", residual->size(0), " rows, x ", p.rows);
   }
   Tensor out = new_output(p.rows, p.out_stride, wide);
   p.out = out.data_ptr();
@@ -26,7 +26,7 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
 Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
                     int64_t q_heads, int64_t k_heads, int64_t head_dim) {
   static constexpr const char* kOp = "rotate_heads";
-  STD_TORCH_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
+  PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
   const Heads heads{x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps, rope.has_value()};
   LinearLayer layer = checked_rotation(heads, kOp);
   LinearProblem& p = layer.problem;
@@ -34,7 +34,7 @@ Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> 
   p.x = rows_of(x, p.n, p.x_stride, kOp, "x");
   if (rope.has_value()) {
     p.rotation.rope = rows_of(*rope, head_dim, p.rotation.rope_stride, kOp, "rope");
-    STD_TORCH_CHECK(rope->size(0) == p.rows, kOp, ": rope has ", rope->size(0), " rows, x ", p.rows);
+    PAGELOOM_CHECK(rope->size(0) == p.rows, kOp, ": rope has ", rope->size(0), " rows, x ", p.rows);
   }
   Tensor out = new_output(p.rows, p.n, false);
   p.out = out.data_ptr();
@@ -44,7 +44,7 @@ Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> 
 
 Tensor packed_embedding(Tensor ids, Tensor weight, int64_t n, int64_t k, int64_t format) {
   EmbeddingProblem p{};
-  STD_TORCH_CHECK(on_cpu_of(ids, ScalarType::Long) && ids.dim() == 1 && ids.is_contiguous(),
+  PAGELOOM_CHECK(on_cpu_of(ids, ScalarType::Long) && ids.dim() == 1 && ids.is_contiguous(),
                   "packed_embedding: ids must be contiguous int64 [tokens] on the CPU");
   p.ids = static_cast<const int64_t*>(ids.data_ptr());
   p.tokens = ids.size(0);
@@ -52,12 +52,12 @@ Tensor packed_embedding(Tensor ids, Tensor weight, int64_t n, int64_t k, int64_t
   p.k = k;
   p.panel_bytes = packed_panel_bytes(weight, n, "packed_embedding");
   const DecodeRow decode = row_decoder(checked_format(format, k, p.panel_bytes, "packed_embedding"));
-  STD_TORCH_CHECK(decode != nullptr, "packed_embedding: no decoder for format ", format);
+  PAGELOOM_CHECK(decode != nullptr, "packed_embedding: no decoder for format ", format);
   p.weight = static_cast<const uint8_t*>(weight.data_ptr());
   Tensor out = new_output(p.tokens, k, false);
   p.out = static_cast<uint16_t*>(out.data_ptr());
   const int64_t bad = run_embedding(p, decode, torch_threads());
-  STD_TORCH_CHECK(bad < 0, "packed_embedding: id ", p.ids[bad < 0 ? 0 : bad], " is outside [0, ", n, ")");
+  PAGELOOM_CHECK(bad < 0, "packed_embedding: id ", p.ids[bad < 0 ? 0 : bad], " is outside [0, ", n, ")");
   return out;
 }
 
@@ -67,27 +67,27 @@ int64_t supported_isas() {
   return mask;
 }
 
-}  // namespace
-}  // namespace pageloom
-
 // The namespace holds the build's key, so that two builds fit in one process.
-STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
-  m.def(
+const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
+  m.define(
       "packed_linear(Tensor x, Tensor weight, int n, int format, Tensor? bias, Tensor? norm_weight, float norm_eps, "
       "Tensor? residual, bool gated, bool wide, int isa) -> Tensor");
-  m.def(
+  m.define(
       "rotate_heads(Tensor x, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float norm_eps, int q_heads, int k_heads, "
       "int head_dim) -> Tensor");
-  m.def("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
-  m.def("supported_isas() -> int");
-}
+  m.define("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
+  m.define("supported_isas() -> int");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
-  m.impl("packed_linear", TORCH_BOX(&pageloom::packed_linear));
-  m.impl("rotate_heads", TORCH_BOX(&pageloom::rotate_heads));
-  m.impl("packed_embedding", TORCH_BOX(&pageloom::packed_embedding));
-}
+const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
+  m.implement<packed_linear>("packed_linear");
+  m.implement<rotate_heads>("rotate_heads");
+  m.implement<packed_embedding>("packed_embedding");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
-  m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
-}
+const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
+  m.implement<supported_isas>("supported_isas");
+});
+
+}  // namespace
+}  // namespace pageloom

@@ -2,58 +2,31 @@
 // through the stable ABI), so that no second pool of threads lives in the process.
 #pragma once
 
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <vector>
 
 #include "linear_schedule.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "torch_abi.h"
 
 namespace pageloom {
 
-inline void run_on_torch_threads(int64_t threads, void (*body)(void*), void* context) {
-  struct Call {
-    void (*body)(void*);
-    void* context;
-  } call{body, context};
-  const auto trampoline = [](int64_t, int64_t, void* opaque) {
-    auto* c = static_cast<Call*>(opaque);
-    c->body(c->context);  // bodies share the work, so a range that covers several threads still does everything
-  };
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, trampoline, &call));
-}
+inline Threads torch_threads() { return {torch_num_threads(), run_on_torch_threads}; }
 
-inline Threads torch_threads() {
-  uint32_t count = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
-  return {static_cast<int64_t>(count), run_on_torch_threads};
-}
-
-inline bool on_cpu_of(const Tensor& t, ScalarType dtype) {
-  int32_t device = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device));
-  return device == aoti_torch_device_type_cpu() && t.scalar_type() == dtype;
-}
+inline bool on_cpu_of(const Tensor& t, ScalarType dtype) { return t.on_cpu() && t.scalar_type() == dtype; }
 
 inline const uint16_t* vector_data(const std::optional<Tensor>& t, int64_t size, const char* op, const char* name) {
   if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(on_cpu_of(*t, ScalarType::BFloat16) && t->dim() == 1 && t->size(0) == size && t->is_contiguous(),
+  PAGELOOM_CHECK(on_cpu_of(*t, ScalarType::BFloat16) && t->dim() == 1 && t->size(0) == size && t->is_contiguous(),
                   op, ": ", name, " must be contiguous bfloat16 [", size, "]");
   return static_cast<const uint16_t*>(t->data_ptr());
 }
 
 inline int64_t packed_panel_bytes(const Tensor& weight, int64_t n, const char* op) {
-  STD_TORCH_CHECK(n >= 0 && on_cpu_of(weight, ScalarType::Byte) && weight.dim() == 2 && weight.is_contiguous() &&
+  PAGELOOM_CHECK(n >= 0 && on_cpu_of(weight, ScalarType::Byte) && weight.dim() == 2 && weight.is_contiguous() &&
                       weight.size(0) == (n + kPanel - 1) / kPanel,
                   op, ": weight must be contiguous uint8 [", (n + kPanel - 1) / kPanel,
                   " panels, panel_bytes] for n = ", n);
-  STD_TORCH_CHECK(weight.size(1) % 64 == 0 && reinterpret_cast<uintptr_t>(weight.data_ptr()) % 64 == 0, op,
+  PAGELOOM_CHECK(weight.size(1) % 64 == 0 && reinterpret_cast<uintptr_t>(weight.data_ptr()) % 64 == 0, op,
                   ": panels of the weight must start at multiples of 64 bytes");
   return weight.size(1);
 }
@@ -74,20 +47,15 @@ inline int64_t panel_bytes_of(Format format, int64_t k) {
 }
 
 inline Format checked_format(int64_t format, int64_t k, int64_t panel_bytes, const char* op) {
-  STD_TORCH_CHECK(format >= 0 && format <= 6, op, ": unknown weight format ", format);
+  PAGELOOM_CHECK(format >= 0 && format <= 6, op, ": unknown weight format ", format);
   const int64_t expected = panel_bytes_of(static_cast<Format>(format), k);
-  STD_TORCH_CHECK(k > 0 && expected > 0 && expected == panel_bytes, op, ": panels of ", panel_bytes,
+  PAGELOOM_CHECK(k > 0 && expected > 0 && expected == panel_bytes, op, ": panels of ", panel_bytes,
                   " bytes do not hold k = ", k, " inputs in format ", format, " (", expected, " bytes)");
   return static_cast<Format>(format);
 }
 
 inline Tensor new_output(int64_t rows, int64_t columns, bool wide) {
-  const int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides,
-                                                  wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return Tensor::empty({rows, columns}, wide ? ScalarType::Float : ScalarType::BFloat16);
 }
 
 // A layer's weights and what goes with them; `op`: who asks, for messages.
@@ -112,11 +80,11 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
   p.bias = vector_data(m.bias, m.n, op, "bias");
   p.gated = m.gated;
   p.wide = m.wide;
-  STD_TORCH_CHECK(!m.gated || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
+  PAGELOOM_CHECK(!m.gated || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
   p.out_stride = m.gated ? m.n / 2 : m.n;
-  STD_TORCH_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");
+  PAGELOOM_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");
   const LinearKernels* kernels = kernels_of(p.format, isa);
-  STD_TORCH_CHECK(kernels != nullptr, op, ": no kernel for format ", m.format, " on ISA ", isa);
+  PAGELOOM_CHECK(kernels != nullptr, op, ": no kernel for format ", m.format, " on ISA ", isa);
   return {p, kernels};
 }
 
@@ -134,10 +102,10 @@ inline LinearLayer checked_rotation(const Heads& h, const char* op) {
   p.n = p.k = p.out_stride = h.n;
   p.norm_eps = static_cast<float>(h.norm_eps);
   const int64_t room = h.head_dim > 0 ? h.n / h.head_dim : -1;
-  STD_TORCH_CHECK(h.q_heads >= 0 && h.q_heads <= room && h.k_heads >= 0 && h.k_heads <= room - h.q_heads, op, ": ",
+  PAGELOOM_CHECK(h.q_heads >= 0 && h.q_heads <= room && h.k_heads >= 0 && h.k_heads <= room - h.q_heads, op, ": ",
                   h.q_heads, " + ", h.k_heads, " heads of ", h.head_dim, " do not fit rows of ", h.n);
-  STD_TORCH_CHECK(!h.rotates || h.head_dim % 2 == 0, op, ": heads of ", h.head_dim, " cannot be rotated in pairs");
-  STD_TORCH_CHECK(h.q_norm.has_value() == h.k_norm.has_value(), op, ": q_norm and k_norm must both be there, or none");
+  PAGELOOM_CHECK(!h.rotates || h.head_dim % 2 == 0, op, ": heads of ", h.head_dim, " cannot be rotated in pairs");
+  PAGELOOM_CHECK(h.q_norm.has_value() == h.k_norm.has_value(), op, ": q_norm and k_norm must both be there, or none");
   p.rotation.q_heads = h.q_heads;
   p.rotation.k_heads = h.k_heads;
   p.rotation.head_dim = h.head_dim;
@@ -148,7 +116,7 @@ inline LinearLayer checked_rotation(const Heads& h, const char* op) {
 
 // bf16 rows [rows][columns] of a tensor; `stride` becomes the elements between two of them.
 inline const uint16_t* rows_of(const Tensor& t, int64_t columns, int64_t& stride, const char* op, const char* name) {
-  STD_TORCH_CHECK(on_cpu_of(t, ScalarType::BFloat16) && t.dim() == 2 && t.size(1) == columns &&
+  PAGELOOM_CHECK(on_cpu_of(t, ScalarType::BFloat16) && t.dim() == 2 && t.size(1) == columns &&
                       (t.stride(1) == 1 || columns <= 1),
                   op, ": ", name, " must be bfloat16 [rows, ", columns,
                   "] on the CPU, contiguous in its last dimension");

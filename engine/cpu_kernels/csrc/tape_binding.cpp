@@ -20,32 +20,32 @@ struct Reader {
 
   int64_t count() {
     const int64_t n = next();
-    STD_TORCH_CHECK(n >= 0, kMake, ": a negative count, ", n);
+    PAGELOOM_CHECK(n >= 0, kMake, ": a negative count, ", n);
     return n;
   }
 
   int64_t next() {
-    STD_TORCH_CHECK(at < numbers.size(), kMake, ": the program ends early");
+    PAGELOOM_CHECK(at < numbers.size(), kMake, ": the program ends early");
     return numbers[at++];
   }
 
   std::optional<Tensor> tensor() {
     const int64_t index = next();
     if (index < 0) return std::nullopt;
-    STD_TORCH_CHECK(index < static_cast<int64_t>(tensors.size()), kMake, ": there is no tensor ", index);
+    PAGELOOM_CHECK(index < static_cast<int64_t>(tensors.size()), kMake, ": there is no tensor ", index);
     return tensors[index];
   }
 
   Tensor needed_tensor() {
     const std::optional<Tensor> found = tensor();
-    STD_TORCH_CHECK(found.has_value(), kMake, ": a tensor is missing");
+    PAGELOOM_CHECK(found.has_value(), kMake, ": a tensor is missing");
     return *found;
   }
 
   // `columns` of a value.
   Ref ref(int64_t columns) {
     const int64_t value = next(), offset = next();
-    STD_TORCH_CHECK(value < 0 || (value < static_cast<int64_t>(values.size()) && offset >= 0 &&
+    PAGELOOM_CHECK(value < 0 || (value < static_cast<int64_t>(values.size()) && offset >= 0 &&
                                   offset + columns <= values[value].columns),
                     kMake, ": columns ", offset, " to ", offset + columns, " are not in value ", value);
     return {value, offset};
@@ -53,7 +53,7 @@ struct Reader {
 
   Ref needed_ref(int64_t columns) {
     const Ref found = ref(columns);
-    STD_TORCH_CHECK(found.value >= 0, kMake, ": a value is missing");
+    PAGELOOM_CHECK(found.value >= 0, kMake, ": a value is missing");
     return found;
   }
 };
@@ -97,7 +97,7 @@ TapeAttention read_attention(Reader& r) {
   a.k = r.needed_ref(kv);
   a.v = r.needed_ref(kv);
   a.out = r.needed_ref(q);
-  STD_TORCH_CHECK(a.function != nullptr, kMake, ": an attention without a function");
+  PAGELOOM_CHECK(a.function != nullptr, kMake, ": an attention without a function");
   return a;
 }
 
@@ -107,13 +107,7 @@ char* append(char* at, const std::vector<T>& items) {
   return at + items.size() * sizeof(T);
 }
 
-Tensor new_bytes(int64_t size) {
-  const int64_t sizes[1] = {size}, strides[1] = {1};
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, sizes, strides, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
+Tensor new_bytes(int64_t size) { return Tensor::empty({size}, ScalarType::Byte); }
 
 Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std::vector<double> norm_eps, int64_t isa) {
   Reader r{program, tensors, {}};
@@ -121,7 +115,7 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
   tape.values = r.count();
   for (int64_t i = 0; i < tape.values; ++i) {
     const int64_t columns = r.next(), place = r.next(), index = r.next();
-    STD_TORCH_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0, kMake, ": value ", i, " is malformed");
+    PAGELOOM_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0, kMake, ": value ", i, " is malformed");
     r.values.push_back({columns, static_cast<Place>(place), index});
     tape.inputs += r.values.back().place == Place::kInput;
     tape.results += r.values.back().place == Place::kResult;
@@ -130,11 +124,11 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
   }
   std::vector<bool> taken(tape.results);
   for (const TapeValue& v : r.values) {
-    STD_TORCH_CHECK(v.place == Place::kScratch ? v.index % 64 == 0
+    PAGELOOM_CHECK(v.place == Place::kScratch ? v.index % 64 == 0
                                                : v.index < (v.place == Place::kInput ? tape.inputs : tape.results),
                     kMake, ": a value's index ", v.index, " does not fit its place");
     if (v.place != Place::kResult) continue;
-    STD_TORCH_CHECK(!taken[v.index], kMake, ": two values are result ", v.index);
+    PAGELOOM_CHECK(!taken[v.index], kMake, ": two values are result ", v.index);
     taken[v.index] = true;
   }
   std::vector<TapeStep> steps;
@@ -146,12 +140,12 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
     steps.push_back({static_cast<int64_t>(count == 0 ? attentions.size() : layers.size()), count});
     if (count == 0) attentions.push_back(read_attention(r));
     for (int64_t i = 0; i < count; ++i) {
-      STD_TORCH_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
+      PAGELOOM_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
       const double layer_eps = norm_eps[eps++];
       layers.push_back(r.next() == 0 ? read_matrix(r, layer_eps, isa) : read_rotation(r, layer_eps));
     }
   }
-  STD_TORCH_CHECK(r.at == program.size() && eps == norm_eps.size(), kMake, ": the program goes on behind its end");
+  PAGELOOM_CHECK(r.at == program.size() && eps == norm_eps.size(), kMake, ": the program goes on behind its end");
   tape.steps = steps.size(), tape.layers = layers.size(), tape.attentions = attentions.size();
   tape.bytes = bytes_of(tape);
   Tensor made = new_bytes(tape.bytes);
@@ -164,16 +158,16 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
 // `inputs`: bf16 [rows, columns] each, contiguous in their last dimension.
 // `times`: int64 [steps + 1], filled as `run_tape` says.
 std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attention_step, std::optional<Tensor> times) {
-  STD_TORCH_CHECK(on_cpu_of(made, ScalarType::Byte) && made.numel() >= static_cast<int64_t>(sizeof(Tape)), kRun,
+  PAGELOOM_CHECK(on_cpu_of(made, ScalarType::Byte) && made.numel() >= static_cast<int64_t>(sizeof(Tape)), kRun,
                   ": not a tape");
   const auto& tape = *static_cast<const Tape*>(made.data_ptr());
-  STD_TORCH_CHECK(made.numel() == tape.bytes && tape.bytes == bytes_of(tape), kRun, ": not a tape");
-  STD_TORCH_CHECK(static_cast<int64_t>(inputs.size()) == tape.inputs && tape.inputs > 0, kRun, ": ", inputs.size(),
+  PAGELOOM_CHECK(made.numel() == tape.bytes && tape.bytes == bytes_of(tape), kRun, ": not a tape");
+  PAGELOOM_CHECK(static_cast<int64_t>(inputs.size()) == tape.inputs && tape.inputs > 0, kRun, ": ", inputs.size(),
                   " inputs, not ", tape.inputs);
-  STD_TORCH_CHECK(!times.has_value() || (on_cpu_of(*times, ScalarType::Long) && times->is_contiguous() &&
+  PAGELOOM_CHECK(!times.has_value() || (on_cpu_of(*times, ScalarType::Long) && times->is_contiguous() &&
                                          times->numel() == tape.steps + 1),
                   kRun, ": times must be contiguous int64 [", tape.steps + 1, "]");
-  STD_TORCH_CHECK(inputs[0].dim() > 0, kRun, ": an input must be bfloat16 rows, not a scalar");
+  PAGELOOM_CHECK(inputs[0].dim() > 0, kRun, ": an input must be bfloat16 rows, not a scalar");
   const int64_t rows = inputs[0].size(0);
   std::vector<Rows> given(tape.inputs), returned(tape.results);
   std::vector<Tensor> results(tape.results);
@@ -182,7 +176,7 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attentio
     if (v.place == Place::kInput) {
       int64_t stride = 0;
       const uint16_t* const data = rows_of(inputs[v.index], v.columns, stride, kRun, "an input");
-      STD_TORCH_CHECK(inputs[v.index].size(0) == rows, kRun, ": inputs differ in their rows");
+      PAGELOOM_CHECK(inputs[v.index].size(0) == rows, kRun, ": inputs differ in their rows");
       given[v.index] = {const_cast<uint16_t*>(data), stride};
     } else if (v.place == Place::kResult) {
       results[v.index] = new_output(rows, v.columns, false);
@@ -193,19 +187,19 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attentio
   char* const memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scratch.data_ptr()) + 63) / 64 * 64);
   const char* error = run_tape(tape, rows, given.data(), returned.data(), memory, attention_step.data_ptr(),
                                torch_threads(), times.has_value() ? static_cast<int64_t*>(times->data_ptr()) : nullptr);
-  STD_TORCH_CHECK(error == nullptr, kRun, ": ", error);
+  PAGELOOM_CHECK(error == nullptr, kRun, ": ", error);
   return results;
 }
 
+const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
+  m.define("make_tape(Tensor[] tensors, int[] program, float[] norm_eps, int isa) -> Tensor");
+  m.define("run_tape(Tensor tape, Tensor[] inputs, Tensor attention_step, Tensor? times) -> Tensor[]");
+});
+
+const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
+  m.implement<make_tape>("make_tape");
+  m.implement<run>("run_tape");
+});
+
 }  // namespace
 }  // namespace pageloom
-
-STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
-  m.def("make_tape(Tensor[] tensors, int[] program, float[] norm_eps, int isa) -> Tensor");
-  m.def("run_tape(Tensor tape, Tensor[] inputs, Tensor attention_step, Tensor? times) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
-  m.impl("make_tape", TORCH_BOX(&pageloom::make_tape));
-  m.impl("run_tape", TORCH_BOX(&pageloom::run));
-}

@@ -1,19 +1,12 @@
 // The only TU that sees torch: checks tensors, picks the ISA, and shares rows out to torch's own threads
 // (at::parallel_for through the stable ABI), so that no second thread pool lives in the process.
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <atomic>
 #include <limits>
 #include <vector>
 
 #include "sampling.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "torch_abi.h"
 
 namespace pageloom {
 namespace {
@@ -43,8 +36,8 @@ const KernelTable* table_of(int64_t isa) {
 const KernelTable& pick(int64_t isa) {
   for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i)
     if (const KernelTable* table = table_of(i)) return *table;
-    else STD_TORCH_CHECK(isa == kAuto, "sampling: ISA ", isa, " is not available on this CPU");
-  STD_TORCH_CHECK(false, "sampling: no kernels");
+    else PAGELOOM_CHECK(isa == kAuto, "sampling: ISA ", isa, " is not available on this CPU");
+  PAGELOOM_CHECK(false, "sampling: no kernels");
 }
 
 constexpr int64_t kWorthThreads = int64_t{1} << 16;  // logits below which waking threads costs more than it saves
@@ -54,9 +47,7 @@ constexpr int64_t kSplitBlocks = 256;
 // Calls item(i) for i < items on torch's threads, or on this one where the logits are few.
 template <class Item>
 void for_each(int64_t items, int64_t logits, const Item& item) {
-  uint32_t available = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&available));
-  const int64_t threads = std::min<int64_t>(available, items);
+  const int64_t threads = std::min(torch_num_threads(), items);
   if (threads <= 1 || logits < kWorthThreads) {
     for (int64_t i = 0; i < items; ++i) item(i);
     return;
@@ -66,11 +57,11 @@ void for_each(int64_t items, int64_t logits, const Item& item) {
     int64_t items;
     std::atomic<int64_t> next{0};
   } call{item, items};
-  const auto body = [](int64_t, int64_t, void* opaque) {
-    Call& c = *static_cast<Call*>(opaque);  // one queue, so a range that covers several threads still does everything
+  const auto body = [](void* opaque) {
+    Call& c = *static_cast<Call*>(opaque);
     for (int64_t i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < c.items;) c.item(i);
   };
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, body, &call));
+  run_on_torch_threads(threads, body, &call);
 }
 
 int64_t padded(int64_t blocks) { return (blocks + 15) / 16 * 16; }
@@ -83,9 +74,7 @@ void for_each_row(const KernelTable& kernels, const float* logits, int64_t rows,
     std::fill(maxima + blocks, maxima + padded(blocks), -std::numeric_limits<float>::infinity());
     return Row{logits + i * vocab, vocab, block, blocks, maxima, has_nan};
   };
-  uint32_t threads = 1;
-  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
-  if (rows >= static_cast<int64_t>(threads) || rows * vocab < kWorthSplit) {
+  if (rows >= torch_num_threads() || rows * vocab < kWorthSplit) {
     for_each(rows, rows * vocab, [&](int64_t i) {
       float maxima[kMaxBlocks];
       const bool has_nan = kernels.scan(logits + i * vocab, vocab, block, 0, blocks, maxima);
@@ -108,14 +97,14 @@ void for_each_row(const KernelTable& kernels, const float* logits, int64_t rows,
 
 template <class T>
 T* data_of(const Tensor& t, ScalarType type, int64_t dims, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == type && t.dim() == dims && t.is_contiguous(), "sampling: ", name,
+  PAGELOOM_CHECK(t.scalar_type() == type && t.dim() == dims && t.is_contiguous(), "sampling: ", name,
                   " must be contiguous, of ", dims, " dimensions and of its documented type");
   return static_cast<T*>(t.data_ptr());
 }
 
 const float* logits_of(const Tensor& logits) {
   const auto* data = data_of<const float>(logits, ScalarType::Float, 2, "logits");
-  STD_TORCH_CHECK(logits.size(1) >= 1 && logits.size(1) <= kMaxVocab, "sampling: vocabularies of 1 to ", kMaxVocab);
+  PAGELOOM_CHECK(logits.size(1) >= 1 && logits.size(1) <= kMaxVocab, "sampling: vocabularies of 1 to ", kMaxVocab);
   return data;
 }
 
@@ -133,11 +122,11 @@ Tables tables_of(const Tensor& rows, const Tensor& positions, const Tensor& floa
                     data_of<const int64_t>(ints, ScalarType::Long, 2, "ints"),
                     data_of<const int64_t>(rows, ScalarType::Long, 1, "rows"),
                     data_of<const int64_t>(positions, ScalarType::Long, 1, "positions")};
-  STD_TORCH_CHECK(floats.size(1) == kNumFloats && ints.size(1) == kNumInts && ints.size(0) == floats.size(0),
+  PAGELOOM_CHECK(floats.size(1) == kNumFloats && ints.size(1) == kNumInts && ints.size(0) == floats.size(0),
                   "sampling: tables must be [rows, ", kNumFloats, "] and [rows, ", kNumInts, "]");
-  STD_TORCH_CHECK(rows.size(0) == m && positions.size(0) == m, "sampling: rows and positions must be one a logits row");
+  PAGELOOM_CHECK(rows.size(0) == m && positions.size(0) == m, "sampling: rows and positions must be one a logits row");
   for (int64_t i = 0; i < m; ++i)
-    STD_TORCH_CHECK(t.rows[i] >= 0 && t.rows[i] < floats.size(0), "sampling: row ", t.rows[i], " of ", floats.size(0));
+    PAGELOOM_CHECK(t.rows[i] >= 0 && t.rows[i] < floats.size(0), "sampling: row ", t.rows[i], " of ", floats.size(0));
   return t;
 }
 
@@ -148,7 +137,7 @@ void draw(Tensor logits, Tensor rows, Tensor positions, Tensor floats, Tensor in
   const Tables t = tables_of(rows, positions, floats, ints, m);
   auto* const drawn = data_of<int64_t>(token_ids, ScalarType::Long, 1, "token_ids");
   auto* const faulty = data_of<bool>(faults, ScalarType::Bool, 1, "faults");
-  STD_TORCH_CHECK(token_ids.size(0) == m && faults.size(0) == m, "sampling: one token and one fault a row");
+  PAGELOOM_CHECK(token_ids.size(0) == m && faults.size(0) == m, "sampling: one token and one fault a row");
   const KernelTable& kernels = pick(isa);
   for_each_row(kernels, x, m, logits.size(1), [&](int64_t i, const Row& row) {
     const float* const f = t.floats + t.rows[i] * kNumFloats;
@@ -166,11 +155,11 @@ void score(Tensor logits, Tensor targets, Tensor ids, Tensor logprobs, Tensor ra
   auto* const chosen = data_of<int64_t>(ids, ScalarType::Long, 2, "ids");
   auto* const values = data_of<float>(logprobs, ScalarType::Float, 2, "logprobs");
   auto* const rank = data_of<int64_t>(ranks, ScalarType::Long, 1, "ranks");
-  STD_TORCH_CHECK(targets.size(0) == n && ids.size(0) == n && logprobs.size(0) == n && ranks.size(0) == n &&
+  PAGELOOM_CHECK(targets.size(0) == n && ids.size(0) == n && logprobs.size(0) == n && ranks.size(0) == n &&
                       logprobs.size(1) == width && width >= 1 && width - 1 <= std::min(kListed, logits.size(1)),
                   "sampling: scores must be [rows, 1 + alternatives], alternatives up to ", kListed);
   for (int64_t i = 0; i < n; ++i)
-    STD_TORCH_CHECK(target[i] >= 0 && target[i] < logits.size(1), "sampling: target ", target[i], " is no token");
+    PAGELOOM_CHECK(target[i] >= 0 && target[i] < logits.size(1), "sampling: target ", target[i], " is no token");
   const KernelTable& kernels = pick(isa);
   for_each_row(kernels, x, n, logits.size(1), [&](int64_t i, const Row& row) {
     kernels.score(row, target[i], width - 1, chosen + i * width, values + i * width, rank + i);
@@ -188,17 +177,17 @@ void penalise(Tensor logits, Tensor rows, Tensor positions, Tensor places, Tenso
   auto* const numbers = data_of<int32_t>(counts, ScalarType::Int, 2, "counts");
   auto* const used = data_of<int64_t>(sizes, ScalarType::Long, 1, "sizes");
   auto* const until = data_of<int64_t>(counted, ScalarType::Long, 1, "counted");
-  STD_TORCH_CHECK(tokens.scalar_type() == ScalarType::Int && tokens.dim() == 2 && tokens.stride(1) == 1,
+  PAGELOOM_CHECK(tokens.scalar_type() == ScalarType::Int && tokens.dim() == 2 && tokens.stride(1) == 1,
                   "sampling: tokens must be int32 with contiguous rows");
   const auto* const table = static_cast<const int32_t*>(tokens.data_ptr());
   const int64_t num_slots = ids.size(0), stride = tokens.stride(0);
-  STD_TORCH_CHECK(slots.size(0) == n && counts.size(0) == num_slots && counts.size(1) == capacity &&
+  PAGELOOM_CHECK(slots.size(0) == n && counts.size(0) == num_slots && counts.size(1) == capacity &&
                       sizes.size(0) == num_slots && counted.size(0) == num_slots,
                   "sampling: lists of seen tokens differ in shape");
   for (int64_t i = 0; i < n; ++i) {
-    STD_TORCH_CHECK(place[i] >= 0 && place[i] < m && slot[i] >= 0 && slot[i] < num_slots, "sampling: no such slot");
+    PAGELOOM_CHECK(place[i] >= 0 && place[i] < m && slot[i] >= 0 && slot[i] < num_slots, "sampling: no such slot");
     const int64_t position = t.positions[place[i]];
-    STD_TORCH_CHECK(t.rows[place[i]] < tokens.size(0) && position >= 0 && position <= tokens.size(1),
+    PAGELOOM_CHECK(t.rows[place[i]] < tokens.size(0) && position >= 0 && position <= tokens.size(1),
                     "sampling: position ", position, " is outside the table of tokens");
   }
   const KernelTable& kernels = pick(isa);
@@ -218,29 +207,29 @@ int64_t supported_isas() {
   return mask;
 }
 
-}  // namespace
-}  // namespace pageloom
-
 // The namespace holds the build's key, so that two builds fit in one process.
-STABLE_TORCH_LIBRARY_FRAGMENT(PAGELOOM_OPS, m) {
-  m.def(
+const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
+  m.define(
       "draw(Tensor logits, Tensor rows, Tensor positions, Tensor floats, Tensor ints, Tensor(a!) token_ids, "
       "Tensor(b!) faults, int isa) -> ()");
-  m.def(
+  m.define(
       "score(Tensor logits, Tensor targets, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) ranks, int isa) -> ()");
-  m.def(
+  m.define(
       "penalise(Tensor(a!) logits, Tensor rows, Tensor positions, Tensor places, Tensor slots, Tensor tokens, "
       "Tensor floats, Tensor ints, Tensor(b!) ids, Tensor(c!) counts, Tensor(d!) sizes, Tensor(e!) counted, int isa) "
       "-> ()");
-  m.def("supported_isas() -> int");
-}
+  m.define("supported_isas() -> int");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CPU, m) {
-  m.impl("draw", TORCH_BOX(&pageloom::draw));
-  m.impl("score", TORCH_BOX(&pageloom::score));
-  m.impl("penalise", TORCH_BOX(&pageloom::penalise));
-}
+const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
+  m.implement<draw>("draw");
+  m.implement<score>("score");
+  m.implement<penalise>("penalise");
+});
 
-STABLE_TORCH_LIBRARY_IMPL(PAGELOOM_OPS, CompositeExplicitAutograd, m) {
-  m.impl("supported_isas", TORCH_BOX(&pageloom::supported_isas));
-}
+const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
+  m.implement<supported_isas>("supported_isas");
+});
+
+}  // namespace
+}  // namespace pageloom

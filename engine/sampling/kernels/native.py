@@ -13,33 +13,18 @@ from typing import Literal
 
 import torch
 
-from attention_backends.native_build import NativeSources, Unit, build, build_for_this_cpu
-from attention_backends.toolchain import CSRC as VECTOR_HEADERS
+from attention_backends.native_build import build, build_for_this_cpu
 from engine.sampling.batch import BatchPlan, PenalisedGroup
 from engine.sampling.kernels import StepTensors
 from engine.sampling.logprobs import LogprobTensors, empty_scores, score
 from engine.sampling.penalties import SeenTokens
+from engine.sampling_sources import sources
 
 Isa = Literal["auto", "portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512")
 MAX_VOCAB = 1 << 22
 MAX_COLUMNS = 2048
 """alternatives up to which log-probabilities are native"""
-
-_CSRC = Path(__file__).parents[1] / "csrc"
-
-
-def sources() -> NativeSources:
-    return NativeSources(
-        folder="sampling-cpu",
-        prefix="pageloom_sampling",
-        units=(
-            Unit(_CSRC / "sampling_binding.cpp", sees_torch=True, optimise="-O2"),
-            Unit(_CSRC / "sampling_kernel.cpp", ISAS[1:]),
-        ),
-        headers=(*sorted(_CSRC.glob("*.h")), VECTOR_HEADERS / "simd.h"),
-        include=(VECTOR_HEADERS,),
-    )
 
 
 class NativeKernels:

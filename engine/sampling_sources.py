@@ -1,0 +1,24 @@
+"""The library of sampling kernels on CPUs: its sources, as `native_build` wants them. Outside of `engine.sampling`,
+whose import brings torch: libraries are built where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attention_backends.native_build import NativeSources, Unit
+from attention_backends.toolchain import CSRC as SHARED_CSRC
+
+CSRC = Path(__file__).parent / "sampling" / "csrc"
+
+
+def sources() -> NativeSources:
+    return NativeSources(
+        folder="sampling-cpu",
+        prefix="pageloom_sampling",
+        units=(
+            Unit(CSRC / "sampling_binding.cpp", optimise="-O2"),
+            Unit(CSRC / "sampling_kernel.cpp", ("portable", "avx2", "avx512")),
+        ),
+        headers=(*sorted(CSRC.glob("*.h")), SHARED_CSRC / "simd.h", SHARED_CSRC / "torch_abi.h"),
+        include=(SHARED_CSRC,),
+    )
