@@ -2,11 +2,13 @@
 
 Each start is a fresh process. "cold" has an empty cache directory (kernels, pieces and the tokenizer are made anew),
 "warm" the one that a start before it has filled. The file cache of the operating system is as it happens to be. While
-pieces still compile, one request after another measures what a token takes then. Memory is the peak resident size of
-the front end's and of the core's process until then.
+pieces still compile, one request after another measures what a token takes then; compiling gives way to them. "cold,
+quiet" is a start whose server has a first request and no other until all is compiled. Memory is the peak resident size
+of the front end's and of the core's process until then.
 
 Prints a table, and JSON as the last line.
-Usage: ``python tools/bench_start.py [--cold 1] [--warm 3] [MODEL] [-- OPTIONS]`` (those of `engine-serve`).
+Usage: ``python tools/bench_start.py [--cold 1] [--quiet 1] [--warm 3] [MODEL] [-- OPTIONS]`` (those of
+`engine-serve`).
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ def main() -> int:
     parser.add_argument("model", nargs="?", help="default: the demo model")
     parser.add_argument("--cold", type=int, default=1, help="starts with an empty cache directory")
     parser.add_argument("--warm", type=int, default=3, help="starts with the one that the last cold start filled")
+    parser.add_argument("--quiet", type=int, default=1, help="cold starts without requests while pieces compile")
     args = parser.parse_args(own.split())
     options = passed.split() or ["--kv-cache-memory", "1GiB", "--device", "cpu"]
-    found: dict[str, list[Start]] = {"cold": [], "warm": []}
+    found: dict[str, list[Start]] = {"cold": [], "cold, quiet": [], "warm": []}
     with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
+        for index in range(args.quiet):
+            start = one_start(args.model, Path(folder) / f"quiet-{index}", options, quiet=True)
+            found["cold, quiet"].append(start)
         for index in range(max(1, args.cold)):
             cache = Path(folder) / f"cache-{index}"
             start = one_start(args.model, cache, options)
@@ -57,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def one_start(model: str | None, cache: Path, options: list[str]) -> Start:
+def one_start(model: str | None, cache: Path, options: list[str], quiet: bool = False) -> Start:
     """One server, from its start to its end. Raises RuntimeError when it dies or takes too long."""
     port = free_port()
     command = [sys.executable, "-m", "entrypoints.serve", *([model] if model else []), "--port", str(port)]
@@ -66,7 +72,7 @@ def one_start(model: str | None, cache: Path, options: list[str]) -> Start:
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            return measured(server, f"http://127.0.0.1:{port}", began)
+            return measured(server, f"http://127.0.0.1:{port}", began, quiet)
         except Exception:
             log.seek(0)
             sys.stderr.write(log.read().decode(errors="replace"))
@@ -79,7 +85,7 @@ def one_start(model: str | None, cache: Path, options: list[str]) -> Start:
                 server.kill()
 
 
-def measured(server: subprocess.Popen[bytes], url: str, began: float) -> Start:
+def measured(server: subprocess.Popen[bytes], url: str, began: float, quiet: bool) -> Start:
     eager: list[float] = []
     with httpx.Client(base_url=url, trust_env=False, timeout=LIMIT_S) as client:
         name = first_answer(server, client, began)
@@ -87,8 +93,10 @@ def measured(server: subprocess.Popen[bytes], url: str, began: float) -> Start:
         first, _ = token_times(client, name)
         first_token = ready + first
         while compiling(client):
-            _, per_token = token_times(client, name)
-            eager.append(per_token)
+            if quiet:
+                time.sleep(10 * POLL_S)
+            else:
+                eager.append(token_times(client, name)[1])
             if time.perf_counter() - began > LIMIT_S:
                 raise RuntimeError(f"not compiled within {LIMIT_S:.0f} s")
         compiled = time.perf_counter() - began
