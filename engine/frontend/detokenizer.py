@@ -69,8 +69,19 @@ class IncrementalDetokenizer:
     def _cut(self) -> str:
         """Give out all but the last few pending ids, at a border that no character crosses.
 
-        A UTF-8 character has at most four bytes, so one of four neighbouring borders is free.
+        A UTF-8 character has at most four bytes, so one of four neighbouring borders is free: the one behind the last
+        complete character, and in noise, which has none, one that makes no difference. (A decoder that joins byte tokens
+        makes noise of a whole run whose end is missing, so what is complete must be tried first.)
         """
+        for keep in range(1, _MAX_CHARACTER_BYTES):
+            head = self._pending[:-keep]
+            text = self._decode(self._context + head)
+            if not text.endswith(_INCOMPLETE):
+                tail = self._pending[-keep:]
+                new = text[len(self._prefix) :]
+                self._rebase(head)
+                self._pending = tail
+                return new
         whole = self._decode(self._pending)
         for keep in range(_MAX_CHARACTER_BYTES, 2 * _MAX_CHARACTER_BYTES):
             head, tail = self._pending[:-keep], self._pending[-keep:]

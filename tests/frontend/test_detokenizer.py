@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_front import byte_level_tokenizer, metaspace_tokenizer
 
@@ -55,6 +55,7 @@ def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool
     ),
     sizes=st.lists(st.integers(1, 20), max_size=20),
 )
+@example(words=["\u2581hello"] * 6 + ["😀"] * 7, sizes=[15, 4, 14])  # more pending than is kept, its last character cut
 def test_sentencepiece_spaces_and_byte_tokens_survive(words: list[str], sizes: list[int]) -> None:
     ids = []
     for word in words:

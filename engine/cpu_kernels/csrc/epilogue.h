@@ -8,7 +8,13 @@ namespace {
 
 typedef uint16_t vh __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
 
-PAGELOOM_INLINE vf load_bf16(const uint16_t* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+PAGELOOM_INLINE vf load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)  // compilers widen a whole vector in halves
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+  return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+#endif
+}
 
 // To the nearest bf16, ties to even; NaN stays NaN. The result is a float that bf16 holds exactly. The instruction for it
 // makes zero of what is smaller than the smallest normal number.
@@ -23,8 +29,12 @@ PAGELOOM_INLINE vf round_bf16(vf v) {
 
 // `v` as round_bf16 returned it.
 PAGELOOM_INLINE void store_bf16(uint16_t* p, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)v, 16)));
+#else
   const vh h = __builtin_convertvector((vu)v >> 16, vh);
   memcpy(p, &h, sizeof h);
+#endif
 }
 
 PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {

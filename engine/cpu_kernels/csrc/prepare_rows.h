@@ -118,28 +118,45 @@ PAGELOOM_INLINE Quantiser quantiser_of(uint32_t top) {
   return {largest / kLevels, kLevels / largest};
 }
 
-// The int8 values of two vectors or more, `flip` (0x80 in each byte: offset to unsigned) applied, `count` of them stored.
-template <int64_t N>
-PAGELOOM_INLINE void quantise(const vf (&v)[N], const Quantiser& q, uint8_t flip, int8_t* target, int64_t count,
-                              vi (&levels)[N]) {
-  for (int64_t i = 0; i < N; ++i) {
-    const vf scaled = v[i] * q.inverse;
-    // 0 * inf is NaN: rows that are not finite have the inverse 0 and become zeros here.
+// The int8 values of a block, and stored.
+PAGELOOM_INLINE void quantise_block(const Block& b, const Quantiser& q, int8_t* target, vi (&levels)[kBlockVectors]) {
+  for (int64_t i = 0; i < kBlockVectors; ++i) {
+    const vf scaled = b.v[i] * q.inverse;
+    // 0 * inf is NaN: groups that are not finite have the inverse 0 and become zeros here.
     levels[i] = nearest(scaled == scaled ? scaled : vf{});
   }
 #if defined(__AVX512F__)
-  if (count >= N * VW) {
-    for (int64_t i = 0; i < N; ++i) {
-      const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)levels[i]);
-      _mm_storeu_si128((__m128i*)(target + i * VW), _mm_xor_si128(bytes, _mm_set1_epi8((char)flip)));
-    }
+  for (int64_t i = 0; i < kBlockVectors; ++i)
+    _mm_storeu_si128((__m128i*)(target + i * VW), _mm512_cvtepi32_epi8((__m512i)levels[i]));
+#else
+  alignas(64) int32_t lanes[kBlock];
+  memcpy(lanes, levels, sizeof lanes);
+  for (int64_t i = 0; i < kBlock; ++i) target[i] = (int8_t)lanes[i];
+#endif
+}
+
+// `count` of 64 int8 values, stored with `flip` (0x80 in each byte: offset to unsigned) applied. What rows that are not
+// finite become does not matter: their scale is NaN.
+PAGELOOM_INLINE void quantise_turned(const Rotated& x, const Quantiser& q, uint8_t flip, int8_t* target, int64_t count) {
+#if defined(__AVX512F__)
+  if (count >= kRotated) {
+    __m512i levels[4];
+    for (int i = 0; i < 4; ++i) levels[i] = _mm512_cvtps_epi32((__m512)(x.v[i] * q.inverse));
+    // Packed within lanes of 128 bits, then put in order.
+    const __m512i low = _mm512_packs_epi32(levels[0], levels[1]), high = _mm512_packs_epi32(levels[2], levels[3]);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+    _mm512_storeu_si512(target, _mm512_xor_si512(bytes, _mm512_set1_epi8((char)flip)));
     return;
   }
 #endif
-  alignas(64) int32_t lanes[N * VW];
-  memcpy(lanes, levels, sizeof lanes);
-  const int64_t stored = count < N * VW ? count : N * VW;
-  for (int64_t i = 0; i < stored; ++i) target[i] = (int8_t)((uint8_t)lanes[i] ^ flip);
+  alignas(64) int32_t lanes[kRotated];
+  for (int64_t i = 0; i < kRotatedVectors; ++i) {
+    const vf scaled = x.v[i] * q.inverse;
+    const vi level = nearest(scaled == scaled ? scaled : vf{});
+    memcpy(lanes + i * VW, &level, sizeof level);
+  }
+  for (int64_t i = 0; i < count && i < kRotated; ++i) target[i] = (int8_t)((uint8_t)lanes[i] ^ flip);
 }
 
 // Inputs [at, at + 64) of the row, turned where there are as many.
@@ -158,7 +175,6 @@ constexpr int64_t kHeld = 4096;  // inputs of a row whose turned values are kept
 // Rows [begin, end) with one scale each.
 PAGELOOM_INLINE void quantise_rows(const pageloom::LinearProblem& p, const pageloom::Operand& target, int64_t begin,
                                    int64_t end, uint8_t flip) {
-  vi levels[kRotatedVectors];
   Rotated kept[kHeld / kRotated];
   const bool keep = p.k <= kHeld;
   for (int64_t row = begin; row < end; ++row) {
@@ -172,8 +188,7 @@ PAGELOOM_INLINE void quantise_rows(const pageloom::LinearProblem& p, const pagel
     const Quantiser q = quantiser_of(largest_lane(top));
     int8_t* const to = (int8_t*)target.data + row * target.stride;
     for (int64_t at = 0; at < p.k; at += kRotated) {
-      const Rotated x = keep ? kept[at / kRotated] : load_rotated(r, at);
-      quantise(x.v, q, flip, to + at, p.k - at, levels);
+      quantise_turned(keep ? kept[at / kRotated] : load_rotated(r, at), q, flip, to + at, p.k - at);
     }
     const_cast<float*>(target.scales)[row] = q.scale;
   }
@@ -214,7 +229,7 @@ PAGELOOM_INLINE void quantise_groups(const pageloom::LinearProblem& p, const pag
       const Block b = load_block(r, g * kBlock);
       const Quantiser q = quantiser_of(largest_lane(magnitude(b)));
       vi levels[kBlockVectors];
-      quantise(b.v, q, 0, to + g * kBlock, kBlock, levels);
+      quantise_block(b, q, to + g * kBlock, levels);
       scales[g] = q.scale;
       const uint32_t bits = group_sum(levels, q.scale, kind, offset);
       memcpy(sums + g, &bits, 4);
