@@ -55,7 +55,7 @@ def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool
     ),
     sizes=st.lists(st.integers(1, 20), max_size=20),
 )
-@example(words=["\u2581hello"] * 6 + ["😀"] * 7, sizes=[15, 4, 14])  # more pending than is kept, its last character cut
+@example(words=["\u2581hello"] * 6 + ["😀"] * 7, sizes=[15, 4, 14])  # the most that is held back, and a character cut
 def test_sentencepiece_spaces_and_byte_tokens_survive(words: list[str], sizes: list[int]) -> None:
     ids = []
     for word in words:
