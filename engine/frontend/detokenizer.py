@@ -70,8 +70,8 @@ class IncrementalDetokenizer:
         """Give out all but the last few pending ids, at a border that no character crosses.
 
         A UTF-8 character has at most four bytes, so one of four neighbouring borders is free: the one behind the last
-        complete character, and in noise, which has none, one that makes no difference. (A decoder that joins byte tokens
-        makes noise of a whole run whose end is missing, so what is complete must be tried first.)
+        complete character, and in noise, which has none, one that makes no difference. (A decoder that joins byte
+        tokens makes noise of a whole run whose end is missing, so what is complete must be tried first.)
         """
         for keep in range(1, _MAX_CHARACTER_BYTES):
             head = self._pending[:-keep]
