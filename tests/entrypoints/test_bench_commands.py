@@ -59,7 +59,7 @@ class Stub:
                 self.end_headers()
                 for i in range(tokens):
                     self.event({"choices": [{"text": f"t{i}", "finish_reason": "length" if i + 1 == tokens else None}]})
-                    time.sleep(0.005)
+                    time.sleep(0.02)
                 if stub.usage:
                     self.event({"choices": [], "usage": {"completion_tokens": tokens}})
                 self.wfile.write(b"data: [DONE]\n\n")
@@ -101,7 +101,8 @@ def test_serve_sends_what_was_asked_and_counts_what_came(capsys: pytest.CaptureF
     (result,) = results_of(capsys)
     assert (result["requests"], result["failed"], result["output_tokens"]) == (6, 0, 24)
     assert (result["input_tokens"], result["repeats"], result["mode"]) == (54, 2, "http")
-    assert 4.5 < result["tpot_mean_ms"] < 100 and 4.5 < result["itl_p50_ms"] < 100
+    # A client that was held up reads two tokens at once: the gap is 20 ms less what it was late.
+    assert 10 < result["tpot_mean_ms"] < 500 and 10 < result["itl_p50_ms"] < 500
     assert result["e2el_mean_ms"] > result["ttft_mean_ms"] > 0
     assert stub.keys == {"Bearer k"} and len(stub.bodies) == 4 + 2 * 6
     for body in stub.bodies:
