@@ -104,18 +104,19 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, const Scrat
   for (int64_t r = 0; r < kRows; ++r) s.maximum[r] = kFloor;
 }
 
-// Two vectors of small integers as bfloat16 pairs: exact, because 8 bits of mantissa hold them.
-PAGELOOM_INLINE vu bf16_pairs(const int8_t* low, const int8_t* high) {
-  return (Int8::load(low) >> 16) | Int8::load(high);
+// Cells of two int8 as bfloat16 pairs: exact, because 8 bits of mantissa hold them.
+PAGELOOM_INLINE vu bf16_pairs(const Int8::Cell* cells) {
+  const vi both = (vi)Int8::load(cells);
+  return ((vu)Int8::as_float(both << 16 >> 16) >> 16) | (vu)Int8::as_float(both >> 16);
 }
 
 // 16 keys from `from` on, pages of `size` tokens, in tile order.
 PAGELOOM_INLINE void gather_keys(const AttentionProblem& p, const void* from, uint32_t* to, int64_t depth) {
   const int64_t size = p.cache.block_size, pairs = p.cache.head_dim / 2;
   if (p.cache.dtype == Dtype::kInt8) {
-    const int8_t* key = (const int8_t*)from;
-    for (int64_t d = 0; d < pairs; ++d, key += 2 * size, to += kTile) {
-      const vu both = bf16_pairs(key, key + size);
+    const auto* key = (const Int8::Cell*)from;
+    for (int64_t d = 0; d < pairs; ++d, key += size, to += kTile) {
+      const vu both = bf16_pairs(key);
       memcpy(to, &both, 64);
     }
   } else {
@@ -136,8 +137,7 @@ PAGELOOM_INLINE void gather_values(const AttentionProblem& p, const void* from, 
     for (int64_t d = 0; d < dims; d += kTile) {
       vu cells;
       if (p.cache.dtype == Dtype::kInt8) {
-        const int8_t* const value = (const int8_t*)from + 2 * i * dims + d;
-        cells = bf16_pairs(value, value + dims);
+        cells = bf16_pairs((const Int8::Cell*)from + i * dims + d);
       } else {
         cells = load_as<vu>((const uint32_t*)from + i * dims + d);
       }
@@ -152,7 +152,7 @@ PAGELOOM_INLINE void gather_values(const AttentionProblem& p, const void* from, 
 bool gather_pages(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t base, int64_t begin,
                   int64_t end) {
   const int32_t* const table = p.block_tables + item.seq * p.block_table_stride;
-  const int64_t size = p.cache.block_size, bytes = p.cache.element_bytes();
+  const int64_t size = p.cache.block_size, bytes = p.cache.cell_bytes();
   const int64_t vectors = (end - base + kTile - 1) / kTile;
   for (int64_t g = 0; g < vectors; ++g) {
     const int64_t token = base + g * kTile, column = token / size, offset = token - column * size;
@@ -160,8 +160,8 @@ bool gather_pages(const AttentionProblem& p, const WorkItem& item, const Scratch
     if (block < 0 || block >= p.cache.num_blocks) return false;
     const char* const keys = (const char*)p.cache.k_of(block, item.kv_head);
     const char* const values = (const char*)p.cache.v_of(block, item.kv_head);
-    gather_keys(p, keys + offset * (bytes == 1 ? 1 : 4), s.keys + g * s.depth / 2 * kTile, s.depth);
-    gather_values(p, values + offset * s.dims * bytes, s.values + g * kTile / 2 * kTile, begin - token, end - token);
+    gather_keys(p, keys + offset * bytes, s.keys + g * s.depth / 2 * kTile, s.depth);
+    gather_values(p, values + offset / 2 * s.dims * bytes, s.values + g * kTile / 2 * kTile, begin - token, end - token);
     if (p.cache.dtype == Dtype::kInt8) {
       const float* const of_keys = p.cache.k_scales(block, item.kv_head) + offset;
       const float* const of_values = p.cache.v_scales(block, item.kv_head) + offset;

@@ -51,10 +51,11 @@ void write_quantized(const CacheLayout& cache, int64_t head, int64_t slot, const
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   int8_t row[256];
   cache.k_scales(block, head)[offset] = quantize(k, cache.head_dim, row);
-  int8_t* const keys = static_cast<int8_t*>(cache.k_of(block, head)) + offset;
-  for (int64_t d = 0; d < cache.head_dim; ++d) keys[d * cache.block_size] = row[d];
-  int8_t* const values = static_cast<int8_t*>(cache.v_of(block, head)) + offset * cache.padded_dim;
-  cache.v_scales(block, head)[offset] = quantize(v, cache.head_dim, values);
+  uint16_t* const keys = static_cast<uint16_t*>(cache.k_of(block, head)) + offset;
+  for (int64_t d = 0; d < cache.head_dim; d += 2) memcpy(keys + d / 2 * cache.block_size, row + d, 2);
+  cache.v_scales(block, head)[offset] = quantize(v, cache.head_dim, row);
+  int8_t* const values = static_cast<int8_t*>(cache.v_of(block, head)) + offset / 2 * cache.padded_dim * 2 + (offset & 1);
+  for (int64_t d = 0; d < cache.head_dim; ++d) values[2 * d] = row[d];
 }
 
 // Four 16-bit tokens of consecutive slots, the first a multiple of 4: K in transposes of 4 x 4 cells, V in whole cells.
@@ -83,8 +84,7 @@ void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, con
 // Asks for the lines that a token's K goes to: one for every cell, each of which a store would wait for in turn.
 void ask_for_keys(const CacheLayout& cache, int64_t slot) {
   if (slot < 0 || slot >= cache.num_blocks * cache.block_size) return;
-  const int64_t row = cache.block_size * (cache.dtype == Dtype::kInt8 ? 1 : 4);  // bytes of one dim, or of two
-  const int64_t bytes = (slot % cache.block_size) * (cache.dtype == Dtype::kInt8 ? 1 : 4);
+  const int64_t row = cache.block_size * cache.cell_bytes(), bytes = slot % cache.block_size * cache.cell_bytes();
   for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
     const char* const keys = static_cast<const char*>(cache.k_of(slot / cache.block_size, head)) + bytes;
     for (int64_t at = 0; at < cache.head_bytes(); at += std::max<int64_t>(row, 64)) __builtin_prefetch(keys + at, 1, 3);

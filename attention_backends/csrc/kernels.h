@@ -12,7 +12,7 @@ namespace pageloom {
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 // K and V lie in cells, the unit that a vector of the kernels has a lane for: 32 bits, which hold one float32 or two
-// 16-bit elements, or one int8.
+// 16-bit elements, or 16 bits of two int8.
 //   K of one block and head: cells [padded_dim / per_cell][block_size]; a cell pairs two neighbouring dims of a token.
 //   V of one block and head: cells [block_size / per_cell][padded_dim]; a cell pairs two neighbouring tokens of a dim.
 // One block: K of every head, then V of every head; an int8 cache has behind them float32 scales, of K
@@ -29,6 +29,7 @@ struct CacheLayout {
   PAGELOOM_ALWAYS_INLINE int64_t element_bytes() const {
     return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kInt8 ? 1 : 2;
   }
+  PAGELOOM_ALWAYS_INLINE int64_t cell_bytes() const { return dtype == Dtype::kInt8 ? 2 : 4; }
   PAGELOOM_ALWAYS_INLINE int64_t head_bytes() const { return block_size * padded_dim * element_bytes(); }
   PAGELOOM_ALWAYS_INLINE int64_t block_bytes() const {
     return 2 * num_kv_heads * (head_bytes() + (dtype == Dtype::kInt8 ? 4 * block_size : 0));

@@ -21,7 +21,7 @@ struct Segment {
 };
 
 template <class T, int R, int C>
-PAGELOOM_INLINE void multiply_accumulate(vf (&acc)[R][C], const uint32_t* a, int64_t lda,
+PAGELOOM_INLINE void multiply_accumulate(typename T::Sum (&acc)[R][C], const uint32_t* a, int64_t lda,
                                          const typename T::Cell* const (&b)[C], int64_t ldb, int64_t count) {
   for (int64_t d = 0; d < count; ++d) {
     vu lanes[C];
@@ -58,7 +58,7 @@ template <class T, int R, int C>
 void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const* tokens,
                   const typename T::Cell* const* ahead, int64_t ldb, int64_t count, float* c, int64_t ldc) {
   constexpr int64_t kRowBytes = VW * sizeof(typename T::Cell), kLine = kRowBytes < 64 ? 64 / kRowBytes : 1;
-  vf acc[R][C] = {};
+  typename T::Sum acc[R][C] = {};
   const typename T::Cell* b[C];
   for (int j = 0; j < C; ++j) b[j] = tokens[j];
   if (ahead == nullptr) {
@@ -80,18 +80,21 @@ void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const*
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, acc[i][j]);
+    for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, T::as_float(acc[i][j]));
 }
 
-// C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile.
+// C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile. `unit`: of a row of P, where
+// it is integers.
 template <class T, int R, int C>
 void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, int64_t num_segments, int64_t dim,
-                  int64_t ldb, const float* decay, float* c, int64_t ldc) {
-  vf acc[R][C];
+                  int64_t ldb, const float* decay, const float* unit, float* c, int64_t ldc) {
+  typename T::Sum acc[R][C] = {};
+  if constexpr (!T::kScaled) {
 #pragma GCC unroll 8
-  for (int i = 0; i < R; ++i)
+    for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) acc[i][j] = loadf(c + i * ldc + j * VW) * splat(decay[i]);
+      for (int j = 0; j < C; ++j) acc[i][j] = loadf(c + i * ldc + j * VW) * splat(decay[i]);
+  }
   for (int64_t s = 0; s < num_segments; ++s) {
     const typename T::Cell* b[C];
     for (int j = 0; j < C; ++j) b[j] = segments[s].base + dim + j * VW;
@@ -100,7 +103,11 @@ void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, in
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, acc[i][j]);
+    for (int j = 0; j < C; ++j) {
+      vf sum = T::as_float(acc[i][j]);
+      if constexpr (T::kScaled) sum = loadf(c + i * ldc + j * VW) * splat(decay[i]) + sum * splat(unit[i]);
+      storef(c + i * ldc + j * VW, sum);
+    }
 }
 
 // Calls f with the compile-time row count R == n, 1 <= n <= kMaxRows.
@@ -149,7 +156,7 @@ void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const typename T::
 
 template <class T>
 void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* segments, int64_t num_segments,
-                int64_t dims, const float* decay, float* c) {
+                int64_t dims, const float* decay, const float* unit, float* c) {
   for (int64_t d = 0; d < dims;) {
     const bool wide = d + kMaxCols * VW <= dims;
     for (int64_t r = 0; r < rows; r += kMaxRows) {
@@ -157,7 +164,7 @@ void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* 
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
         const auto block = wide ? values_block<T, R, kMaxCols> : values_block<T, R, 1>;
-        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, c + r * dims + d, dims);
+        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, unit + r, c + r * dims + d, dims);
       });
     }
     d += wide ? kMaxCols * VW : VW;

@@ -129,17 +129,19 @@ PAGELOOM_INLINE uint16_t float_to_bf16(float x) {
 }
 
 // Element types of a cache. Cell: kernels.h. Storage: of queries and outputs. kWords: 32-bit words of the broadcast
-// operand (queries, probabilities) that meet one cell. kPacked: that operand is bfloat16 pairs. kScaled: tokens have
-// scales.
+// operand (queries, probabilities) that meet one cell. kPacked: that operand is pairs of bfloat16, or of 16-bit integers.
+// kScaled: cells are integers, and tokens have scales, as have the operand's rows. Sum: what products add up in.
 struct Float32 {
   using Storage = float;
   using Cell = uint32_t;
+  using Sum = vf;
   static constexpr int kPerLane = 1, kWords = 1;
   static constexpr bool kPrecise = true, kPacked = false, kScaled = false, kBFloat16Out = false;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
   PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
   PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
   PAGELOOM_INLINE vf high(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE vf as_float(vf sum) { return sum; }
   PAGELOOM_INLINE float to_float(float x) { return x; }
   PAGELOOM_INLINE float from_float(float x) { return x; }
 };
@@ -147,6 +149,7 @@ struct Float32 {
 struct BFloat16 {
   using Storage = uint16_t;
   using Cell = uint32_t;
+  using Sum = vf;
   static constexpr int kPerLane = 2, kWords = PAGELOOM_NATIVE_BF16 ? 1 : 2;
   static constexpr bool kPrecise = false, kPacked = PAGELOOM_NATIVE_BF16, kScaled = false, kBFloat16Out = true;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
@@ -159,6 +162,7 @@ struct BFloat16 {
   }
   PAGELOOM_INLINE vf low(vu lanes) { return (vf)(lanes << 16); }
   PAGELOOM_INLINE vf high(vu lanes) { return (vf)(lanes & 0xffff0000u); }
+  PAGELOOM_INLINE vf as_float(vf sum) { return sum; }
   PAGELOOM_INLINE float to_float(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
   PAGELOOM_INLINE uint16_t from_float(float x) { return float_to_bf16(x); }
 };
@@ -166,6 +170,7 @@ struct BFloat16 {
 struct Float16 {
   using Storage = uint16_t;
   using Cell = uint32_t;
+  using Sum = vf;
   static constexpr int kPerLane = 2, kWords = 2;
   static constexpr bool kPrecise = false, kPacked = false, kScaled = false, kBFloat16Out = false;
   PAGELOOM_INLINE vu load(const Cell* p) { return load_as<vu>(p); }
@@ -179,6 +184,7 @@ struct Float16 {
   }
   PAGELOOM_INLINE vf low(vu lanes) { return widen(lanes & 0xffffu); }
   PAGELOOM_INLINE vf high(vu lanes) { return widen(lanes >> 16); }
+  PAGELOOM_INLINE vf as_float(vf sum) { return sum; }
   PAGELOOM_INLINE float to_float(uint16_t x) {
     _Float16 h;
     memcpy(&h, &x, 2);
@@ -192,27 +198,51 @@ struct Float16 {
   }
 };
 
-// int8 keys and values become float lanes as they are loaded; queries and outputs are bfloat16.
+// int8 keys and values become 16-bit integers as they are loaded and meet queries and probabilities of 15 bits and a sign,
+// which have a scale for each row: sums are exact, the same on every ISA.
 struct Int8 {
   using Storage = uint16_t;
-  using Cell = int8_t;
-  static constexpr int kPerLane = 1, kWords = 1;
-  static constexpr bool kPrecise = false, kPacked = false, kScaled = true, kBFloat16Out = true;
+  using Cell = uint16_t;
+  using Sum = vi;
+  static constexpr int kPerLane = 2, kWords = 1;
+  static constexpr bool kPrecise = false, kPacked = true, kScaled = true, kBFloat16Out = true;
   PAGELOOM_INLINE vu load(const Cell* p) {
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    typedef int8_t Bytes __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
+    typedef int16_t Halves __attribute__((vector_size(PAGELOOM_VECTOR_BYTES)));
+    return (vu)__builtin_convertvector(load_as<Bytes>(p), Halves);
+  }
+  PAGELOOM_INLINE vi mac(vi acc, uint32_t a, vu lanes) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)lanes, _mm512_set1_epi32((int)a));
+#elif defined(__AVX512BW__)
+    return acc + (vi)_mm512_madd_epi16((__m512i)lanes, _mm512_set1_epi32((int)a));
 #elif defined(__AVX2__)
-    return (vu)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+    return acc + (vi)_mm256_madd_epi16((__m256i)lanes, _mm256_set1_epi32((int)a));
+#elif defined(__SSE2__)
+    return acc + (vi)_mm_madd_epi16((__m128i)lanes, _mm_set1_epi32((int)a));
 #else
-    return (vu)vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
+    const vi low = (vi)(lanes << 16) >> 16, high = (vi)lanes >> 16;
+    return acc + low * (int32_t)(int16_t)a + high * ((int32_t)a >> 16);
 #endif
   }
-  PAGELOOM_INLINE vf mac(vf acc, uint32_t a, vu lanes) { return acc + splat(bits_to_float(a)) * (vf)lanes; }
-  PAGELOOM_INLINE vf low(vu lanes) { return (vf)lanes; }
-  PAGELOOM_INLINE vf high(vu lanes) { return (vf)lanes; }
+  PAGELOOM_INLINE vf as_float(vi sum) { return __builtin_convertvector(sum, vf); }
   PAGELOOM_INLINE float to_float(uint16_t x) { return BFloat16::to_float(x); }
   PAGELOOM_INLINE uint16_t from_float(float x) { return float_to_bf16(x); }
 };
+
+constexpr float kInt16 = 32767.0f;
+constexpr float kRoundToInt = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+
+// VW values times `inverse`, rounded, as 16-bit integers.
+PAGELOOM_INLINE void store_int16(int16_t* to, vf v, float inverse) {
+  typedef int16_t Halves __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
+  const Halves rounded = __builtin_convertvector((vi)(v * inverse + kRoundToInt), Halves);
+  memcpy(to, &rounded, sizeof rounded);
+}
+// What to multiply values up to `largest` by; 0 where they vanish or are not finite.
+PAGELOOM_INLINE float inverse_unit(float largest) {
+  return largest >= 1e-30f && largest <= 3.0e38f ? kInt16 / largest : 0.0f;
+}
 
 // Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as
 // float.
