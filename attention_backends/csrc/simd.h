@@ -38,7 +38,7 @@ PAGELOOM_INLINE V load_as(const S* p) {
 }
 PAGELOOM_INLINE vf loadf(const float* p) { return load_as<vf>(p); }
 PAGELOOM_INLINE void storef(float* p, vf v) { memcpy(p, &v, sizeof v); }
-PAGELOOM_INLINE vf splat(float x) { return vf{} + x; }
+PAGELOOM_INLINE vf splat(float x) { return x - vf{}; }  // 0 + x would be computed: it is not x where x is -0
 PAGELOOM_INLINE float bits_to_float(uint32_t x) {
   float f;
   memcpy(&f, &x, 4);

@@ -8,24 +8,26 @@ using namespace pageloom;
 
 namespace {
 
+// A register tile: kTileRows rows x kVectors vectors of outputs, which are kTogether panels or a part of one. Pairs of
+// inputs that are multiplied as they are take one register of weights for each vector, widened ones two.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 6;
-constexpr int64_t kPanels = 2;     // that a tile of many rows meets
+constexpr int kTileRows = PAGELOOM_NATIVE_BF16 ? 6 : 12, kVectors = PAGELOOM_NATIVE_BF16 ? 4 : 2;
+constexpr int64_t kTogether = PAGELOOM_NATIVE_BF16 ? 2 : 1;
 constexpr int64_t kMaxPanels = 8;  // that one row meets: the more streams of weights, the more memory is asked for at once
 #else
-constexpr int kTileRows = 3;
-constexpr int64_t kPanels = 1, kMaxPanels = 1;
+constexpr int kTileRows = 5, kVectors = 2;
+constexpr int64_t kTogether = 1, kMaxPanels = 1;
 #endif
-constexpr int kVectors = 4;                  // of a tile's row, where rows are many
+constexpr int64_t kPanels = PAGELOOM_NATIVE_BF16 ? 2 : 4;  // that a tile's rows meet in turn, once they are widened
 constexpr int64_t kRowBytes = kPanel * 4;    // of a panel: two inputs of 32 outputs
 constexpr int64_t kDepth = 2048;             // inputs that several tiles of rows meet before the next ones
 constexpr int64_t kHeldRows = 512;           // rows whose sums wait for the next kDepth inputs
 constexpr int64_t kUnroll = 4;               // pairs of inputs between two looks at what to prefetch
 constexpr int64_t kAheadBytes = 4096;        // of a stream of weights that come straight from memory
 
-// Panels that a tile of `rows` meets at once, where it is the only one.
+// Panels that a tile of `rows` meets where it is the only one.
 PAGELOOM_INLINE int64_t streams_of(int64_t rows) {
-  return kMaxPanels == 1 ? 1 : rows == 1 ? kMaxPanels : rows == 2 ? kMaxPanels / 2 : kPanels;
+  return rows == 1 && kMaxPanels > 1 ? kMaxPanels : rows == 2 && kMaxPanels > 1 ? kMaxPanels / 2 : kPanels;
 }
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -41,16 +43,33 @@ struct Prefetch {
 typedef uint16_t Input;  // pairs are multiplied as they are
 #else
 typedef float Input;  // widened once for a tile
+constexpr int64_t kWideStride = kDepth + 16;  // of its rows: not a power of two, or all rows share a few sets of the L1
 #endif
 
-PAGELOOM_INLINE vf multiply_pair(vf acc, const Input* a, vu lanes) {
+// Sums of all rows += a pair of inputs of each * their weights.
+template <int R, int V>
+PAGELOOM_INLINE void multiply_pairs(vf (&acc)[R][V], const Input* a, int64_t stride, const vu (&lanes)[V]) {
 #if PAGELOOM_NATIVE_BF16
-  uint32_t pair;
-  memcpy(&pair, a, 4);
-  return BFloat16::mac(acc, pair, lanes);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    uint32_t pair;
+    memcpy(&pair, a + r * stride, 4);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) acc[r][v] = BFloat16::mac(acc[r][v], pair, lanes[v]);
+  }
 #else
-  acc = acc + splat(a[0]) * BFloat16::low(lanes);
-  return acc + splat(a[1]) * BFloat16::high(lanes);
+  vf half[V];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) half[v] = i == 0 ? BFloat16::low(lanes[v]) : BFloat16::high(lanes[v]);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const vf x = splat(a[r * stride + i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + x * half[v];
+    }
+  }
 #endif
 }
 
@@ -67,18 +86,18 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
                                              int64_t panel_bytes, Prefetch prefetch, float* sums, int64_t width,
                                              bool more) {
   vf acc[R][V];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) acc[r][v] = more ? loadf(sums + r * width + v * VW) : vf{};
+#if !PAGELOOM_NATIVE_BF16
+  stride = kWideStride;  // known, so that rows need no pointers of their own
+#endif
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     vu lanes[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) lanes[v] = load_as<vu>(lanes_at<V>(w, panel_bytes, v) + i * kRowBytes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) acc[r][v] = multiply_pair(acc[r][v], x + r * stride + 2 * i, lanes[v]);
+    multiply_pairs<R, V>(acc, x + 2 * i, stride, lanes);
   };
   int64_t i = 0;
   for (; i + kUnroll <= pairs; i += kUnroll) {
@@ -89,7 +108,7 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
     for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
   }
   for (; i < pairs; ++i) step(i);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) storef(sums + r * width + v * VW, acc[r][v]);
@@ -101,26 +120,48 @@ constexpr Multiply kWhole[kTileRows][kMaxPanels] = {
     {multiply_tile<1, 2>, multiply_tile<1, 4>, multiply_tile<1, 6>, multiply_tile<1, 8>, multiply_tile<1, 10>,
      multiply_tile<1, 12>, multiply_tile<1, 14>, multiply_tile<1, 16>},
     {multiply_tile<2, 2>, multiply_tile<2, 4>, multiply_tile<2, 6>, multiply_tile<2, 8>},
+#if PAGELOOM_NATIVE_BF16
     {multiply_tile<3, 2>, multiply_tile<3, 4>},
     {multiply_tile<4, 2>, multiply_tile<4, 4>},
     {multiply_tile<5, 2>, multiply_tile<5, 4>},
     {multiply_tile<6, 2>, multiply_tile<6, 4>}};
 #else
-constexpr Multiply kWhole[] = {multiply_tile<1, 4>, multiply_tile<2, 4>, multiply_tile<3, 4>};
+    {multiply_tile<3, 2>},
+    {multiply_tile<4, 2>},
+    {multiply_tile<5, 2>},
+    {multiply_tile<6, 2>},
+    {multiply_tile<7, 2>},
+    {multiply_tile<8, 2>},
+    {multiply_tile<9, 2>},
+    {multiply_tile<10, 2>},
+    {multiply_tile<11, 2>},
+    {multiply_tile<12, 2>}};
+#endif
+#else
+constexpr Multiply kPart[kTileRows] = {multiply_tile<1, kVectors>, multiply_tile<2, kVectors>,
+                                       multiply_tile<3, kVectors>, multiply_tile<4, kVectors>,
+                                       multiply_tile<5, kVectors>};
 #endif
 
-// One tile of rows against `panels` panels from `w` on.
+// One tile of rows against `panels` panels from `w` on, in register tiles one after the other.
 void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const uint8_t* w, int64_t panel_bytes,
               int64_t panels, const Prefetch& prefetch, float* sums, bool more) {
+  const int64_t width = panels * kPanel, together = kMaxPanels > 1 && rows <= 2 ? panels : kTogether;
+  for (int64_t panel = 0; panel < panels; panel += together) {
+    Prefetch own = prefetch;
+    own.ahead += panel * panel_bytes;
+    own.panels = min64(together, panels - panel);
+    const uint8_t* const from = w + panel * panel_bytes;
+    float* const to = sums + panel * kPanel;
 #if defined(__AVX512F__)
-  kWhole[rows - 1][panels - 1](x, stride, pairs, w, panel_bytes, prefetch, sums, panels * kPanel, more);
+    kWhole[rows - 1][own.panels - 1](x, stride, pairs, from, panel_bytes, own, to, width, more);
 #else
-  Prefetch once = prefetch;
-  for (int64_t column = 0; column < kPanel; column += kVectors * VW) {
-    kWhole[rows - 1](x, stride, pairs, w + column * 4, panel_bytes, once, sums + column, kPanel, more);
-    once.lines = 0;
-  }
+    for (int64_t column = 0; column < kPanel; column += kVectors * VW) {
+      kPart[rows - 1](x, stride, pairs, from + column * 4, panel_bytes, own, to + column, width, more);
+      own.lines = 0;
+    }
 #endif
+  }
 }
 
 struct Block {
@@ -157,11 +198,11 @@ const Input* tile_input(const uint16_t* x, int64_t stride, int64_t rows, int64_t
   out = stride;
   return x;
 #else
-  out = kDepth;
+  out = kWideStride;
   for (int64_t r = 0; r < rows; ++r) {
     int64_t i = 0;
-    for (; i + VW <= k; i += VW) storef(widened + r * kDepth + i, load_bf16(x + r * stride + i));
-    for (; i < k; ++i) widened[r * kDepth + i] = bits_to_float((uint32_t)x[r * stride + i] << 16);
+    for (; i + VW <= k; i += VW) storef(widened + r * kWideStride + i, load_bf16(x + r * stride + i));
+    for (; i < k; ++i) widened[r * kWideStride + i] = bits_to_float((uint32_t)x[r * stride + i] << 16);
   }
   return widened;
 #endif
@@ -169,7 +210,7 @@ const Input* tile_input(const uint16_t* x, int64_t stride, int64_t rows, int64_t
 
 struct Scratch {
   float* sums;     // [min(rows, kHeldRows)][panels at once * kPanel]
-  Input* widened;  // [kTileRows][kDepth] where bf16 is not multiplied as it is
+  Input* widened;  // [kTileRows][kWideStride] where bf16 is not multiplied as it is
 };
 
 void multiply_block(const LinearProblem& p, const Operand& x, const Block& b, const Scratch& s) {
@@ -205,8 +246,11 @@ int64_t sums_floats(const LinearProblem& p) {
 }
 
 size_t scratch_bytes(const LinearProblem& p) {
-  const int64_t widened = PAGELOOM_NATIVE_BF16 ? 0 : kTileRows * kDepth * (int64_t)sizeof(Input);
-  return (size_t)(sums_floats(p) * 4 + widened);
+  #if PAGELOOM_NATIVE_BF16
+  return (size_t)(sums_floats(p) * 4);
+#else
+  return (size_t)((sums_floats(p) + kTileRows * kWideStride) * 4);
+#endif
 }
 
 void compute_rows(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,

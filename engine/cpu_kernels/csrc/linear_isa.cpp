@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
+#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -35,6 +36,40 @@ bool tiles_allowed() {
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kTileBits) != kTileBits) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+// Time stamps that 2,400 products of pairs, or of floats, take when none waits for another.
+template <bool kPairs>
+__attribute__((target("avx512f,avx512bf16"))) uint64_t time_products() {
+  __m512 sums[12] = {};
+  __m512i ones = _mm512_set1_epi32(0x3f803f80);
+  __asm__ volatile("" : "+v"(ones));
+  const uint64_t start = __rdtsc();
+  for (int i = 0; i < 200; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j)
+      sums[j] = kPairs ? _mm512_dpbf16_ps(sums[j], (__m512bh)ones, (__m512bh)ones)
+                       : _mm512_fmadd_ps((__m512)ones, (__m512)ones, sums[j]);
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) __asm__ volatile("" : "+v"(sums[j]));
+  }
+  return __rdtsc() - start;
+}
+
+// Whether multiplying pairs beats widening them. A pair is two products and saves widening, but some CPUs with tiles
+// issue pairs at a quarter of the rate.
+bool pairs_are_fast() {
+  uint64_t pairs = UINT64_MAX, floats = UINT64_MAX;
+  for (int i = 0; i < 8; ++i) {  // the least of some: who is interrupted says nothing
+    const uint64_t a = time_products<true>(), b = time_products<false>();
+    pairs = a < pairs ? a : pairs;
+    floats = b < floats ? b : floats;
+  }
+  return pairs < 3 * floats;
+}
+#else
+bool pairs_are_fast() { return true; }
 #endif
 
 struct Family {
@@ -76,6 +111,7 @@ Family family_of(int64_t isa) {
 
 struct Table {
   const LinearKernels* widest[kWidest + 1][kFormats] = {};  // of this ISA, else of the next narrower one
+  const LinearKernels* fastest[kFormats] = {};
   bool available[kWidest + 1] = {};
 
   Table() {
@@ -92,6 +128,10 @@ struct Table {
         widest[isa][format] = own != nullptr ? own : widest[isa - 1][format];
       }
     }
+    for (int format = 0; format < kFormats; ++format) fastest[format] = widest[kWidest][format];
+    constexpr int kBf16 = static_cast<int>(Format::kBFloat16);
+    const LinearKernels* const pairs = available[kAvx512Bf16] ? widest[kAvx512Bf16][kBf16] : nullptr;
+    if (pairs != nullptr && fastest[kBf16] == pairs && !pairs_are_fast()) fastest[kBf16] = widest[kAvx512Vnni][kBf16];
   }
 };
 
@@ -107,7 +147,7 @@ bool isa_available(int64_t isa) { return isa >= kPortable && isa <= kWidest && t
 const LinearKernels* kernels_of(Format format, int64_t isa) {
   const auto index = static_cast<int32_t>(format);
   if (index < 0 || index >= kFormats || isa < kAuto || isa > kWidest) return nullptr;
-  return table().widest[isa == kAuto ? kWidest : isa][index];
+  return isa == kAuto ? table().fastest[index] : table().widest[isa][index];
 }
 
 }  // namespace pageloom
