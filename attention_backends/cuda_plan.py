@@ -53,7 +53,7 @@ def split_batch(batch: AttentionBatch, group: int, num_kv_heads: int, head_dim: 
     much and compute little, and a prefill tile would read a whole context in one block. Never in a graph batch, whose
     work may not depend on lengths.
     """
-    if batch.graph_size is not None or batch.max_query_len <= 1:
+    if batch.graph_size is not None or (batch.max_query_len <= 1 and 0 not in batch.query_lens_host):
         return Split(batch.num_seqs, 0, 0, 0, 0)
     first = end = batch.num_decodes
     longest = short_tokens = 0

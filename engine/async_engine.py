@@ -145,8 +145,7 @@ class AsyncEngine:
         engine.processor.add(admitted, now=arrival, delta=delta)
         news = engine.streams[name] = _News()
         try:
-            for sequence in admitted.sequences:
-                engine.client.send(sequence)
+            engine.client.send(admitted.message)
             finished = False
             while not finished:
                 await news.next()

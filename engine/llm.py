@@ -258,9 +258,8 @@ class LLM:
 
     def _submit(self, request: AdmittedRequest, arrival: float) -> int:
         self._processor.add(request, now=arrival)
-        for sequence in request.sequences:
-            self._client.send(sequence)
-        return len(request.sequences)
+        self._client.send(request.message)
+        return request.params.n
 
     def _step(self) -> Iterator[RequestOutput]:
         """Receive once; the requests that ended."""

@@ -64,7 +64,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True):
     computed: int
     """tokens whose KV exists before this step = position of the first query token"""
     query_len: int
-    """tokens to compute in this step, >= 1"""
+    """tokens to compute in this step; 0: a fork, which samples from the logits of the row before it in the plan (or of
+    the one before that, if it is a fork, too)"""
     samples: bool
     """true when this step reaches the last known token, so that a token is sampled at position computed + query_len"""
 
@@ -72,7 +73,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int
     rows: list[ScheduledRow]
-    """decode rows (query_len 1 and sampling) first, then prefill chunks"""
+    """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []
     block_appends: list[BlockAppend] = []

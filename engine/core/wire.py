@@ -11,8 +11,16 @@ from engine.request import FinishReason
 from engine.step import RowParams, TokenLogprobs
 
 
+class Follower(msgspec.Struct, frozen=True, kw_only=True):
+    """Another sample of the same prompt."""
+
+    request_id: str
+    params: RowParams
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
-    """One sequence to generate. The front end turns `n` samples of a request into `n` of these with derived seeds."""
+    """A prompt to continue. Where `n` samples of it are wanted, the others are its followers: the prompt is computed
+    once, then each goes on by itself, with its own id, seed and end."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -23,6 +31,12 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """lower runs earlier; used by the `priority` policy"""
     cache_salt: str | None = None
     """prefix blocks are shared only among requests with an equal salt"""
+    followers: list[Follower] = []
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all samples, in order."""
+        return [self.request_id, *(follower.request_id for follower in self.followers)]
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -15,7 +15,7 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.wire import AddRequest
+from engine.core.wire import AddRequest, Follower
 from engine.errors import InvalidRequestError
 from engine.frontend.tokenizer import Tokenizer
 from engine.request import SamplingParams
@@ -47,13 +47,14 @@ class ParsedPrompt(msgspec.Struct, frozen=True):
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that can be served: `sequences[i]` is what the core is told about sample `i`."""
+    """A request that can be served: `message` is what the core is told, `message.request_ids[i]` what it calls sample
+    `i`."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    sequences: list[AddRequest]
+    message: AddRequest
 
 
 def parse_prompt(prompt: Prompt) -> ParsedPrompt:
@@ -136,23 +137,25 @@ class Admission:
         template = self._row_params(params)
         base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
-        sequences = [
-            AddRequest(
-                request_id=f"{request_id}:{serial}:{index}",
-                prompt_token_ids=prompt_token_ids,
-                params=_for_sample(template, base, index),
-                max_tokens=max_tokens,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
+        first, *others = (
+            Follower(request_id=f"{request_id}:{serial}:{index}", params=_for_sample(template, base, index))
             for index in range(params.n)
-        ]
+        )
+        message = AddRequest(
+            request_id=first.request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=first.params,
+            max_tokens=max_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            followers=others,
+        )
         return AdmittedRequest(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             params=params,
-            sequences=sequences,
+            message=message,
         )
 
     def _check_prompt(self, token_ids: list[int]) -> None:

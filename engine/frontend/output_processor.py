@@ -39,8 +39,8 @@ class _Request:
         self.admitted = admitted
         self.delta = delta
         self.samples = [
-            Sample(i, sequence.request_id, admitted.prompt_token_ids, admitted.params, tokenizer)
-            for i, sequence in enumerate(admitted.sequences)
+            Sample(i, core_id, admitted.prompt_token_ids, admitted.params, tokenizer)
+            for i, core_id in enumerate(admitted.message.request_ids)
         ]
         self.metrics = RequestMetrics(arrival_time=now)
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -37,6 +37,7 @@ class SentStep:
 
     num_seqs: int
     num_tokens: int
+    one_token_each: bool
     query_lens: list[int]
     seq_lens: list[int]
     """this step's tokens included"""
@@ -147,22 +148,23 @@ class BatchBuilder:
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
         sample_rows = [r.row for r in rows if r.samples]
-        if num_tokens == len(sample_rows) == n:
+        one_token_each = num_tokens == n and 0 not in query_lens
+        if one_token_each and len(sample_rows) == n:
             self._copy_decodes(sample_rows, computed)
             seq_lens = [c + 1 for c in computed]
         else:
             self._copy(np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T)
             seq_lens = [c + q for c, q in zip(computed, query_lens)]
-        return SentStep(n, num_tokens, query_lens, seq_lens, sample_rows)
+        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows)
 
     def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly, group: int = 0) -> StepBatch:
         """Queue the kernels that build the step last sent, padded as `choose` says; `group` is the layer group whose
         block tables attention reads."""
         n, tokens, samples = sent.num_seqs, sent.num_tokens, len(sent.sample_rows)
-        dispatch = choose(tokens, tokens == n)
+        dispatch = choose(tokens, sent.one_token_each)
         full = dispatch.route == "full"
         seqs = dispatch.size if full else n
-        sizes = StepSizes(n, tokens, samples, seqs, padded_tokens=dispatch.size, padded_query_len=int(full))
+        sizes = StepSizes(n, tokens, samples, seqs, dispatch.size, int(full), sent.one_token_each)
         table, kernels, step = self._table, self._kernels, self._step
         max_seq_len = max(sent.seq_lens)
         kernels.prepare_inputs(step, table.tokens, table.block_tables, self.buffers, sizes, self._block_size)
@@ -170,7 +172,7 @@ class BatchBuilder:
         kernels.gather_block_tables(table.block_tables, step[0], self.buffers.block_tables, sizes, columns)
         views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens, group))
         attention = self._attention_batch(
-            views, full, max(sent.query_lens), max_seq_len, sent.query_lens, sent.seq_lens
+            views, full, sent.one_token_each, max(sent.query_lens), max_seq_len, sent.query_lens, sent.seq_lens
         )
         return StepBatch(
             dispatch=dispatch,
@@ -182,7 +184,7 @@ class BatchBuilder:
             sample_positions=views.sample_positions,
             sample_rows_host=sent.sample_rows,
             attention=attention,
-            every_token_samples=samples == tokens,
+            every_token_samples=sent.one_token_each and samples == n,
         )
 
     def clear(self, size: int) -> None:
@@ -199,7 +201,7 @@ class BatchBuilder:
         self.buffers.seq_lens[:size].fill_(1)
         self.buffers.block_tables[:, :size].zero_()
         starts.copy_(torch.arange(size + 1, dtype=torch.int32, device=starts.device))
-        return self._attention_batch(self._views(_Extents(size, size, size, size, group)), True, 1, 1, ones, ones)
+        return self._attention_batch(self._views(_Extents(size, size, size, size, group)), True, True, 1, 1, ones, ones)
 
     def _views(self, extents: _Extents) -> _Views:
         """The parts of the buffers that a step uses. A step of decodes meets the same ones again: those are kept, and
@@ -228,6 +230,7 @@ class BatchBuilder:
         self,
         views: _Views,
         full: bool,
+        one_token_each: bool,
         max_query_len: int,
         max_seq_len: int,
         query_lens: list[int],
@@ -244,7 +247,7 @@ class BatchBuilder:
             block_tables=views.block_tables,
             slot_mapping=views.slot_mapping,
             block_size=self._block_size,
-            num_decodes=seqs if full or max_query_len == 1 else _leading_ones(query_lens),
+            num_decodes=seqs if one_token_each else _leading_ones(query_lens),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
             graph_size=seqs if full else None,

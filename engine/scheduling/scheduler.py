@@ -22,10 +22,11 @@ from engine.core.wire import AddRequest, CoreStats, SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit
 from engine.request import FinishReason
+from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.waiting_queue import WaitingQueue
-from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.step import RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 
 class _StepInFlight(msgspec.Struct, frozen=True):
@@ -52,6 +53,8 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
         self._arrivals = 0
+        self._following = 0
+        """sequences that wait for another one to compute their prompt"""
         self._num_steps = 0
         self._preemptions = 0
         self._prompt_tokens = 0
@@ -63,41 +66,28 @@ class Scheduler:
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
-        prompt_len = len(request.prompt_token_ids)
-        max_total = min(prompt_len + request.max_tokens, self._config.max_model_len)
-        self._check(request, max_total)
-        if len(self._waiting) >= self._config.max_waiting:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already (--max-waiting {self._config.max_waiting})"
-            )
-        priority = request.priority if self._config.policy == "priority" else 0
-        seq = Sequence(request, (priority, self._arrivals), max_total, self._kv.open(request.cache_salt))
-        self._arrivals += 1
-        self._live[request.request_id] = seq
-        self._waiting.push(seq)
+        max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len)
+        for request_id in request.request_ids:
+            if request_id in self._live:
+                raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
+        check_servable(request, max_total, self._config, self._kv)
+        if self.num_waiting >= self._config.max_waiting:
+            raise QueueFullError(f"{self.num_waiting} requests wait already (--max-waiting {self._config.max_waiting})")
+        leader = self._open(request, request.request_id, request.params, max_total)
+        for each in request.followers:
+            follower = self._open(request, each.request_id, each.params, max_total)
+            follower.status, follower.leader = Status.FOLLOWING, leader
+            leader.followers.append(follower)
+        self._following += len(leader.followers)
+        self._waiting.push(leader)
 
-    def _check(self, request: AddRequest, max_total: int) -> None:
-        prompt_len = len(request.prompt_token_ids)
-        if request.request_id in self._live:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a live request", "request_id")
-        if prompt_len == 0:
-            raise InvalidRequestError("the prompt must hold at least one token", "prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
-        if prompt_len + 1 > self._config.max_model_len:
-            raise InvalidRequestError(
-                f"a prompt of {prompt_len} tokens leaves no room to generate one: the context length is "
-                f"{self._config.max_model_len} tokens (--max-model-len)",
-                "prompt",
-            )
-        # The last token is sampled and never computed, so it needs no KV.
-        need, total = self._kv.blocks_for(max_total - 1), self._kv.pool.num_blocks
-        if need > total:
-            raise InvalidRequestError(
-                f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "
-                f"but there are {total} (raise --kv-cache-memory, or lower max_tokens)",
-                "max_tokens" if self._kv.blocks_for(prompt_len) <= total else "prompt",
-            )
+    def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
+        key = (request.priority if self._config.policy == "priority" else 0, self._arrivals)
+        blocks = self._kv.open(request.cache_salt)
+        seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
+        self._arrivals += 1
+        self._live[request_id] = seq
+        return seq
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests in whatever state they are; ids that are not live are ignored. Tokens in flight will be
@@ -194,6 +184,8 @@ class Scheduler:
                 return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, seq.prefix_limit)
         need = self._kv.blocks_for(len(seq.tokens)) - self._kv.blocks_for(hit.num_tokens) + hit.num_free
+        if self._running:  # each sample writes to a block of its own in the step after the prompt
+            need += min(len(seq.followers), len(self._free_rows) - 1) * self._kv.num_groups
         if need > room:
             self._blocked = (seq, room)
             return None
@@ -211,20 +203,50 @@ class Scheduler:
         insort(self._running, seq, key=_key)
         query_len = min(seq.remaining, draft.budget)
         if self._kv.append(seq.blocks, seq.computed + query_len) is None:
-            raise EngineError(f"request {seq.request.request_id!r} was admitted but its KV blocks are gone")
+            raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len
         draft.start_row(seq)
         self._place(draft, seq, query_len, NO_GROWTH)
 
     def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
-        samples = draft.place(seq, query_len, growth)
+        samples = draft.place(seq, query_len, growth, may_fork=bool(seq.followers and self._free_rows))
         seq.computed += query_len
         if samples:
             seq.in_flight += 1
             if seq.certain_to_end:
                 self._ending.append(seq)
         self._kv.register(seq.blocks, seq.tokens)
+        if samples and seq.followers:
+            self._fork_followers(draft, seq)
+
+    def _fork_followers(self, draft: StepDraft, seq: Sequence) -> None:
+        """Samples of a prompt that has just been computed share its blocks and its logits, each on a row of its own;
+        those for which there is no row wait for one like anybody."""
+        followers, seq.followers = seq.followers, []
+        for follower in followers:
+            if not self._free_rows:
+                self._unfollow(follower)
+                continue
+            self._following -= 1
+            follower.leader = None
+            follower.blocks = self._kv.fork(seq.blocks)
+            follower.cached_tokens = seq.cached_tokens
+            follower.status = Status.RUNNING
+            follower.row = self._free_rows.pop()
+            follower.computed = seq.computed
+            insort(self._running, follower, key=_key)
+            draft.fork(follower)
+            follower.in_flight = 1
+            if follower.certain_to_end:
+                self._ending.append(follower)
+
+    def _unfollow(self, follower: Sequence) -> None:
+        """It computes its prompt itself, or what of it is not in the prefix cache by then."""
+        self._following -= 1
+        follower.leader = None
+        follower.status = Status.WAITING
+        self._waiting.push(follower)
 
     def _preempt(self, seq: Sequence) -> None:
         """All of its blocks or none: back to its place in the queue; what it generated becomes part of what it
@@ -277,7 +299,7 @@ class Scheduler:
             self._kv.forget(seq.blocks)
             self._end(seq)
             return SequenceDelta(
-                request_id=seq.request.request_id,
+                request_id=seq.request_id,
                 cached_tokens=cached_tokens,
                 finish_reason="error",
                 error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
@@ -291,7 +313,7 @@ class Scheduler:
         finish_reason, stopped = self._append_token(seq, token) if token is not None else (None, False)
         logprobs = result.logprobs.get(row.row) if token is not None else None
         return SequenceDelta(
-            request_id=seq.request.request_id,
+            request_id=seq.request_id,
             token_ids=[token] if token is not None else [],
             logprobs=[logprobs] if logprobs is not None else [],
             prompt_logprobs=prompt_logprobs,
@@ -313,13 +335,22 @@ class Scheduler:
         return ("stop" if stopped else "length"), stopped
 
     def _end(self, seq: Sequence) -> None:
-        if seq.status is Status.RUNNING:
+        before, seq.status = seq.status, Status.FINISHED
+        if before is Status.RUNNING:
             self._leave_device(seq)
-        was_waiting = seq.status is Status.WAITING
-        seq.status = Status.FINISHED
-        if was_waiting:
+        elif before is Status.WAITING:
             self._waiting.discard()
-        del self._live[seq.request.request_id]
+        elif seq.leader is not None:
+            self._following -= 1
+            seq.leader.followers.remove(seq)
+        followers, seq.followers = seq.followers, []
+        if followers:  # the next one leads
+            leader, *others = followers
+            self._unfollow(leader)
+            leader.followers = others
+            for other in others:
+                other.leader = leader
+        del self._live[seq.request_id]
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -330,7 +361,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._following
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns their number."""
@@ -341,7 +372,7 @@ class Scheduler:
         kv = self._kv.stats()
         return CoreStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=self.num_waiting,
             kv_blocks_total=kv.total,
             kv_blocks_used=kv.used,
             steps=self._num_steps,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 
-from engine.core.wire import AddRequest
 from engine.kv_cache.kv_cache import SequenceBlocks
-from engine.step import TokenLogprobs
+from engine.step import RowParams, TokenLogprobs
 
 
 class Status(enum.Enum):
+    FOLLOWING = enum.auto()
+    """holds nothing; another sample of its request computes their prompt, and it is forked from that one then"""
     WAITING = enum.auto()
     """in the queue, holds nothing (new, or preempted)"""
     RUNNING = enum.auto()
@@ -27,28 +28,41 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
+        "followers",
         "in_flight",
         "key",
+        "leader",
         "max_total",
         "next_prompt_logprob",
+        "params",
         "prompt_len",
-        "request",
+        "request_id",
         "row",
         "status",
         "stop_token_ids",
         "tokens",
     )
 
-    def __init__(self, request: AddRequest, key: tuple[int, int], max_total: int, blocks: SequenceBlocks) -> None:
-        self.request = request
+    def __init__(
+        self,
+        request_id: str,
+        params: RowParams,
+        tokens: list[int],
+        key: tuple[int, int],
+        max_total: int,
+        blocks: SequenceBlocks,
+    ) -> None:
+        """`tokens`: the prompt, this sequence's own."""
+        self.request_id = request_id
+        self.params = params
         self.key = key
         """(priority, arrival): lower runs earlier and is preempted later; unique"""
         self.max_total = max_total
         """tokens at which it ends with "length" """
         self.blocks = blocks
-        self.tokens = list(request.prompt_token_ids)
+        self.tokens = tokens
         self.prompt_len = len(self.tokens)
-        self.stop_token_ids = frozenset(request.params.stop_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids)
         self.status = Status.WAITING
         self.row = -1
         self.computed = 0
@@ -57,6 +71,10 @@ class Sequence:
         """tokens that planned steps sample and that have not arrived"""
         self.cached_tokens: int | None = None
         """prompt tokens found in the cache at the first start; None before it"""
+        self.leader: Sequence | None = None
+        """while it is FOLLOWING"""
+        self.followers: list[Sequence] = []
+        """they start with this sequence's first sampled token, on logits that are theirs as well"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
 
@@ -75,7 +93,7 @@ class Sequence:
         """Tokens that may come from the prefix cache: all but the last, and nothing that prompt log-probabilities
         still need (the query at p scores the token at p+1)."""
         limit = len(self.tokens) - 1
-        if self.request.params.prompt_logprobs is not None and self.next_prompt_logprob < self.prompt_len:
+        if self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.prompt_len:
             limit = min(limit, self.next_prompt_logprob - 1)
         return limit
 
@@ -88,4 +106,4 @@ class Sequence:
     def ends_with(self, token: int) -> bool:
         """Whether ``token``, not appended yet, is a stop token that counts already."""
         generated = len(self.tokens) - self.prompt_len
-        return token in self.stop_token_ids and generated >= self.request.params.min_tokens
+        return token in self.stop_token_ids and generated >= self.params.min_tokens

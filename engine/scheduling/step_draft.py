@@ -36,18 +36,26 @@ class StepDraft:
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
         self._added.append(
-            NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.request.params)
+            NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
         )
         self._append_blocks(seq, Growth(start=0, block_ids=[table.copy() for table in seq.blocks.tables], copies=[]))
 
-    def place(self, seq: Sequence, query_len: int, growth: Growth) -> bool:
-        """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples."""
+    def place(self, seq: Sequence, query_len: int, growth: Growth, may_fork: bool) -> bool:
+        """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples; only then forks
+        may follow, if it ``may_fork``."""
         if growth.block_ids:
             self._append_blocks(seq, growth)
         samples = query_len == seq.remaining
         row = ScheduledRow(row=seq.row, computed=seq.computed, query_len=query_len, samples=samples)
-        (self._decodes if samples and query_len == 1 else self._prefills).append((seq, row))
+        decodes = samples and query_len == 1 and not may_fork
+        (self._decodes if decodes else self._prefills).append((seq, row))
         return samples
+
+    def fork(self, seq: Sequence) -> None:
+        """The sequence samples, too, what the one placed last samples: on a row of its own, and from the same logits."""
+        self.start_row(seq)
+        row = ScheduledRow(row=seq.row, computed=seq.computed, query_len=0, samples=True)
+        self._prefills.append((seq, row))
 
     def _append_blocks(self, seq: Sequence, growth: Growth) -> None:
         for group, ids in enumerate(growth.block_ids):

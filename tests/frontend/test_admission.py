@@ -21,7 +21,7 @@ def _refusal(front: Front, token_ids: list[int], priority: int = 0, **params: An
 
 
 def _one(front: Front, **params: Any) -> AddRequest:
-    return front.admit("hello", **params).sequences[0]
+    return front.admit("hello", **params).message
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_what_can_never_be_served_is_refused_by_field(
 def test_priority_is_refused_where_it_would_have_no_effect(front: Front, tiny_model: Path) -> None:
     assert _refusal(front, [5], priority=1).field == "priority"
     other = Front(tiny_model, scheduling_policy="priority")
-    assert other.admission.admit("r", None, [5], SamplingParams(), priority=-3).sequences[0].priority == -3
+    assert other.admission.admit("r", None, [5], SamplingParams(), priority=-3).message.priority == -3
 
 
 def test_the_longest_prompt_that_fits_leaves_room_for_one_token(front: Front) -> None:
     admitted = front.admission.admit("r", None, [5] * (MAX_POSITION - 1), SamplingParams(max_tokens=50))
-    assert admitted.sequences[0].max_tokens == 1
+    assert admitted.message.max_tokens == 1
 
 
 def test_without_max_tokens_the_context_is_filled(front: Front) -> None:
@@ -65,14 +65,15 @@ def test_without_max_tokens_the_context_is_filled(front: Front) -> None:
 
 
 def test_samples_take_consecutive_seeds_and_distinct_ids(front: Front) -> None:
-    sequences = front.admit("hello", n=3, seed=2**63 - 2, prompt_logprobs=1).sequences
-    assert [s.params.seed for s in sequences] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert len({s.request_id for s in sequences}) == 3
-    assert [s.params.prompt_logprobs for s in sequences] == [1, None, None]
+    message = front.admit("hello", n=3, seed=2**63 - 2, prompt_logprobs=1).message
+    samples = [message, *message.followers]
+    assert [s.params.seed for s in samples] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert message.request_ids == [s.request_id for s in samples] and len(set(message.request_ids)) == 3
+    assert [s.params.prompt_logprobs for s in samples] == [1, None, None]
 
 
 def test_a_request_id_used_again_gets_other_core_ids(front: Front) -> None:
-    assert front.admit("hello").sequences[0].request_id != front.admit("hello").sequences[0].request_id
+    assert front.admit("hello").message.request_id != front.admit("hello").message.request_id
 
 
 def test_unseeded_requests_differ_within_an_engine_and_repeat_across_equal_ones(tiny_model: Path) -> None:

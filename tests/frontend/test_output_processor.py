@@ -21,7 +21,7 @@ def _run(front: Front, text: str, chunk: int = 1, **params: Any) -> tuple[Reques
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("hello", **params)
     processor.add(admitted, now=0.0)
-    core_id = admitted.sequences[0].request_id
+    core_id = admitted.message.request_id
     ids = front.tokenizer.encode(text)
     aborts: list[str] = []
     fed = 0
@@ -81,7 +81,7 @@ def test_the_ending_token_is_in_the_ids_and_not_in_the_text(
     admitted = front.admit("x", **params)
     processor.add(admitted, now=0.0)
     ids = [*front.tokenizer.encode("hello"), 1]
-    core_id = admitted.sequences[0].request_id
+    core_id = admitted.message.request_id
     processor.process(deltas(core_id, ids, finish_reason="stop", stop_token_id=1), 1.0)
     output = processor.take("r")
     assert output is not None
@@ -102,7 +102,7 @@ def test_deltas_joined_equal_the_cumulative_output(front: Front, ids: list[int],
         admitted = front.admit("x", **params)
         processor.add(admitted, now=0.0, delta=delta_mode)
         tokens: list[int] = []
-        for i, delta in enumerate(deltas(admitted.sequences[0].request_id, ids, finish_reason="length")):
+        for i, delta in enumerate(deltas(admitted.message.request_id, ids, finish_reason="length")):
             processor.process([delta], 1.0)
             output = processor.take("r") if i in looks or processor.finished("r") else None
             if output is not None and delta_mode:
@@ -121,7 +121,7 @@ def test_samples_of_one_request_merge_and_finish_together(front: Front) -> None:
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("x", n=2)
     processor.add(admitted, now=10.0)
-    a, b = (s.request_id for s in admitted.sequences)
+    a, b = admitted.message.request_ids
     hello, world = front.tokenizer.encode("hello"), front.tokenizer.encode("world")
     assert processor.process(deltas(a, hello, finish_reason="length", cached_tokens=0), 11.0).finished == []
     assert not processor.finished("r")
@@ -141,7 +141,7 @@ def test_log_probabilities_carry_ranks_and_text_chosen_first(front: Front) -> No
     prompt = admitted.prompt_token_ids
     processor.add(admitted, now=0.0)
     delta = SequenceDelta(
-        request_id=admitted.sequences[0].request_id,
+        request_id=admitted.message.request_id,
         token_ids=[40, 41],
         logprobs=[
             TokenLogprobs([40, 50, 40], [-2.0, -0.5, -2.0], 2),
@@ -170,9 +170,7 @@ def test_log_probabilities_end_where_the_stop_string_ends(front: Front) -> None:
     processor.add(admitted, now=0.0)
     ids = front.tokenizer.encode("hello world and the dog")
     entries = [TokenLogprobs([t], [-1.0], 1) for t in ids]
-    processor.process(
-        [SequenceDelta(request_id=admitted.sequences[0].request_id, token_ids=ids, logprobs=entries)], 1.0
-    )
+    processor.process([SequenceDelta(request_id=admitted.message.request_id, token_ids=ids, logprobs=entries)], 1.0)
     output = processor.take("r")
     assert output is not None and output.outputs[0].logprobs is not None
     sample = output.outputs[0]
@@ -190,7 +188,7 @@ def test_one_failing_sample_fails_its_request_and_stops_its_siblings(
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("x", n=2)
     processor.add(admitted, now=0.0)
-    a, b = (s.request_id for s in admitted.sequences)
+    a, b = admitted.message.request_ids
     failed = SequenceDelta(request_id=a, finish_reason="error", error="NaN", error_kind=kind)
     progress = processor.process([failed], 1.0)
     assert progress.aborts == [b]
@@ -202,7 +200,7 @@ def test_abort_keeps_what_was_generated_and_ignores_what_comes_later(front: Fron
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("x")
     processor.add(admitted, now=0.0)
-    core_id = admitted.sequences[0].request_id
+    core_id = admitted.message.request_id
     ids = front.tokenizer.encode("hello world")
     processor.process(deltas(core_id, ids), 1.0)
     assert processor.abort("r", 2.0)[0] == [core_id]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
@@ -75,7 +76,7 @@ class ReplayingExecutor:
         self._check(plan)
         self._apply(plan)
         for row in plan.rows:
-            self._write(row)
+            self._write(row, plan)
         tokens, prompt_logprobs, faults = [], {}, []
         for row in plan.rows:
             state = self.rows[row.row]
@@ -108,8 +109,13 @@ class ReplayingExecutor:
         assert 1 <= plan.num_tokens <= self.budget
         assert len({row.row for row in plan.rows}) == len(plan.rows)
         assert all(0 <= row.row < self.num_rows for row in plan.rows)
-        decodes = [row.query_len == 1 and row.samples for row in plan.rows]
+        forked = [after.query_len == 0 for after in plan.rows[1:]] + [False]
+        decodes = [row.query_len == 1 and row.samples and not forks for row, forks in zip(plan.rows, forked)]
         assert decodes == sorted(decodes, reverse=True), "decode rows come first"
+        for before, row in pairwise(plan.rows):
+            if row.query_len == 0:
+                assert before.samples and before.computed + before.query_len == row.computed, "not behind its source"
+        assert plan.rows[0].query_len > 0
         assert len(set(plan.released)) == len(plan.released)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -127,10 +133,10 @@ class ReplayingExecutor:
         for source, destination in plan.block_copies:
             self.slots[destination] = list(self.slots[source])
 
-    def _write(self, row: ScheduledRow) -> None:
+    def _write(self, row: ScheduledRow, plan: StepPlan) -> None:
         state = self.rows[row.row]
         end = row.computed + row.query_len
-        assert row.query_len >= 1
+        assert row.query_len >= 1 or row.samples
         assert len(state.table) * self.block_size >= end, "the block table does not cover the step"
         assert len(state.table) * self.block_size - end < self.block_size, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
@@ -139,7 +145,9 @@ class ReplayingExecutor:
             index, offset = divmod(position, self.block_size)
             block = state.table[index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
-            shared = sum(block in other.table for other in self.rows.values()) > 1
+            forks = {other.row for other in plan.rows if other.query_len == 0 and other.computed == end}
+            readers = [other for number, other in self.rows.items() if number not in forks]
+            shared = sum(block in other.table for other in readers) > 1
             assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
             self.slots[block][offset] = known[position]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+import msgspec
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, SchedulerConfig
-from engine.core.wire import AddRequest, SequenceDelta
+from engine.core.wire import AddRequest, Follower, SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -65,6 +66,7 @@ class Loop:
         priority: int = 0,
         salt: str | None = None,
         prompt_logprobs: int | None = None,
+        followers: Iterable[str] = (),
     ) -> None:
         params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
         request = AddRequest(
@@ -74,10 +76,15 @@ class Loop:
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=salt,
+            followers=[
+                Follower(request_id=name, params=msgspec.structs.replace(params, prompt_logprobs=None))
+                for name in followers
+            ],
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
-        self.sequences[request_id] = self.scheduler._live[request_id]
+        for name in request.request_ids:
+            self.sequences[name] = self.scheduler._live[name]
 
     def abort(self, request_ids: list[str]) -> None:
         self.receive(self.scheduler.abort(request_ids))

@@ -22,6 +22,7 @@ class Job:
     aborted_after: int | None
     prompt_logprobs: bool
     salt: str | None
+    samples: int
 
 
 @st.composite
@@ -44,6 +45,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 aborted_after=draw(st.one_of(st.none(), st.none(), st.integers(0, 10))),
                 prompt_logprobs=draw(st.integers(0, 4)) == 0,
                 salt=draw(st.sampled_from([None, None, "a"])),
+                samples=draw(st.sampled_from([1, 1, 2, 5])),
             )
         )
     return out
@@ -70,6 +72,10 @@ def _expected(loop: Loop, job: Job) -> tuple[list[int], str]:
     return generate(job.prompt, max_total, set(job.stop), job.min_tokens)
 
 
+def _name(index: int, sample: int) -> str:
+    return f"{index}.{sample}" if sample else str(index)
+
+
 def _serve(loop: Loop, work: list[Job]) -> None:
     for turn in range(3000):
         for index, job in enumerate(work):
@@ -83,9 +89,10 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                     priority=job.priority,
                     salt=job.salt,
                     prompt_logprobs=1 if job.prompt_logprobs else None,
+                    followers=[_name(index, sample) for sample in range(1, job.samples)],
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
-                loop.abort([str(index), "unknown"])
+                loop.abort([_name(index, 0), _name(index, 3), "unknown"])
         assert loop.turn() or not loop.scheduler.has_work, "stuck"
         if turn > 24 and not loop.scheduler.has_work:
             return
@@ -97,8 +104,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
 @pytest.mark.timeout(120)
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
     _serve(loop, work)
-    for index, job in enumerate(work):
-        name = str(index)
+    for name, job, sample in ((_name(i, n), each, n) for i, each in enumerate(work) for n in range(each.samples)):
         tokens, reason = _expected(loop, job)
         got = loop.tokens[name]
         if loop.reason(name) == "abort":
@@ -110,7 +116,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list
         assert end.stop_token_id == (tokens[-1] if end.finish_reason == "stop" else None)
         positions = [-int(entry.logprobs[0]) for entry in loop.prompt_logprobs[name]]
         assert positions == list(range(1, len(positions) + 1)), "each prompt position once, in order"
-        if job.prompt_logprobs and end.finish_reason in ("stop", "length"):
+        if job.prompt_logprobs and sample == 0 and end.finish_reason in ("stop", "length"):
             assert len(positions) == len(job.prompt) - 1
             assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]
             assert loop.cached(name) == 0

@@ -24,6 +24,8 @@ class StepSizes:
     padded_tokens: int
     padded_query_len: int = 0
     """query tokens of each padded sequence: 1 where every sequence has one (a full decode graph), else 0"""
+    one_token_each: bool = False
+    """every real sequence has one query token (a fork has none, so counts alone do not tell)"""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class HostKernels:
         block_size: int,
     ) -> None:
         n = sizes.num_seqs
-        if n == sizes.num_tokens == sizes.num_samples == sizes.padded_seqs == sizes.padded_tokens:
+        if sizes.one_token_each and n == sizes.num_samples == sizes.padded_seqs == sizes.padded_tokens:
             self._prepare_decodes(step, tokens, block_tables, out, n, block_size)
         else:
             self._prepare_any(step, tokens, block_tables, out, sizes, block_size)
@@ -102,7 +102,7 @@ class HostKernels:
             ends = np.arange(1, sizes.padded_seqs - n + 1) * sizes.padded_query_len
             query_start_loc[n + 1 : sizes.padded_seqs + 1] = ends + total
 
-        if total == n:
+        if sizes.one_token_each:
             token_rows, token_positions = rows, computed
         else:
             lengths = np.diff(starts)

@@ -1,0 +1,31 @@
+"""What can never be served, whatever else there is: refused before it is queued, with the field and the setting."""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.core.wire import AddRequest
+from engine.errors import InvalidRequestError
+from engine.kv_cache.kv_cache import KVCache
+
+
+def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig, kv: KVCache) -> None:
+    """`max_total`: tokens at which each of its samples ends. Raises `InvalidRequestError`."""
+    prompt_len = len(request.prompt_token_ids)
+    if prompt_len == 0:
+        raise InvalidRequestError("the prompt must hold at least one token", "prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+    if prompt_len + 1 > config.max_model_len:
+        raise InvalidRequestError(
+            f"a prompt of {prompt_len} tokens leaves no room to generate one: the context length is "
+            f"{config.max_model_len} tokens (--max-model-len)",
+            "prompt",
+        )
+    # The last token is sampled and never computed, so it needs no KV.
+    need, total = kv.blocks_for(max_total - 1), kv.pool.num_blocks
+    if need > total:
+        raise InvalidRequestError(
+            f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "
+            f"but there are {total} (raise --kv-cache-memory, or lower max_tokens)",
+            "max_tokens" if kv.blocks_for(prompt_len) <= total else "prompt",
+        )
