@@ -73,7 +73,8 @@ class EchoCore:
             message = self._inbox.popleft()
             if isinstance(message, AddRequest):
                 self.added.append(message)
-                self.running[message.request_id] = (message, 0)
+                for request_id in message.request_ids:
+                    self.running[request_id] = (message, 0)
             elif isinstance(message, AbortRequests):
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
@@ -84,12 +85,12 @@ class EchoCore:
         if self.die_after is not None and self.steps >= self.die_after:
             raise CoreDiedError("Traceback …\nRuntimeError: the disk is on fire")
         self.steps += 1
-        deltas = [self._next(request, done) for request, done in list(self.running.values())]
+        deltas = [self._next(name, request, done) for name, (request, done) in list(self.running.items())]
         stats = CoreStats(running=len(self.running), steps=self.steps, kv_blocks_total=10, kv_blocks_used=5)
         return StepOutputs(deltas=deltas, stats=stats)
 
-    def _next(self, request: AddRequest, done: int) -> SequenceDelta:
-        name, prompt = request.request_id, request.prompt_token_ids
+    def _next(self, name: str, request: AddRequest, done: int) -> SequenceDelta:
+        prompt = request.prompt_token_ids
         if prompt[0] == self.poison:
             del self.running[name]
             return SequenceDelta(request_id=name, finish_reason="error", error="NaN logits", error_kind="fault")

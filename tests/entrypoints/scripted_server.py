@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine import AsyncEngine, EngineArgs
@@ -129,10 +130,12 @@ class ScriptedCore:
 
     def send(self, message: ToCore) -> None:
         if isinstance(message, AddRequest):
-            self.added.append(message)
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            followers = [replace(message, request_id=f.request_id, params=f.params) for f in message.followers]
+            for sample in (message, *followers):
+                self.added.append(sample)
+                task = asyncio.get_running_loop().create_task(self._answer(sample))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
         elif isinstance(message, AbortRequests):
             self.aborted.update(message.request_ids)
 

@@ -1,0 +1,89 @@
+"""n samples of one prompt, served by the whole engine: the tokens of n separate requests, for the KV of one prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_families import save_tiny
+
+from engine import LLM, SamplingParams
+from engine.kv_cache.kv_cache import KVCache
+
+N = 6
+SEED = 1234
+GENERATED = 40
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama-samples")
+    save_tiny("Llama", path)
+    return path
+
+
+def open_llm(model: Path, **options: object) -> LLM:
+    settings: dict[str, object] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 800,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory": 1 << 28,
+        "block_size": BLOCK,
+        "compile": "none",
+        "enable_prefix_caching": False,
+    }
+    return LLM(str(model), **{**settings, **options})  # type: ignore[arg-type]
+
+
+def params(seed: int | None = SEED, n: int = 1, temperature: float = 1.0) -> SamplingParams:
+    return SamplingParams(
+        n=n, seed=seed, temperature=temperature, top_p=0.95, max_tokens=GENERATED, ignore_eos=True, detokenize=False
+    )
+
+
+@pytest.mark.parametrize("prompt_len", [500, 512])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_six_samples_are_six_requests_with_the_derived_seeds(
+    model: Path, prompt_len: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = {"prompt_token_ids": [5 + (7 * i * i) % 90 for i in range(prompt_len)]}
+    used: list[int] = []
+    append = KVCache.append
+
+    def watched(self: KVCache, *args: object) -> object:
+        growth = append(self, *args)  # type: ignore[arg-type]
+        used.append(self.pool.num_used)
+        return growth
+
+    monkeypatch.setattr(KVCache, "append", watched)
+    with open_llm(model, async_scheduling=ahead) as llm:
+        [output] = llm.generate([prompt], params(n=N), use_tqdm=False)
+        stats = llm.stats()
+        assert (stats.prompt_tokens, stats.generated_tokens) == (prompt_len, N * GENERATED)
+        if used:  # the core is in this process
+            one, generated = -(-(prompt_len + GENERATED - 1) // BLOCK), -(-GENERATED // BLOCK)
+            assert max(used) <= one + (N - 1) * (generated + 1)
+        alone = llm.generate([prompt] * N, [params(SEED + i) for i in range(N)], use_tqdm=False)
+        assert [o.token_ids for o in output.outputs] == [o.outputs[0].token_ids for o in alone]
+        assert len({tuple(o.token_ids) for o in output.outputs}) == N
+        assert llm.stats().kv_blocks_used == 0
+
+
+def test_samples_mix_with_greedy_requests_and_survive_preemption(model: Path) -> None:
+    prompts = [{"prompt_token_ids": [5 + (i * j + j) % 90 for j in range(20 + 13 * i)]} for i in range(12)]
+    kinds = [params(n=1 + 3 * (i % 2), seed=i, temperature=0.0 if i % 3 == 0 else 1.0) for i in range(12)]
+
+    def serve(**options: object) -> tuple[list[list[list[int]]], int]:
+        with open_llm(model, **options) as llm:
+            outputs = llm.generate(prompts, kinds, use_tqdm=False)
+            stats = llm.stats()
+            assert stats.kv_blocks_used == 0
+            return [[o.token_ids for o in output.outputs] for output in outputs], stats.preemptions
+
+    ample, none = serve()
+    small, some = serve(kv_cache_memory=1 << 18)
+    assert none == 0 and some > 0
+    assert small == ample
