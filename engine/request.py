@@ -21,10 +21,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is
     the number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id
-    to a bias in [-100, 100]. Raises `InvalidRequestError` naming the field.
+    to a bias in [-100, 100]. Of ``best_of`` samples the ``n`` with the highest sum of log-probabilities are
+    returned, best first, when all have ended. Raises `InvalidRequestError` naming the field.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -49,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, 128)
+        if self.best_of is not None:
+            _in_range("best_of", self.best_of, self.n, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
@@ -82,6 +86,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError("stop must not contain an empty string", "stop")
         if any(not w.strip() for w in self.bad_words or ()):
             raise InvalidRequestError("bad_words must not contain an empty word", "bad_words")
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of them are not returned."""
+        return self.num_samples > self.n
 
     @property
     def greedy(self) -> bool:

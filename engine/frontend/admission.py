@@ -139,7 +139,7 @@ class Admission:
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
         first, *others = (
             Follower(request_id=f"{request_id}:{serial}:{index}", params=_for_sample(template, base, index))
-            for index in range(params.n)
+            for index in range(params.num_samples)
         )
         message = AddRequest(
             request_id=first.request_id,
@@ -224,7 +224,7 @@ class Admission:
             bad_words=self._bad_words(params.bad_words or ()),
             min_tokens=params.min_tokens,
             stop_token_ids=sorted(stop_ids),
-            logprobs=params.logprobs,
+            logprobs=0 if params.logprobs is None and params.chooses else params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
 

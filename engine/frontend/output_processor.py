@@ -18,7 +18,7 @@ from engine.frontend.admission import AdmittedRequest
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
 from engine.observability.timings import RequestTimings
-from engine.request import LogprobsAt, RequestMetrics, RequestOutput
+from engine.request import CompletionOutput, LogprobsAt, RequestMetrics, RequestOutput
 from engine.step import TokenLogprobs
 
 
@@ -59,6 +59,14 @@ class _Request:
             if sample.finish_reason is None:
                 return False
         return True
+
+    def outputs(self) -> list[CompletionOutput]:
+        return [output for sample in self.samples if (output := sample.output(self.delta)) is not None]
+
+    def best(self) -> list[CompletionOutput]:
+        """The `n` best samples of a request that has ended, numbered anew. Equals keep their order."""
+        ranked = sorted(self.samples, key=lambda sample: -sample.score)[: self.admitted.params.n]
+        return [replace(output, index=i) for i, s in enumerate(ranked) if (output := s.output(delta=False)) is not None]
 
     def timings(self, now: float) -> RequestTimings:
         return RequestTimings(
@@ -107,7 +115,7 @@ class OutputProcessor:
         if not request.news:
             return None
         request.news = False
-        outputs = [output for sample in request.samples if (output := sample.output(request.delta)) is not None]
+        outputs = request.best() if request.admitted.params.chooses else request.outputs()
         asked_prompt = request.admitted.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request_id,
@@ -163,6 +171,8 @@ class OutputProcessor:
         if not delta.token_ids and sample.finish_reason is None:
             return
         ended = request.ended
+        if not ended and request.admitted.params.chooses:
+            return
         if ended or not request.news:  # with unseen news its consumer has been told already, but not of the end
             request.news = True
             progress.touched.append(request.admitted.request_id)

@@ -68,6 +68,11 @@ class Sample:
         if self._matcher is not None:
             self._advance_text(len(self.token_ids))
 
+    @property
+    def score(self) -> float:
+        """Sum of the log-probabilities of its tokens, where they were asked for."""
+        return sum(entry.logprobs[0] for entry in self._raw_logprobs)
+
     def output(self, delta: bool) -> CompletionOutput | None:
         """All so far; with `delta` what is new since the last call, None when nothing is."""
         if self._matcher is None:

@@ -52,7 +52,7 @@ class StepDraft:
         return samples
 
     def fork(self, seq: Sequence) -> None:
-        """The sequence samples, too, what the one placed last samples: on a row of its own, and from the same logits."""
+        """The sequence samples, too, from the logits of the one placed last, on a row of its own."""
         self.start_row(seq)
         row = ScheduledRow(row=seq.row, computed=seq.computed, query_len=0, samples=True)
         self._prefills.append((seq, row))

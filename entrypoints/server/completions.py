@@ -33,6 +33,7 @@ class CompletionHandler:
             1 if self.score_only else body.max_tokens,
             body.logprobs,
             max(wanted, default=None),
+            body.best_of,
         )
         self.prompts = body.prompts()
         self.usage = UsageCount()

@@ -68,12 +68,18 @@ class SamplingFields(BaseModel):
         return self
 
     def sampling_params(
-        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        defaults: SamplingParams,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        best_of: int | None = None,
     ) -> SamplingParams:
         """Where the client left out what a model's authors may recommend, `defaults` hold (as vLLM). Raises
         `InvalidRequestError` naming the field."""
         return SamplingParams(
             n=_or(self.n, 1),
+            best_of=best_of,
             temperature=_or(self.temperature, defaults.temperature),
             top_p=_or(self.top_p, defaults.top_p),
             top_k=_or(self.top_k, defaults.top_k),
@@ -107,8 +113,8 @@ class CompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
-        if self.best_of is not None and self.best_of != _or(self.n, 1):
-            raise _refusal("best_of", "best_of is supported only when it equals n")
+        if self.stream and self.best_of is not None and self.best_of > _or(self.n, 1):
+            raise _refusal("best_of", "best_of can only exceed n when stream is false: the best is known at the end")
         if self.suffix:
             raise _refusal("suffix", "suffix is not supported")
         return self

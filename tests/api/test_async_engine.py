@@ -84,7 +84,7 @@ def test_who_leaves_is_aborted_in_the_core(tiny_model: Path, how: str) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await until(lambda: not core.running)
-        assert sorted(core.aborted) == sorted(r.request_id for r in core.added)
+        assert sorted(core.aborted) == sorted(name for r in core.added for name in r.request_ids)
         assert len(engine._require().processor) == 0
 
     run(tiny_model, body)

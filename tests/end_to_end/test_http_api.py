@@ -144,7 +144,7 @@ def test_streamed_completions_of_many_prompts(client: openai.OpenAI) -> None:
         ({"prompt": [5] * 4000}, "prompt"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"frobnicate": 1}, "frobnicate"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"model": "other"}, "model"),
     ],

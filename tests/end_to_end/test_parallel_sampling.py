@@ -8,6 +8,7 @@ import pytest
 from tiny_families import save_tiny
 
 from engine import LLM, SamplingParams
+from engine.errors import InvalidRequestError
 from engine.kv_cache.kv_cache import KVCache
 
 N = 6
@@ -38,9 +39,23 @@ def open_llm(model: Path, **options: object) -> LLM:
     return LLM(str(model), **{**settings, **options})  # type: ignore[arg-type]
 
 
-def params(seed: int | None = SEED, n: int = 1, temperature: float = 1.0) -> SamplingParams:
+def params(
+    seed: int | None = SEED,
+    n: int = 1,
+    temperature: float = 1.0,
+    best_of: int | None = None,
+    logprobs: int | None = None,
+) -> SamplingParams:
     return SamplingParams(
-        n=n, seed=seed, temperature=temperature, top_p=0.95, max_tokens=GENERATED, ignore_eos=True, detokenize=False
+        n=n,
+        best_of=best_of,
+        seed=seed,
+        temperature=temperature,
+        top_p=0.95,
+        max_tokens=GENERATED,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
     )
 
 
@@ -77,7 +92,7 @@ def test_samples_mix_with_greedy_requests_and_survive_preemption(model: Path) ->
     kinds = [params(n=1 + 3 * (i % 2), seed=i, temperature=0.0 if i % 3 == 0 else 1.0) for i in range(12)]
 
     def serve(**options: object) -> tuple[list[list[list[int]]], int]:
-        with open_llm(model, **options) as llm:
+        with open_llm(model, max_model_len=320, **options) as llm:
             outputs = llm.generate(prompts, kinds, use_tqdm=False)
             stats = llm.stats()
             assert stats.kv_blocks_used == 0
@@ -87,3 +102,16 @@ def test_samples_mix_with_greedy_requests_and_survive_preemption(model: Path) ->
     small, some = serve(kv_cache_memory=1 << 18)
     assert none == 0 and some > 0
     assert small == ample
+
+
+def test_the_best_of_six_samples_by_log_probability(model: Path) -> None:
+    prompt = {"prompt_token_ids": [7, 11, 13, 17]}
+    with open_llm(model) as llm:
+        [every] = llm.generate([prompt], params(n=N, logprobs=0), use_tqdm=False)
+        [best] = llm.generate([prompt], params(n=2, best_of=N), use_tqdm=False)
+    ranked = sorted(every.outputs, key=lambda output: -(output.cumulative_logprob or 0))
+    assert [output.token_ids for output in best.outputs] == [output.token_ids for output in ranked[:2]]
+    assert [output.index for output in best.outputs] == [0, 1]
+    assert all(output.logprobs is None for output in best.outputs)
+    with pytest.raises(InvalidRequestError, match="best_of must be in"):
+        params(n=3, best_of=2)
