@@ -161,18 +161,21 @@ class KVCache:
         start = have - 1 if shared else have
         return Growth(start=start, block_ids=[table[start:] for table in tables], copies=copies)
 
-    def fork(self, source: SequenceBlocks) -> SequenceBlocks:
+    def fork(self, source: SequenceBlocks, num_tokens: int | None = None) -> SequenceBlocks:
         """A second sequence with the same tokens so far; it shares every block, also the partly filled last one.
 
-        The same are the ``num_tokens`` tokens that have KV; what comes after may differ.
+        The same are the tokens that have KV, or the first ``num_tokens`` of them, a multiple of the block size; what
+        comes after may differ.
         """
-        fork = SequenceBlocks(self.num_groups, source.chain.fork(source.num_tokens // self.block_size))
-        for table, shared in zip(fork.tables, source.tables, strict=True):
-            for block in shared:
+        common = source.num_tokens if num_tokens is None else num_tokens
+        full, count = common // self.block_size, -(-common // self.block_size)
+        fork = SequenceBlocks(self.num_groups, source.chain.fork(full))
+        for table, blocks in zip(fork.tables, source.tables, strict=True):
+            for block in blocks[:count]:
                 self.pool.acquire(block)
-            table.extend(shared)
-        fork.num_tokens = source.num_tokens
-        fork.num_registered = source.num_registered
+            table.extend(blocks[:count])
+        fork.num_tokens = common
+        fork.num_registered = min(source.num_registered, full)
         fork.counted = True
         return fork
 

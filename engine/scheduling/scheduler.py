@@ -12,10 +12,7 @@ not fit, and a context's length matters only when its row starts.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterable
-
-import msgspec
 
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta
@@ -24,15 +21,11 @@ from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit
 from engine.request import FinishReason
 from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.siblings import is_twin, line_up, own_blocks, start_of
 from engine.scheduling.step_draft import StepDraft
+from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.step import RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
-
-
-class _StepInFlight(msgspec.Struct, frozen=True):
-    step_id: int
-    rows: list[tuple[Sequence, ScheduledRow]]
-    """in the plan's order; a row's owner at planning time, which may have ended or moved since"""
 
 
 class Scheduler:
@@ -47,7 +40,7 @@ class Scheduler:
         """sorted by key, so the last one is the first to be preempted"""
         self._ending: list[Sequence] = []
         """their last token was planned; what they hold is given back when the next step is planned"""
-        self._steps: deque[_StepInFlight] = deque()
+        self._steps = StepsInFlight()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._blocked: tuple[Sequence, int] | None = None
@@ -74,12 +67,11 @@ class Scheduler:
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait already (--max-waiting {self._config.max_waiting})")
         leader = self._open(request, request.request_id, request.params, max_total)
-        for each in request.followers:
-            follower = self._open(request, each.request_id, each.params, max_total)
-            follower.status, follower.leader = Status.FOLLOWING, leader
-            leader.followers.append(follower)
-        self._following += len(leader.followers)
-        self._waiting.push(leader)
+        others = [self._open(request, each.request_id, each.params, max_total) for each in request.followers]
+        leader.siblings += others
+        for other in others:
+            other.siblings = leader.siblings
+        self._queue(leader, others)
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (request.priority if self._config.policy == "priority" else 0, self._arrivals)
@@ -88,6 +80,11 @@ class Scheduler:
         self._arrivals += 1
         self._live[request_id] = seq
         return seq
+
+    def _queue(self, leader: Sequence, others: list[Sequence]) -> None:
+        leader.status = Status.WAITING
+        self._following += line_up(leader, others)
+        self._waiting.push(leader)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests in whatever state they are; ids that are not live are ignored. Tokens in flight will be
@@ -113,7 +110,7 @@ class Scheduler:
             return None
         plan = draft.plan(self._num_steps, self._released)
         self._released = []
-        self._steps.append(_StepInFlight(self._num_steps, rows))
+        self._steps.push(self._num_steps, rows)
         self._num_steps += 1
         return plan
 
@@ -142,11 +139,11 @@ class Scheduler:
                 query_len = min(remaining, draft.budget)
                 while (growth := self._kv.append(seq.blocks, seq.computed + query_len)) is None:
                     # The last to be preempted is the sequence itself, so this ends.
-                    victim = self._running[-1]
-                    self._preempt(victim)
-                    draft.give_back(victim)
+                    victims = self._preempt_latest()
+                    for victim in victims:
+                        draft.give_back(victim)
                     preempted = True
-                    if victim is seq:
+                    if seq in victims:
                         break
                 else:
                     draft.take(seq, query_len, growth)
@@ -164,16 +161,18 @@ class Scheduler:
         while draft.budget > 0 and self._free_rows:
             seq = self._waiting.first()
             # A preempted sequence whose token is in flight does not know all of its tokens yet.
-            if seq is None or seq.in_flight or (hit := self._find_room(seq)) is None:
+            if seq is None or seq.in_flight or any(follower.in_flight for follower in seq.followers):
+                return
+            if (hit := self._find_room(seq)) is None:
                 return
             self._waiting.pop()
             self._start(draft, seq, hit)
 
     def _find_room(self, seq: Sequence) -> PrefixHit | None:
-        """What the prefix cache has for the sequence if all of its known tokens fit now beside those that run, else
-        None.
+        """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
+        those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
 
-        All of them, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing. No
+        All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing. No
         other prefill is half-way here, for it would have taken the whole budget.
         """
         room = self._kv.pool.num_free
@@ -184,8 +183,12 @@ class Scheduler:
                 return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, seq.prefix_limit)
         need = self._kv.blocks_for(len(seq.tokens)) - self._kv.blocks_for(hit.num_tokens) + hit.num_free
-        if self._running:  # each sample writes to a block of its own in the step after the prompt
-            need += min(len(seq.followers), len(self._free_rows) - 1) * self._kv.num_groups
+        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[: len(self._free_rows) - 1])
+        while need > room and seq.followers and not self._running:
+            follower = seq.followers.pop()
+            if len(seq.followers) < len(self._free_rows) - 1:
+                need -= own_blocks(follower, seq, self._kv)
+            self._unfollow(follower)
         if need > room:
             self._blocked = (seq, room)
             return None
@@ -217,25 +220,32 @@ class Scheduler:
             if seq.certain_to_end:
                 self._ending.append(seq)
         self._kv.register(seq.blocks, seq.tokens)
-        if samples and seq.followers:
-            self._fork_followers(draft, seq)
+        if seq.followers:
+            self._fork_followers(draft, seq, samples)
 
-    def _fork_followers(self, draft: StepDraft, seq: Sequence) -> None:
-        """Samples of a prompt that has just been computed share its blocks and its logits, each on a row of its own;
-        those for which there is no row wait for one like anybody."""
-        followers, seq.followers = seq.followers, []
-        for follower in followers:
-            if not self._free_rows:
+    def _fork_followers(self, draft: StepDraft, seq: Sequence, samples: bool) -> None:
+        """Those whose common tokens are computed now share their blocks, and a twin the logits, too, each on a row of
+        its own; those for which there is no row wait for one like anybody."""
+        for follower in seq.followers.copy():
+            twin, start = is_twin(follower, seq), start_of(follower, seq, self._kv.block_size)
+            if seq.computed < start or (twin and not samples):
+                continue
+            seq.followers.remove(follower)
+            if not self._free_rows or start == 0:
                 self._unfollow(follower)
                 continue
             self._following -= 1
             follower.leader = None
-            follower.blocks = self._kv.fork(seq.blocks)
-            follower.cached_tokens = seq.cached_tokens
+            follower.blocks = self._kv.fork(seq.blocks, None if twin else start)
+            if follower.cached_tokens is None:
+                follower.cached_tokens = seq.cached_tokens
             follower.status = Status.RUNNING
             follower.row = self._free_rows.pop()
-            follower.computed = seq.computed
+            follower.computed = start
             insort(self._running, follower, key=_key)
+            if not twin:
+                draft.start_row(follower)
+                continue
             draft.fork(follower)
             follower.in_flight = 1
             if follower.certain_to_end:
@@ -248,13 +258,18 @@ class Scheduler:
         follower.status = Status.WAITING
         self._waiting.push(follower)
 
-    def _preempt(self, seq: Sequence) -> None:
-        """All of its blocks or none: back to its place in the queue; what it generated becomes part of what it
-        prefills."""
-        self._leave_device(seq)
-        seq.status = Status.WAITING
-        self._waiting.push(seq)
-        self._preemptions += 1
+    def _preempt_latest(self) -> list[Sequence]:
+        """The sequence that came last, with its siblings, or alone where only they run: all of its blocks or none. Back
+        to its place in the queue; what it generated becomes part of what it prefills."""
+        latest = self._running[-1]
+        victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
+        if len(victims) == len(self._running):
+            victims = [latest]
+        for seq in victims:
+            self._leave_device(seq)
+        self._queue(victims[0], victims[1:])
+        self._preemptions += len(victims)
+        return victims
 
     def _leave_device(self, seq: Sequence) -> None:
         del self._running[bisect_left(self._running, seq.key, key=_key)]
@@ -267,10 +282,9 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> list[SequenceDelta]:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans."""
-        step = self._next_in_flight(result)
         tokens = iter(result.token_ids)
         deltas = []
-        for seq, row in step.rows:
+        for seq, row in self._steps.pop(result):
             token = None
             if row.samples:
                 seq.in_flight -= 1
@@ -280,16 +294,6 @@ class Scheduler:
                 if delta is not None:
                     deltas.append(delta)
         return deltas
-
-    def _next_in_flight(self, result: StepResult) -> _StepInFlight:
-        if not self._steps or self._steps[0].step_id != result.step_id:
-            expected = self._steps[0].step_id if self._steps else "none"
-            raise EngineError(f"the result of step {result.step_id} arrived, expected that of step {expected}")
-        step = self._steps.popleft()
-        planned = sum(row.samples for _, row in step.rows)
-        if len(result.token_ids) != planned:
-            raise EngineError(f"step {step.step_id} was to sample {planned} tokens, not {len(result.token_ids)}")
-        return step
 
     def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
         first = len(seq.tokens) == seq.prompt_len and seq.next_prompt_logprob == 1
@@ -336,6 +340,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         before, seq.status = seq.status, Status.FINISHED
+        seq.siblings.remove(seq)
         if before is Status.RUNNING:
             self._leave_device(seq)
         elif before is Status.WAITING:
@@ -347,9 +352,7 @@ class Scheduler:
         if followers:  # the next one leads
             leader, *others = followers
             self._unfollow(leader)
-            leader.followers = others
-            for other in others:
-                other.leader = leader
+            line_up(leader, others)
         del self._live[seq.request_id]
 
     # -- state -------------------------------------------------------------------------------------------------------

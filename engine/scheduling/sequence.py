@@ -10,7 +10,8 @@ from engine.step import RowParams, TokenLogprobs
 
 class Status(enum.Enum):
     FOLLOWING = enum.auto()
-    """holds nothing; another sample of its request computes their prompt, and it is forked from that one then"""
+    """holds nothing; another sample of its request computes what they have in common, and it is forked from that one
+    then"""
     WAITING = enum.auto()
     """in the queue, holds nothing (new, or preempted)"""
     RUNNING = enum.auto()
@@ -27,6 +28,7 @@ class Sequence:
     __slots__ = (
         "blocks",
         "cached_tokens",
+        "common",
         "computed",
         "followers",
         "in_flight",
@@ -38,6 +40,7 @@ class Sequence:
         "prompt_len",
         "request_id",
         "row",
+        "siblings",
         "status",
         "stop_token_ids",
         "tokens",
@@ -71,10 +74,14 @@ class Sequence:
         """tokens that planned steps sample and that have not arrived"""
         self.cached_tokens: int | None = None
         """prompt tokens found in the cache at the first start; None before it"""
+        self.siblings: list[Sequence] = [self]
+        """the live samples of its request, in order; one list for all of them"""
         self.leader: Sequence | None = None
         """while it is FOLLOWING"""
+        self.common = 0
+        """while it is FOLLOWING: tokens that it has in common with its leader, as far as both were known"""
         self.followers: list[Sequence] = []
-        """they start with this sequence's first sampled token, on logits that are theirs as well"""
+        """they are forked from this one, each as soon as what they have in common is computed"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
 

@@ -147,13 +147,15 @@ class KVCacheMachine(RuleBasedStateMachine):
             seq.registered = len(seq.tokens) // self.size
 
     @precondition(lambda self: self.seqs and len(self.seqs) < 6)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), whole=st.booleans())
+    def fork(self, data: st.DataObject, whole: bool) -> None:
+        """Of all tokens, or of the first few blocks."""
         seq = data.draw(st.sampled_from(self.seqs))
-        tables = [table.copy() for table in seq.tables]
-        self.seqs.append(
-            Seq(self.kv.fork(seq.blocks), seq.salt, seq.tokens.copy(), tables=tables, registered=seq.registered)
-        )
+        full = len(seq.tokens) // self.size if whole else data.draw(st.integers(0, len(seq.tokens) // self.size))
+        tokens = seq.tokens.copy() if whole else seq.tokens[: full * self.size]
+        tables = [table.copy() if whole else table[:full] for table in seq.tables]
+        blocks = self.kv.fork(seq.blocks, None if whole else full * self.size)
+        self.seqs.append(Seq(blocks, seq.salt, tokens, tables=tables, registered=min(seq.registered, full)))
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data(), twice=st.booleans())

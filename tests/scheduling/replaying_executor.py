@@ -31,20 +31,22 @@ def digests(tokens: list[int]) -> list[int]:
     return out
 
 
-def sample(slots: list[int]) -> int:
-    state = 3
+def sample(slots: list[int], seed: int) -> int:
+    state = 3 + seed
     for slot in slots:
         state = _mix(state, slot)
     return (state >> 17) % VOCAB
 
 
-def generate(prompt: list[int], max_total: int, stop: set[int], min_tokens: int = 0) -> tuple[list[int], str]:
+def generate(
+    prompt: list[int], max_total: int, stop: set[int], min_tokens: int = 0, seed: int = 0
+) -> tuple[list[int], str]:
     """Unbatched: (generated tokens, finish reason)."""
     tokens = list(prompt)
     while True:
         if POISON in tokens:
             return tokens[len(prompt) :], "error"
-        token = sample(digests(tokens))
+        token = sample(digests(tokens), seed)
         counted = len(tokens) - len(prompt) >= min_tokens
         tokens.append(token)
         if token in stop and counted:
@@ -58,6 +60,7 @@ class _Row:
     tokens: dict[int, int]
     prompt_len: int
     prompt_logprobs: bool
+    seed: int
     table: list[int] = field(default_factory=list)
 
 
@@ -88,7 +91,7 @@ class ReplayingExecutor:
                 prompt_logprobs[row.row] = entries
             if not row.samples:
                 continue
-            token = sample([slot for slot in slots if slot is not None])
+            token = sample([slot for slot in slots if slot is not None], state.seed)
             if POISON in state.tokens.values():
                 faults.append(row.row)
                 token = 0
@@ -124,7 +127,8 @@ class ReplayingExecutor:
         for new in plan.added:
             assert new.row not in self.rows, "a row was added over one in use"
             tokens = dict(enumerate(new.token_ids))
-            self.rows[new.row] = _Row(tokens, new.prompt_len, new.params.prompt_logprobs is not None)
+            scores = new.params.prompt_logprobs is not None
+            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed)
         for append in plan.block_appends:
             assert append.group == 0
             table = self.rows[append.row].table

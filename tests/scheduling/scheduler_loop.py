@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-import msgspec
+from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, SchedulerConfig
@@ -67,7 +67,9 @@ class Loop:
         salt: str | None = None,
         prompt_logprobs: int | None = None,
         followers: Iterable[str] = (),
+        alike: bool = True,
     ) -> None:
+        """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
         request = AddRequest(
             request_id=request_id,
@@ -77,8 +79,8 @@ class Loop:
             priority=priority,
             cache_salt=salt,
             followers=[
-                Follower(request_id=name, params=msgspec.structs.replace(params, prompt_logprobs=None))
-                for name in followers
+                Follower(request_id=name, params=replace(params, prompt_logprobs=None, seed=0 if alike else index))
+                for index, name in enumerate(followers, 1)
             ],
         )
         self.scheduler.add(request)

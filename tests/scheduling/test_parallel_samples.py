@@ -7,6 +7,7 @@ from replaying_executor import POISON, generate
 from scheduler_loop import Loop
 
 from engine.errors import InvalidRequestError
+from engine.scheduling.sequence import Status
 
 PROMPT = [(i * i + 3) % 11 for i in range(50)]
 
@@ -84,6 +85,30 @@ def test_a_prompt_that_is_preempted_keeps_its_followers() -> None:
     assert loop.scheduler.stats().preemptions > 0
     for name in "abc":
         assert loop.tokens[name] == generate(PROMPT[:40], 43, set())[0]
+    loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("alike", [False, True])
+def test_samples_are_preempted_together_and_share_again_what_they_have_in_common(depth: int, alike: bool) -> None:
+    loop = Loop(depth=depth, num_blocks=40, block_size=4, rows=6, budget=64, caching=False, max_model_len=100)
+    loop.add("first", PROMPT[:20], 80)
+    for _ in range(4):
+        loop.turn()
+    names = list("abcd")
+    loop.add("a", PROMPT[:40], 25, followers=names[1:], alike=alike)
+    running = []
+    while loop.turn():
+        running.append(sum(loop.sequences[name].status is Status.RUNNING for name in names))
+    stats = loop.scheduler.stats()
+    assert stats.preemptions == 4, "all of them, once"
+    first_gone = running.index(0, running.index(4))
+    assert running[first_gone - 1] == 4, "from all to none in one step"
+    for index, name in enumerate(names):
+        assert loop.tokens[name] == generate(PROMPT[:40], 65, set(), seed=0 if alike else index)[0]
+    generated = 80 + 4 * 25
+    again = loop.executor.computed_tokens - 20 - 40 - (generated - 5)
+    assert again < 2 * 40 + 4 * 25, "the prompt was computed twice, not five times"
     loop.assert_nothing_leaked()
 
 

@@ -23,6 +23,7 @@ class Job:
     prompt_logprobs: bool
     salt: str | None
     samples: int
+    alike: bool
 
 
 @st.composite
@@ -46,6 +47,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 prompt_logprobs=draw(st.integers(0, 4)) == 0,
                 salt=draw(st.sampled_from([None, None, "a"])),
                 samples=draw(st.sampled_from([1, 1, 2, 5])),
+                alike=draw(st.booleans()),
             )
         )
     return out
@@ -67,9 +69,9 @@ def loops(draw: st.DrawFn) -> Loop:
     )
 
 
-def _expected(loop: Loop, job: Job) -> tuple[list[int], str]:
+def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
-    return generate(job.prompt, max_total, set(job.stop), job.min_tokens)
+    return generate(job.prompt, max_total, set(job.stop), job.min_tokens, 0 if job.alike else sample)
 
 
 def _name(index: int, sample: int) -> str:
@@ -90,6 +92,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                     salt=job.salt,
                     prompt_logprobs=1 if job.prompt_logprobs else None,
                     followers=[_name(index, sample) for sample in range(1, job.samples)],
+                    alike=job.alike,
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
                 loop.abort([_name(index, 0), _name(index, 3), "unknown"])
@@ -105,7 +108,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
     _serve(loop, work)
     for name, job, sample in ((_name(i, n), each, n) for i, each in enumerate(work) for n in range(each.samples)):
-        tokens, reason = _expected(loop, job)
+        tokens, reason = _expected(loop, job, sample)
         got = loop.tokens[name]
         if loop.reason(name) == "abort":
             assert job.aborted_after is not None

@@ -1,0 +1,49 @@
+"""Samples of one prompt that start, or after a preemption start again, together: one of them leads and computes what
+they have in common, the others follow and are forked from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from engine.kv_cache.kv_cache import KVCache
+from engine.scheduling.sequence import Sequence, Status
+
+
+def line_up(leader: Sequence, others: list[Sequence]) -> int:
+    """All of them hold nothing: `others` follow `leader`, and so do those who followed them. Returns how many are new
+    to following."""
+    followers = {follower.key: follower for seq in (leader, *others) for follower in seq.followers}
+    for other in others:
+        other.followers = []
+        followers[other.key] = other
+    for follower in followers.values():
+        follower.status, follower.leader = Status.FOLLOWING, leader
+        follower.common = _common_prefix(leader.tokens, follower.tokens)
+    leader.followers = [followers[key] for key in sorted(followers)]
+    return len(others)
+
+
+def start_of(follower: Sequence, leader: Sequence, block_size: int) -> int:
+    """Tokens whose KV the follower takes over: where both have the same tokens all, for then it also samples from the
+    leader's logits; else whole blocks, because the leader goes on in the last one its own way."""
+    if is_twin(follower, leader):
+        return len(follower.tokens)
+    return min(follower.common, len(follower.tokens) - 1) // block_size * block_size
+
+
+def is_twin(follower: Sequence, leader: Sequence) -> bool:
+    return follower.common == len(follower.tokens) == len(leader.tokens)
+
+
+def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
+    """Blocks that it needs beside its leader's to go on by one token."""
+    start = start_of(follower, leader, kv.block_size)
+    return kv.blocks_for(len(follower.tokens) + 1) - start // kv.block_size * kv.num_groups
+
+
+def _common_prefix(one: Tokens[int], other: Tokens[int]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(i for i in range(length) if one[i] != other[i])
