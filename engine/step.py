@@ -78,7 +78,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     added: list[NewRow] = []
     block_appends: list[BlockAppend] = []
     block_copies: list[tuple[int, int]] = []
-    """(source, destination): copy-on-write"""
+    """(source, destination): copy-on-write, one after the other"""
     swap_out: list[tuple[int, int]] = []
     """(device block, host block)"""
     swap_in: list[tuple[int, int]] = []

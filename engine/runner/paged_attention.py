@@ -12,6 +12,7 @@ import torch
 
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, NativeLayer
 from engine.models.spec import DecoderSpec
+from engine.runner.block_copies import independent
 
 
 def attention_layers(spec: DecoderSpec) -> list[AttentionLayer]:
@@ -68,7 +69,9 @@ class PagedAttention:
         return bool(self._kv_caches)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.backend.copy_blocks(self._kv_caches, pairs)
+        """(source, destination) in every layer, with the effect of one after the other."""
+        for batch in independent(pairs):
+            self.backend.copy_blocks(self._kv_caches, batch)
 
     def begin_step(self, batch: AttentionBatch) -> None:
         """The calls of `attend` that follow belong to `batch`."""

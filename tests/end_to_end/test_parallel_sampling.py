@@ -78,9 +78,11 @@ def test_six_samples_are_six_requests_with_the_derived_seeds(
         [output] = llm.generate([prompt], params(n=N), use_tqdm=False)
         stats = llm.stats()
         assert (stats.prompt_tokens, stats.generated_tokens) == (prompt_len, N * GENERATED)
-        if used:  # the core is in this process
-            one, generated = -(-(prompt_len + GENERATED - 1) // BLOCK), -(-GENERATED // BLOCK)
-            assert max(used) <= one + (N - 1) * (generated + 1)
+        assert used, "the core is in this process"
+        one, generated = -(-(prompt_len + GENERATED - 1) // BLOCK), -(-GENERATED // BLOCK)
+        assert max(used) <= one + (N - 1) * (generated + 1)
+        if prompt_len == 500:
+            assert max(used) == 34 + 5 * 3, "the example in engine/kv_cache/README.md"
         alone = llm.generate([prompt] * N, [params(SEED + i) for i in range(N)], use_tqdm=False)
         assert [o.token_ids for o in output.outputs] == [o.outputs[0].token_ids for o in alone]
         assert len({tuple(o.token_ids) for o in output.outputs}) == N
