@@ -213,7 +213,8 @@ class Scheduler:
 
     def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
-        samples = draft.place(seq, query_len, growth, may_fork=bool(seq.followers and self._free_rows))
+        twins = any(is_twin(follower, seq) for follower in seq.followers)
+        samples = draft.place(seq, query_len, growth, may_fork=bool(twins and self._free_rows))
         seq.computed += query_len
         if samples:
             seq.in_flight += 1
