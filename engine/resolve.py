@@ -5,10 +5,12 @@ Defaults that are choices
   the format gets the nearest one that it has: bfloat16 instead of float16 on CPUs (whose kernels know bfloat16 and
   float32), float16 instead of bfloat16 on GPUs before compute capability 8.0.
 - max_model_len: what the model was trained for, cut to what an explicit `kv_cache_memory` can hold.
-- max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 2,048 and 8,192: a prefill chunk of that size is long
-  enough to run at the machine's speed and short enough not to stall those who decode.
-- max_mixed_prefill_tokens 1,024 on CPU, the whole step on GPU: who decodes waits for the prompts in its step, and on a
-  CPU 2,048 tokens are a third of a second; half as many cost a few percent more in all.
+- max_num_seqs 128 on CPU, 256 on GPU; max_num_batched_tokens 8,192 on GPU: a prefill chunk of that size is long
+  enough to run at the machine's speed and short enough not to stall those who decode. On a CPU as many as the linear
+  layers multiply in about half a second on two cores (`_CPU_STEP_OPERATIONS`), between 256 and 2,048: who decodes,
+  arrives or leaves waits for the step.
+- max_mixed_prefill_tokens half of that on a CPU, at least 256, and the whole step on a GPU: who decodes waits for the
+  prompts in its step; half as many tokens cost a few percent more in all.
 - kv_cache_dtype "auto": the model's dtype, exact. int8 (CPU) and fp8 (GPU) halve the cache; neither device reads the
   other's. bf16 is the name of what "auto" gives a bfloat16 model.
 - quantization "auto": the checkpoint's own. On a CPU in bfloat16 a GGUF file runs from its blocks ("none" decodes them
@@ -82,7 +84,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             quantization=_quantization(args, dtype, kind, model.source),
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len),
+        scheduler=_scheduler(args, kind, max_model_len, model.spec, dtype),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -268,11 +270,18 @@ def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, mac
     )
 
 
-_MIXED_PREFILL_TOKENS = 1024
+_CPU_STEP_OPERATIONS = {"bfloat16": 600e9, "float32": 150e9}
+_CPU_STEP_TOKENS = (256, 512, 1024, 2048)
 
 
-def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int) -> SchedulerConfig:
-    seqs_default, tokens_default = (128, 2048) if kind == "cpu" else (256, 8192)
+def _cpu_step_tokens(spec: DecoderSpec, dtype: str) -> int:
+    """Tokens of a step by its work: a multiplication and an addition for each weight and token."""
+    budget = _CPU_STEP_OPERATIONS[dtype] / (2 * spec.linear_weights)
+    return max(tokens for tokens in _CPU_STEP_TOKENS if tokens <= max(budget, _CPU_STEP_TOKENS[0]))
+
+
+def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, spec: DecoderSpec, dtype: str) -> SchedulerConfig:
+    seqs_default, tokens_default = (128, _cpu_step_tokens(spec, dtype)) if kind == "cpu" else (256, 8192)
     seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens is not None and tokens < seqs:
         raise ConfigError(
@@ -285,7 +294,7 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int) -> SchedulerCon
     if mixed is not None and mixed > tokens:
         raise ConfigError(f"max_mixed_prefill_tokens ({mixed}) exceeds max_num_batched_tokens ({tokens})")
     if mixed is None and kind == "cpu":
-        mixed = min(tokens, _MIXED_PREFILL_TOKENS)
+        mixed = min(tokens, max(tokens // 2, _CPU_STEP_TOKENS[0]))
     return SchedulerConfig(
         max_num_seqs=seqs if seqs is not None else min(seqs_default, tokens),
         max_num_batched_tokens=tokens,

@@ -55,3 +55,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights that every token is multiplied with: all layers' projections, without biases and the unembedding."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)

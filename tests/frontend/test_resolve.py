@@ -44,6 +44,27 @@ def test_defaults_on_a_cpu(model: ModelDescription) -> None:
     assert (config.model.served_name, config.compile.cache_dir) == ("tiny-llama", "/home/user/.cache/pageloom")
 
 
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "tokens"),
+    [(576, "bfloat16", 2048), (576, "float32", 512), (768, "bfloat16", 1024), (4096, "bfloat16", 256)],
+)
+def test_a_step_on_a_cpu_is_bounded_by_its_work(model: ModelDescription, hidden: int, dtype: Any, tokens: int) -> None:
+    """SmolLM2's width and depth, one a third wider, one of 8B: half a second on two cores, or 256 tokens."""
+    heads, layers = hidden // 64, model.spec.layers[:1] * 30
+    spec = msgspec.structs.replace(
+        model.spec,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_heads=heads,
+        num_kv_heads=heads // 3,
+        head_dim=64,
+        layers=layers,
+    )
+    described = msgspec.structs.replace(model, spec=spec)
+    scheduler = _resolve(described, dtype=dtype).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_mixed_prefill_tokens) == (tokens, max(tokens // 2, 256))
+
+
 def test_defaults_on_a_gpu(model: ModelDescription) -> None:
     config = _resolve(model, H100)
     assert (config.device.kind, config.model.dtype) == ("cuda", "bfloat16")
