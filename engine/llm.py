@@ -259,7 +259,7 @@ class LLM:
     def _submit(self, request: AdmittedRequest, arrival: float) -> int:
         self._processor.add(request, now=arrival)
         self._client.send(request.message)
-        return request.params.num_samples
+        return len(request.message.request_ids)
 
     def _step(self) -> Iterator[RequestOutput]:
         """Receive once; the requests that ended."""

@@ -22,11 +22,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is
     the number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id
     to a bias in [-100, 100]. Of ``best_of`` samples the ``n`` with the highest sum of log-probabilities are
-    returned, best first, when all have ended. Raises `InvalidRequestError` naming the field.
+    returned, best first, when all have ended.
+
+    ``use_beam_search`` searches instead of sampling: with ``best_of`` (or ``n``) beams, ``length_penalty`` and
+    ``early_stopping`` as in transformers; the ``n`` best sequences come at the end, with their ``score``. Raises
+    `InvalidRequestError` naming the field.
     """
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -86,16 +93,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError("stop must not contain an empty string", "stop")
         if any(not w.strip() for w in self.bad_words or ()):
             raise InvalidRequestError("bad_words must not contain an empty word", "bad_words")
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        _in_range("length_penalty", self.length_penalty, -100.0, 100.0)
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != _DEFAULTS[name]:
+                    raise InvalidRequestError(f"{name} has no effect without use_beam_search", name)
+            return
+        if self.temperature not in (0.0, 1.0):
+            raise InvalidRequestError("beam search draws nothing: temperature must be 0 or 1", "temperature")
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) not in (None, _DEFAULTS[name]):
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
 
     @property
     def num_samples(self) -> int:
-        """Sequences that are generated."""
+        """Sequences that are generated at a time."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def chooses(self) -> bool:
         """Whether some of them are not returned."""
-        return self.num_samples > self.n
+        return self.num_samples > self.n and not self.use_beam_search
 
     @property
     def greedy(self) -> bool:
@@ -106,6 +127,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+_NOT_WITH_BEAMS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "stop",
+    "bad_words",
+    "allowed_token_ids",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -141,6 +181,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[LogprobsAt] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
+    """beam search: what it was ranked by, cumulative_logprob / length ** length_penalty"""
 
     @property
     def finished(self) -> bool:

@@ -9,7 +9,8 @@ Invariants
 - `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N
   samples for a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host
   never sends it.
-- Order of application on the device: released, added, block_appends, block_copies, swaps, then the forward pass.
+- Order of application on the device: released, added, rewrites, block_appends, block_copies, swaps, then the forward
+  pass.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ class BlockAppend(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: list[int]
 
 
+class TokenRewrite(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row holds from `start` on is replaced: its sequence took over another one's history (beams)."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+
+
 class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     computed: int
@@ -76,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []
+    rewrites: list[TokenRewrite] = []
     block_appends: list[BlockAppend] = []
     block_copies: list[tuple[int, int]] = []
     """(source, destination): copy-on-write, one after the other"""

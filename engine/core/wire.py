@@ -18,6 +18,14 @@ class Follower(msgspec.Struct, frozen=True, kw_only=True):
     params: RowParams
 
 
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Search instead of sampling: `width` beams, as transformers' `generate` with `num_beams`."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """A prompt to continue. Where `n` samples of it are wanted, the others are its followers: the prompt is computed
     once, then each goes on by itself, with its own id, seed and end."""
@@ -32,6 +40,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str | None = None
     """prefix blocks are shared only among requests with an equal salt"""
     followers: list[Follower] = []
+    beams: BeamParams | None = None
+    """a search instead of samples: its best sequence is returned under `request_id`, the next under the followers' ids,
+    whose parameters do not count; tokens come with the end, all at once"""
 
     @property
     def request_ids(self) -> list[str]:
@@ -65,6 +76,10 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """the token id that ended it; it is the last of `token_ids`"""
+    cumulative_logprob: float | None = None
+    """of a beam search's result: the sum of its tokens' log-probabilities"""
+    score: float | None = None
+    """and what it was ranked by: that sum / length ** length_penalty"""
     cached_tokens: int = 0
     """prompt tokens taken from the prefix cache; set on the first delta"""
     error: str | None = None

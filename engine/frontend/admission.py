@@ -15,7 +15,7 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.wire import AddRequest, Follower
+from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.errors import InvalidRequestError
 from engine.frontend.tokenizer import Tokenizer
 from engine.request import SamplingParams
@@ -139,7 +139,7 @@ class Admission:
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
         first, *others = (
             Follower(request_id=f"{request_id}:{serial}:{index}", params=_for_sample(template, base, index))
-            for index in range(params.num_samples)
+            for index in range(params.n if params.use_beam_search else params.num_samples)
         )
         message = AddRequest(
             request_id=first.request_id,
@@ -149,6 +149,7 @@ class Admission:
             priority=priority,
             cache_salt=cache_salt,
             followers=others,
+            beams=_beams(params),
         )
         return AdmittedRequest(
             request_id=request_id,
@@ -237,6 +238,13 @@ class Admission:
                 if ids:
                     spellings[tuple(ids)] = None
         return [list(ids) for ids in spellings]
+
+
+def _beams(params: SamplingParams) -> BeamParams | None:
+    if not params.use_beam_search:
+        return None
+    penalty, stopping = params.length_penalty, params.early_stopping
+    return BeamParams(width=params.num_samples, length_penalty=penalty, early_stopping=stopping)
 
 
 def _for_sample(params: RowParams, seed: int, index: int) -> RowParams:

@@ -39,6 +39,8 @@ class Sample:
         self._raw_logprobs: list[TokenLogprobs] = []
         self._logprobs: list[LogprobsAt] = []
         self._cumulative_logprob = 0.0
+        self._found: tuple[float, float] | None = None
+        """beam search: cumulative log-probability and score"""
         self._decoded = 0
         self._shown_tokens = 0
         self._shown_chars = 0
@@ -47,6 +49,8 @@ class Sample:
     def extend(self, delta: SequenceDelta) -> bool:
         """Take in what is new. True when a stop string ended the sequence while the core still runs it."""
         self._raw_logprobs.extend(delta.logprobs)
+        if delta.cumulative_logprob is not None and delta.score is not None:
+            self._found = delta.cumulative_logprob, delta.score
         stopped = False
         if self._matcher is None:
             self.token_ids.extend(delta.token_ids)
@@ -84,14 +88,16 @@ class Sample:
         first_token, first_char = (self._shown_tokens, self._shown_chars) if delta else (0, 0)
         self._shown_tokens, self._shown_chars, self._shown_end = len(self.token_ids), len(self._text), ended
         wants_logprobs = self._params.logprobs is not None
+        cumulative, score = self._found or (self._cumulative_logprob if wants_logprobs else None, None)
         return CompletionOutput(
             index=self._index,
             text=self._text[first_char:],
             token_ids=self.token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
+            cumulative_logprob=cumulative,
             logprobs=self._logprobs[first_token:] if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            score=score,
         )
 
     def _extend_until_stop(self, delta: SequenceDelta) -> bool:

@@ -68,6 +68,8 @@ class RequestTable:
             self._add(new)
             sampler.add(new.row, new.params, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
+        for rewrite in plan.rewrites:
+            writes.write(0, rewrite.row, rewrite.start, rewrite.token_ids)
         for append in plan.block_appends:
             writes.write(1, self._block_row(append), append.start, append.block_ids)
         for table, row, start, values in sampler.drain_writes():

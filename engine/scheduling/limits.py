@@ -21,8 +21,15 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             f"{config.max_model_len} tokens (--max-model-len)",
             "prompt",
         )
-    # The last token is sampled and never computed, so it needs no KV.
-    need, total = kv.blocks_for(max_total - 1), kv.pool.num_blocks
+    width = 1 if request.beams is None else request.beams.width
+    if width > config.max_num_seqs:
+        raise InvalidRequestError(
+            f"a search with {width} beams needs as many rows, but there are {config.max_num_seqs} (--max-num-seqs)",
+            "best_of",
+        )
+    # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt.
+    own = kv.blocks_for(max_total - 1) - prompt_len // kv.block_size * kv.num_groups
+    need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks
     if need > total:
         raise InvalidRequestError(
             f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "

@@ -11,20 +11,23 @@ not fit, and a context's length matters only when its row starts.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from engine.config import SchedulerConfig
-from engine.core.wire import AddRequest, CoreStats, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, CoreStats, SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit
 from engine.request import FinishReason
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import is_twin, line_up, own_blocks, start_of
+from engine.scheduling.siblings import is_twin, own_blocks, start_of
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
-from engine.scheduling.waiting_queue import WaitingQueue
 from engine.step import RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 
@@ -34,22 +37,16 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
         self._config = config
         self._kv = kv
-        self._live: dict[str, Sequence] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
-        """sorted by key, so the last one is the first to be preempted"""
+        self._held = Holdings(kv, config.max_num_seqs)
+        self._live, self._waiting = self._held.live, self._held.waiting
+        self._rows, self._running = self._held.rows, self._held.running
         self._ending: list[Sequence] = []
         """their last token was planned; what they hold is given back when the next step is planned"""
         self._steps = StepsInFlight()
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._released: list[int] = []
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
         self._arrivals = 0
-        self._following = 0
-        """sequences that wait for another one to compute their prompt"""
         self._num_steps = 0
-        self._preemptions = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
@@ -66,25 +63,34 @@ class Scheduler:
         check_servable(request, max_total, self._config, self._kv)
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait already (--max-waiting {self._config.max_waiting})")
+        if request.beams is not None:
+            self._held.queue(self._open_beams(request, request.beams, max_total), [])
+            return
         leader = self._open(request, request.request_id, request.params, max_total)
         others = [self._open(request, each.request_id, each.params, max_total) for each in request.followers]
-        leader.siblings += others
-        for other in others:
-            other.siblings = leader.siblings
-        self._queue(leader, others)
+        samples = [leader, *others]
+        for seq in samples:
+            seq.siblings = samples
+        self._live.update(zip(request.request_ids, samples, strict=True))
+        self._held.queue(leader, others)
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (request.priority if self._config.policy == "priority" else 0, self._arrivals)
         blocks = self._kv.open(request.cache_salt)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
         self._arrivals += 1
-        self._live[request_id] = seq
         return seq
 
-    def _queue(self, leader: Sequence, others: list[Sequence]) -> None:
-        leader.status = Status.WAITING
-        self._following += line_up(leader, others)
-        self._waiting.push(leader)
+    def _open_beams(self, request: AddRequest, beams: BeamParams, max_total: int) -> Sequence:
+        new_tokens = max_total - len(request.prompt_token_ids)
+        search = BeamSearch(beams, frozenset(request.params.stop_token_ids), new_tokens)
+        params = replace(request.params, temperature=0.0, logprobs=search.num_candidates)
+        members = [self._open(request, request.request_id, params, max_total) for _ in range(beams.width)]
+        group = BeamGroup(request.request_ids, search, members)
+        for member in members:
+            member.siblings, member.group, member.status = members, group, Status.FOLLOWING
+        self._live.update((request_id, members[0]) for request_id in request.request_ids)
+        return members[0]
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests in whatever state they are; ids that are not live are ignored. Tokens in flight will be
@@ -93,8 +99,9 @@ class Scheduler:
         for request_id in request_ids:
             seq = self._live.get(request_id)
             if seq is not None:
-                self._end(seq)
-                deltas.append(SequenceDelta(request_id=request_id, finish_reason="abort"))
+                self._held.end(seq)
+                ended = [request_id] if seq.group is None else seq.group.request_ids
+                deltas += [SequenceDelta(request_id=each, finish_reason="abort") for each in ended]
         return deltas
 
     # -- planning ----------------------------------------------------------------------------------------------------
@@ -108,8 +115,7 @@ class Scheduler:
         rows = draft.rows
         if not rows:
             return None
-        plan = draft.plan(self._num_steps, self._released)
-        self._released = []
+        plan = draft.plan(self._num_steps, self._rows.take_released())
         self._steps.push(self._num_steps, rows)
         self._num_steps += 1
         return plan
@@ -119,7 +125,7 @@ class Scheduler:
         device."""
         for seq in self._ending:
             if seq.status is Status.RUNNING:
-                self._leave_device(seq)
+                self._held.leave_device(seq)
                 seq.status = Status.ENDING
         self._ending.clear()
 
@@ -134,12 +140,12 @@ class Scheduler:
                 seq = self._running[index]
                 index += 1
                 remaining = seq.remaining
-                if (remaining == 1) is not decoding:
+                if (remaining == 1) is not decoding or seq.waits:
                     continue
                 query_len = min(remaining, draft.budget)
                 while (growth := self._kv.append(seq.blocks, seq.computed + query_len)) is None:
                     # The last to be preempted is the sequence itself, so this ends.
-                    victims = self._preempt_latest()
+                    victims = self._held.preempt_latest()
                     for victim in victims:
                         draft.give_back(victim)
                     preempted = True
@@ -158,10 +164,12 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
-        while draft.budget > 0 and self._free_rows:
+        while draft.budget > 0 and self._rows.num_free:
             seq = self._waiting.first()
             # A preempted sequence whose token is in flight does not know all of its tokens yet.
             if seq is None or seq.in_flight or any(follower.in_flight for follower in seq.followers):
+                return
+            if seq.group is not None and self._rows.num_free < len(seq.group.members):
                 return
             if (hit := self._find_room(seq)) is None:
                 return
@@ -183,12 +191,13 @@ class Scheduler:
                 return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, seq.prefix_limit)
         need = self._kv.blocks_for(len(seq.tokens)) - self._kv.blocks_for(hit.num_tokens) + hit.num_free
-        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[: len(self._free_rows) - 1])
+        rows = self._rows.num_free - 1
+        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
         while need > room and seq.followers and not self._running:
             follower = seq.followers.pop()
-            if len(seq.followers) < len(self._free_rows) - 1:
+            if len(seq.followers) < rows:
                 need -= own_blocks(follower, seq, self._kv)
-            self._unfollow(follower)
+            self._held.unfollow(follower)
         if need > room:
             self._blocked = (seq, room)
             return None
@@ -200,10 +209,10 @@ class Scheduler:
         if seq.cached_tokens is None:
             seq.cached_tokens = hit.num_tokens
             self._prompt_tokens += seq.prompt_len
-        seq.status = Status.RUNNING
-        seq.row = self._free_rows.pop()
+        self._rows.enter(seq)
+        if seq.group is not None:
+            self._rows.reserve(seq.group)
         seq.computed = hit.num_tokens
-        insort(self._running, seq, key=_key)
         query_len = min(seq.remaining, draft.budget)
         if self._kv.append(seq.blocks, seq.computed + query_len) is None:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
@@ -214,11 +223,11 @@ class Scheduler:
     def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
         twins = any(is_twin(follower, seq) for follower in seq.followers)
-        samples = draft.place(seq, query_len, growth, may_fork=bool(twins and self._free_rows))
+        samples = draft.place(seq, query_len, growth, may_fork=bool(twins and self._rows.num_free))
         seq.computed += query_len
         if samples:
             seq.in_flight += 1
-            if seq.certain_to_end:
+            if seq.certain_to_end and seq.group is None:
                 self._ending.append(seq)
         self._kv.register(seq.blocks, seq.tokens)
         if seq.followers:
@@ -232,18 +241,16 @@ class Scheduler:
             if seq.computed < start or (twin and not samples):
                 continue
             seq.followers.remove(follower)
-            if not self._free_rows or start == 0:
-                self._unfollow(follower)
+            if not self._rows.num_free and seq.group is None:
+                self._held.unfollow(follower)
                 continue
-            self._following -= 1
+            self._held.following -= 1
             follower.leader = None
             follower.blocks = self._kv.fork(seq.blocks, None if twin else start)
             if follower.cached_tokens is None:
                 follower.cached_tokens = seq.cached_tokens
-            follower.status = Status.RUNNING
-            follower.row = self._free_rows.pop()
             follower.computed = start
-            insort(self._running, follower, key=_key)
+            self._rows.enter(follower)
             if not twin:
                 draft.start_row(follower)
                 continue
@@ -251,33 +258,6 @@ class Scheduler:
             follower.in_flight = 1
             if follower.certain_to_end:
                 self._ending.append(follower)
-
-    def _unfollow(self, follower: Sequence) -> None:
-        """It computes its prompt itself, or what of it is not in the prefix cache by then."""
-        self._following -= 1
-        follower.leader = None
-        follower.status = Status.WAITING
-        self._waiting.push(follower)
-
-    def _preempt_latest(self) -> list[Sequence]:
-        """The sequence that came last, with its siblings, or alone where only they run: all of its blocks or none. Back
-        to its place in the queue; what it generated becomes part of what it prefills."""
-        latest = self._running[-1]
-        victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
-        if len(victims) == len(self._running):
-            victims = [latest]
-        for seq in victims:
-            self._leave_device(seq)
-        self._queue(victims[0], victims[1:])
-        self._preemptions += len(victims)
-        return victims
-
-    def _leave_device(self, seq: Sequence) -> None:
-        del self._running[bisect_left(self._running, seq.key, key=_key)]
-        self._kv.free(seq.blocks)
-        self._free_rows.append(seq.row)
-        self._released.append(seq.row)
-        seq.row = -1
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -290,26 +270,47 @@ class Scheduler:
             if row.samples:
                 seq.in_flight -= 1
                 token = next(tokens)
-            if seq.status is not Status.FINISHED:
+            if seq.status is Status.FINISHED:
+                continue
+            if row.row in result.faults:
+                deltas += self._fault(seq, row)
+            elif seq.group is not None:
+                deltas += self._choose(seq, seq.group, result.logprobs[row.row]) if row.samples else []
+            else:
                 delta = self._advance(seq, row, token, result)
                 if delta is not None:
                     deltas.append(delta)
         return deltas
 
+    def _fault(self, seq: Sequence, row: ScheduledRow) -> list[SequenceDelta]:
+        """Its KV is not to be trusted: the next request with this prefix computes it itself."""
+        self._kv.forget(seq.blocks)
+        self._held.end(seq)
+        delta = SequenceDelta(
+            request_id=seq.request_id,
+            cached_tokens=seq.newly_cached,
+            finish_reason="error",
+            error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
+            error_kind="fault",
+        )
+        return [delta] if seq.group is None else [replace(delta, request_id=each) for each in seq.group.request_ids]
+
+    def _choose(self, beam: Sequence, group: BeamGroup, found: TokenLogprobs) -> list[SequenceDelta]:
+        """A beam's candidates are here; with those of all beams it is decided how each goes on, or that the search is
+        over."""
+        if beam.status is not Status.RUNNING or not group.bring(beam, found):
+            return []
+        choices = group.choose()
+        if choices is not None:
+            self._rows.settle(group, group.follow(choices, self._kv))
+            return []
+        deltas = group.results(group.members[0].cached_tokens or 0)
+        self._generated_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._held.end(beam)
+        return deltas
+
     def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
-        first = len(seq.tokens) == seq.prompt_len and seq.next_prompt_logprob == 1
-        cached_tokens = (seq.cached_tokens or 0) if first else 0
-        if row.row in result.faults:
-            # Its KV is not to be trusted: the next request with this prefix computes it itself.
-            self._kv.forget(seq.blocks)
-            self._end(seq)
-            return SequenceDelta(
-                request_id=seq.request_id,
-                cached_tokens=cached_tokens,
-                finish_reason="error",
-                error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
-                error_kind="fault",
-            )
+        cached_tokens = seq.newly_cached
         prompt_logprobs: list[TokenLogprobs] = []
         if row.row in result.prompt_logprobs:
             prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
@@ -336,25 +337,8 @@ class Scheduler:
         self._kv.register(seq.blocks, seq.tokens)
         if not stopped and len(seq.tokens) < seq.max_total:
             return None, False
-        self._end(seq)
+        self._held.end(seq)
         return ("stop" if stopped else "length"), stopped
-
-    def _end(self, seq: Sequence) -> None:
-        before, seq.status = seq.status, Status.FINISHED
-        seq.siblings.remove(seq)
-        if before is Status.RUNNING:
-            self._leave_device(seq)
-        elif before is Status.WAITING:
-            self._waiting.discard()
-        elif seq.leader is not None:
-            self._following -= 1
-            seq.leader.followers.remove(seq)
-        followers, seq.followers = seq.followers, []
-        if followers:  # the next one leads
-            leader, *others = followers
-            self._unfollow(leader)
-            line_up(leader, others)
-        del self._live[seq.request_id]
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -365,7 +349,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._following
+        return self._held.num_waiting
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns their number."""
@@ -380,13 +364,9 @@ class Scheduler:
             kv_blocks_total=kv.total,
             kv_blocks_used=kv.used,
             steps=self._num_steps,
-            preemptions=self._preemptions,
+            preemptions=self._held.preemptions,
             prefix_query_tokens=kv.query_tokens,
             prefix_hit_tokens=kv.hit_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
         )
-
-
-def _key(seq: Sequence) -> tuple[int, int]:
-    return seq.key

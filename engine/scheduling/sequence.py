@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from engine.kv_cache.kv_cache import SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.scheduling.beam_group import BeamGroup
 
 
 class Status(enum.Enum):
@@ -31,14 +35,18 @@ class Sequence:
         "common",
         "computed",
         "followers",
+        "group",
         "in_flight",
         "key",
         "leader",
         "max_total",
+        "moved",
+        "new_row",
         "next_prompt_logprob",
         "params",
         "prompt_len",
         "request_id",
+        "rewrite_from",
         "row",
         "siblings",
         "status",
@@ -82,6 +90,14 @@ class Sequence:
         """while it is FOLLOWING: tokens that it has in common with its leader, as far as both were known"""
         self.followers: list[Sequence] = []
         """they are forked from this one, each as soon as what they have in common is computed"""
+        self.group: BeamGroup | None = None
+        """the search whose beams it may carry"""
+        self.new_row = False
+        """the device knows nothing of its row yet"""
+        self.rewrite_from: int | None = None
+        """the device holds other tokens than these from here on (beams)"""
+        self.moved = False
+        """the device holds another block table"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
 
@@ -94,6 +110,17 @@ class Sequence:
     def certain_to_end(self) -> bool:
         """The tokens in flight reach its limit: it must not be planned again."""
         return len(self.tokens) + self.in_flight >= self.max_total
+
+    @property
+    def newly_cached(self) -> int:
+        """Prompt tokens from the cache, as long as nothing of this sequence has been delivered."""
+        first = len(self.tokens) == self.prompt_len and self.next_prompt_logprob == 1
+        return (self.cached_tokens or 0) if first else 0
+
+    @property
+    def waits(self) -> bool:
+        """It is one of several beams, and the next choice among them is outstanding."""
+        return self.group is not None and self.group.waits(self)
 
     @property
     def prefix_limit(self) -> int:

@@ -36,9 +36,9 @@ def is_twin(follower: Sequence, leader: Sequence) -> bool:
 
 
 def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
-    """Blocks that it needs beside its leader's to go on by one token."""
+    """Blocks that it needs beside its leader's until it samples, or for what a twin computes next."""
     start = start_of(follower, leader, kv.block_size)
-    return kv.blocks_for(len(follower.tokens) + 1) - start // kv.block_size * kv.num_groups
+    return kv.blocks_for(max(len(follower.tokens), start + 1)) - start // kv.block_size * kv.num_groups
 
 
 def _common_prefix(one: Tokens[int], other: Tokens[int]) -> int:

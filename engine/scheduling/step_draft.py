@@ -3,15 +3,15 @@ back."""
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import Growth
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth
 from engine.scheduling.sequence import Sequence
-from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan
+from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan, TokenRewrite
 
 
 class StepDraft:
     """Collects one `StepPlan`."""
 
-    __slots__ = ("_added", "_appends", "_copies", "_decodes", "_prefills", "budget", "tentative")
+    __slots__ = ("_added", "_appends", "_copies", "_decodes", "_prefills", "_rewrites", "budget", "tentative")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -21,6 +21,7 @@ class StepDraft:
         self._decodes: list[tuple[Sequence, ScheduledRow]] = []
         self._prefills: list[tuple[Sequence, ScheduledRow]] = []
         self._added: list[NewRow] = []
+        self._rewrites: list[TokenRewrite] = []
         self._appends: list[BlockAppend] = []
         self._copies: list[tuple[int, int]] = []
 
@@ -38,12 +39,25 @@ class StepDraft:
         self._added.append(
             NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
         )
-        self._append_blocks(seq, Growth(start=0, block_ids=[table.copy() for table in seq.blocks.tables], copies=[]))
+        self._append_blocks(seq, _whole_table(seq, NO_GROWTH))
+        seq.rewrite_from, seq.moved, seq.new_row = None, False, False
+
+    def _rewrite(self, seq: Sequence, growth: Growth) -> None:
+        """The row belongs to the sequence, which has another history now."""
+        start = seq.rewrite_from or 0
+        self._rewrites.append(TokenRewrite(row=seq.row, start=start, token_ids=seq.tokens[start:]))
+        self._append_blocks(seq, _whole_table(seq, growth) if seq.moved else growth)
+        seq.rewrite_from, seq.moved = None, False
 
     def place(self, seq: Sequence, query_len: int, growth: Growth, may_fork: bool) -> bool:
         """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples; only then forks
         may follow, if it ``may_fork``."""
-        if growth.block_ids:
+        if seq.new_row:
+            self.start_row(seq)
+            self._copies.extend(growth.copies)
+        elif seq.rewrite_from is not None:
+            self._rewrite(seq, growth)
+        elif growth.block_ids:
             self._append_blocks(seq, growth)
         samples = query_len == seq.remaining
         row = ScheduledRow(row=seq.row, computed=seq.computed, query_len=query_len, samples=samples)
@@ -73,6 +87,11 @@ class StepDraft:
             rows=[row for _, row in self.rows],
             released=released,
             added=self._added,
+            rewrites=self._rewrites,
             block_appends=self._appends,
             block_copies=self._copies,
         )
+
+
+def _whole_table(seq: Sequence, growth: Growth) -> Growth:
+    return Growth(start=0, block_ids=[table.copy() for table in seq.blocks.tables], copies=growth.copies)

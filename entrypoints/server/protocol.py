@@ -44,6 +44,9 @@ class SamplingFields(BaseModel):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -77,9 +80,14 @@ class SamplingFields(BaseModel):
     ) -> SamplingParams:
         """Where the client left out what a model's authors may recommend, `defaults` hold (as vLLM). Raises
         `InvalidRequestError` naming the field."""
+        if self.use_beam_search:  # nothing is drawn, so what is recommended for drawing does not count
+            defaults = SamplingParams()
         return SamplingParams(
             n=_or(self.n, 1),
             best_of=best_of,
+            use_beam_search=self.use_beam_search,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
             temperature=_or(self.temperature, defaults.temperature),
             top_p=_or(self.top_p, defaults.top_p),
             top_k=_or(self.top_k, defaults.top_k),

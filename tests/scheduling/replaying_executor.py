@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.core.wire import BeamParams
+from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 11
@@ -38,6 +40,27 @@ def sample(slots: list[int], seed: int) -> int:
     return (state >> 17) % VOCAB
 
 
+def candidates(slots: list[int], count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after what the slots hold, best first."""
+    state = 5
+    for slot in slots:
+        state = _mix(state, slot)
+    scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB)]
+    return sorted(scores, key=lambda one: -one[1])[:count]
+
+
+def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams) -> list[Hypothesis]:
+    """Unbatched beam search."""
+    found = BeamSearch(beams, frozenset(stop), max_total - len(prompt))
+    texts: list[list[int]] = [[]]
+    while True:
+        brought = [candidates(digests(prompt + text), found.num_candidates) for text in texts]
+        choices = found.advance(brought, texts)
+        if choices is None:
+            return found.finished
+        texts = [[*texts[choice.parent], choice.token] for choice in choices]
+
+
 def generate(
     prompt: list[int], max_total: int, stop: set[int], min_tokens: int = 0, seed: int = 0
 ) -> tuple[list[int], str]:
@@ -61,6 +84,7 @@ class _Row:
     prompt_len: int
     prompt_logprobs: bool
     seed: int
+    num_candidates: int | None
     table: list[int] = field(default_factory=list)
 
 
@@ -80,7 +104,7 @@ class ReplayingExecutor:
         self._apply(plan)
         for row in plan.rows:
             self._write(row, plan)
-        tokens, prompt_logprobs, faults = [], {}, []
+        tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
         for row in plan.rows:
             state = self.rows[row.row]
             slots = [self._slot(state, position) for position in range(row.computed + row.query_len)]
@@ -91,7 +115,14 @@ class ReplayingExecutor:
                 prompt_logprobs[row.row] = entries
             if not row.samples:
                 continue
-            token = sample([slot for slot in slots if slot is not None], state.seed)
+            known = [slot for slot in slots if slot is not None]
+            token = sample(known, state.seed)
+            if state.num_candidates is not None:
+                best = candidates(known, state.num_candidates)
+                token = best[0][0]
+                logprobs[row.row] = TokenLogprobs(
+                    token_ids=[token, *(t for t, _ in best)], logprobs=[best[0][1], *(p for _, p in best)], rank=1
+                )
             if POISON in state.tokens.values():
                 faults.append(row.row)
                 token = 0
@@ -99,7 +130,13 @@ class ReplayingExecutor:
             tokens.append(token)
         self.computed_tokens += plan.num_tokens
         self.results.append(
-            StepResult(step_id=plan.step_id, token_ids=tokens, prompt_logprobs=prompt_logprobs, faults=faults)
+            StepResult(
+                step_id=plan.step_id,
+                token_ids=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                faults=faults,
+            )
         )
 
     def collect(self) -> StepResult:
@@ -128,7 +165,12 @@ class ReplayingExecutor:
             assert new.row not in self.rows, "a row was added over one in use"
             tokens = dict(enumerate(new.token_ids))
             scores = new.params.prompt_logprobs is not None
-            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed)
+            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed, new.params.logprobs)
+        for rewrite in plan.rewrites:
+            state = self.rows[rewrite.row]
+            assert state.prompt_len <= rewrite.start <= len(state.tokens), "a rewrite of the prompt, or with a hole"
+            kept = {position: token for position, token in state.tokens.items() if position < rewrite.start}
+            state.tokens = kept | dict(enumerate(rewrite.token_ids, rewrite.start))
         for append in plan.block_appends:
             assert append.group == 0
             table = self.rows[append.row].table
@@ -144,13 +186,16 @@ class ReplayingExecutor:
         assert len(state.table) * self.block_size >= end, "the block table does not cover the step"
         assert len(state.table) * self.block_size - end < self.block_size, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
+        planned = {other.row for other in plan.rows}
         known = digests([state.tokens[position] for position in range(end)])
         for position in range(row.computed, end):
             index, offset = divmod(position, self.block_size)
             block = state.table[index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
             forks = {other.row for other in plan.rows if other.query_len == 0 and other.computed == end}
-            readers = [other for number, other in self.rows.items() if number not in forks]
+            # A beam that is not in the step may have been dropped; its row is rewritten before it is used again.
+            idle = {number for number, other in self.rows.items() if other.num_candidates is not None} - planned
+            readers = [other for number, other in self.rows.items() if number not in forks | idle]
             shared = sum(block in other.table for other in readers) > 1
             assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
             self.slots[block][offset] = known[position]

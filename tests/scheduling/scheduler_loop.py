@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, SchedulerConfig
-from engine.core.wire import AddRequest, Follower, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -68,6 +68,7 @@ class Loop:
         prompt_logprobs: int | None = None,
         followers: Iterable[str] = (),
         alike: bool = True,
+        beams: BeamParams | None = None,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
@@ -82,6 +83,7 @@ class Loop:
                 Follower(request_id=name, params=replace(params, prompt_logprobs=None, seed=0 if alike else index))
                 for index, name in enumerate(followers, 1)
             ],
+            beams=beams,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -134,8 +136,8 @@ class Loop:
         assert stats.kv_blocks_used == stats.running == stats.waiting == 0
         assert all(count == 0 for count in self.kv.pool.ref_counts)
         assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
-        assert sorted(scheduler._free_rows) == list(range(self.executor.num_rows))
+        assert sorted(scheduler._rows._free) == list(range(self.executor.num_rows))
         assert not scheduler._live and not scheduler._steps and scheduler.num_waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
         still_on_device = set(self.executor.rows)
-        assert still_on_device == set(scheduler._released), "the device would keep a row that nobody owns"
+        assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replaying_executor import POISON, generate
+from replaying_executor import POISON, generate, search
 from scheduler_loop import Loop
+
+from engine.core.wire import BeamParams
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Job:
     salt: str | None
     samples: int
     alike: bool
+    width: int
 
 
 @st.composite
@@ -48,6 +51,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 salt=draw(st.sampled_from([None, None, "a"])),
                 samples=draw(st.sampled_from([1, 1, 2, 5])),
                 alike=draw(st.booleans()),
+                width=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
             )
         )
     return out
@@ -69,8 +73,26 @@ def loops(draw: st.DrawFn) -> Loop:
     )
 
 
+def _beams(loop: Loop, job: Job) -> BeamParams | None:
+    """The job is a search where the rows and the pool have room for one."""
+    max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
+    own = loop.kv.blocks_for(max_total - 1) - len(job.prompt) // loop.kv.block_size
+    fits = loop.kv.blocks_for(max_total - 1) + (job.width - 1) * own <= loop.kv.pool.num_blocks
+    return BeamParams(width=job.width) if 0 < job.width <= loop.executor.num_rows and fits else None
+
+
+def _samples(loop: Loop, job: Job) -> int:
+    return job.samples if _beams(loop, job) is None else min(job.samples, job.width)
+
+
 def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
+    beams = _beams(loop, job)
+    if beams is not None:
+        if POISON in job.prompt:
+            return [], "error"
+        found = search(job.prompt, max_total, set(job.stop), beams)[sample]
+        return found.token_ids, "stop" if found.stopped else "length"
     return generate(job.prompt, max_total, set(job.stop), job.min_tokens, 0 if job.alike else sample)
 
 
@@ -90,9 +112,10 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                     min_tokens=job.min_tokens,
                     priority=job.priority,
                     salt=job.salt,
-                    prompt_logprobs=1 if job.prompt_logprobs else None,
-                    followers=[_name(index, sample) for sample in range(1, job.samples)],
+                    prompt_logprobs=1 if job.prompt_logprobs and _beams(loop, job) is None else None,
+                    followers=[_name(index, sample) for sample in range(1, _samples(loop, job))],
                     alike=job.alike,
+                    beams=_beams(loop, job),
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
                 loop.abort([_name(index, 0), _name(index, 3), "unknown"])
@@ -107,7 +130,9 @@ def _serve(loop: Loop, work: list[Job]) -> None:
 @pytest.mark.timeout(120)
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
     _serve(loop, work)
-    for name, job, sample in ((_name(i, n), each, n) for i, each in enumerate(work) for n in range(each.samples)):
+    for name, job, sample in (
+        (_name(i, n), each, n) for i, each in enumerate(work) for n in range(_samples(loop, each))
+    ):
         tokens, reason = _expected(loop, job, sample)
         got = loop.tokens[name]
         if loop.reason(name) == "abort":
@@ -119,7 +144,12 @@ def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list
         assert end.stop_token_id == (tokens[-1] if end.finish_reason == "stop" else None)
         positions = [-int(entry.logprobs[0]) for entry in loop.prompt_logprobs[name]]
         assert positions == list(range(1, len(positions) + 1)), "each prompt position once, in order"
-        if job.prompt_logprobs and sample == 0 and end.finish_reason in ("stop", "length"):
+        if (
+            job.prompt_logprobs
+            and _beams(loop, job) is None
+            and sample == 0
+            and end.finish_reason in ("stop", "length")
+        ):
             assert len(positions) == len(job.prompt) - 1
             assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]
             assert loop.cached(name) == 0

@@ -1,0 +1,87 @@
+"""What sequences hold and wait for: rows, blocks, a place in the queue, a leader to be forked from. Every change of a
+sequence's `Status` but the one to ENDING is here or in `RunningSet`."""
+
+from __future__ import annotations
+
+from engine.kv_cache.kv_cache import KVCache
+from engine.scheduling.running_set import RunningSet
+from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.siblings import line_up
+from engine.scheduling.waiting_queue import WaitingQueue
+
+
+class Holdings:
+    def __init__(self, kv: KVCache, num_rows: int) -> None:
+        self.kv = kv
+        self.rows = RunningSet(num_rows)
+        self.running = self.rows.sequences
+        self.waiting = WaitingQueue()
+        self.following = 0
+        """sequences that wait for another one to compute what they have in common"""
+        self.live: dict[str, Sequence] = {}
+        """by the ids that clients know; of a search, all ids lead to its first member"""
+        self.preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.following
+
+    def queue(self, leader: Sequence, others: list[Sequence]) -> None:
+        leader.status = Status.WAITING
+        self.following += line_up(leader, others)
+        self.waiting.push(leader)
+
+    def preempt_latest(self) -> list[Sequence]:
+        """The sequence that came last, with its siblings, or alone where only they run: all of its blocks or none. Back
+        to its place in the queue; what it generated becomes part of what it prefills."""
+        latest = self.running[-1]
+        victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
+        if len(victims) == len(self.running) and latest.group is None:
+            victims = [latest]
+        for seq in victims:
+            self.leave_device(seq)
+        if latest.group is not None:
+            latest.group.drop_candidates()
+            self.rows.give_back(latest.group)
+        self.queue(victims[0], victims[1:])
+        self.preemptions += len(victims)
+        return victims
+
+    def leave_device(self, seq: Sequence) -> None:
+        self.rows.leave(seq)
+        self.kv.free(seq.blocks)
+
+    def unfollow(self, follower: Sequence) -> None:
+        """It computes its prompt itself, or what of it is not in the prefix cache by then."""
+        self.following -= 1
+        follower.leader = None
+        follower.status = Status.WAITING
+        self.waiting.push(follower)
+
+    def end(self, seq: Sequence) -> None:
+        """It is over; of a search, all of it."""
+        if seq.group is not None:
+            for member in seq.group.members:
+                self._stop(member)
+            self.rows.give_back(seq.group)
+            for request_id in seq.group.request_ids:
+                del self.live[request_id]
+            return
+        self._stop(seq)
+        seq.siblings.remove(seq)
+        followers, seq.followers = seq.followers, []
+        if followers:  # the next one leads
+            leader, *others = followers
+            self.unfollow(leader)
+            line_up(leader, others)
+        del self.live[seq.request_id]
+
+    def _stop(self, seq: Sequence) -> None:
+        before, seq.status = seq.status, Status.FINISHED
+        if before is Status.RUNNING:
+            self.leave_device(seq)
+        elif before is Status.WAITING:
+            self.waiting.discard()
+        elif seq.leader is not None:
+            self.following -= 1
+            seq.leader.followers.remove(seq)

@@ -1,0 +1,133 @@
+"""Beams in the scheduler: the search is that of one prompt alone, whatever runs beside it, and its KV is shared."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from replaying_executor import POISON, VOCAB, generate, search
+from scheduler_loop import Loop
+
+from engine.core.wire import BeamParams
+from engine.errors import InvalidRequestError
+from engine.scheduling.sequence import Status
+
+PROMPT = [(i * i + 3) % 11 for i in range(50)]
+
+
+def add(loop: Loop, name: str, width: int, prompt: list[int] = PROMPT, max_tokens: int = 12, **options: object) -> None:
+    names = [f"{name}{i}" for i in range(1, options.pop("n", width))]  # type: ignore[call-overload]  # an int
+    loop.add(name, prompt, max_tokens, followers=names, beams=BeamParams(width=width), **options)  # type: ignore[arg-type]
+
+
+def assert_found(
+    loop: Loop, name: str, width: int, prompt: list[int] = PROMPT, max_tokens: int = 12, **options: int
+) -> None:
+    found = search(
+        prompt, len(prompt) + max_tokens, {options["stop"]} if "stop" in options else set(), BeamParams(width=width)
+    )
+    for i in range(options.get("n", width)):
+        each = name if i == 0 else f"{name}{i}"
+        assert loop.tokens[each] == found[i].token_ids
+        (end,) = loop.ends[each]
+        assert end.score == pytest.approx(found[i].score) and end.cumulative_logprob == pytest.approx(found[i].logprob)
+        assert end.finish_reason == ("stop" if found[i].stopped else "length")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("prompt_len", [48, 50, 1])
+def test_a_search_finds_what_it_finds_alone(depth: int, width: int, prompt_len: int) -> None:
+    loop = Loop(depth=depth, budget=16, num_blocks=80)
+    add(loop, "a", width, PROMPT[:prompt_len], stop=[3])
+    loop.run()
+    assert_found(loop, "a", width, PROMPT[:prompt_len], stop=3)
+    loop.assert_nothing_leaked()
+
+
+def test_beams_share_the_prompt_and_hold_what_they_wrote() -> None:
+    loop = Loop(budget=64, num_blocks=200, max_model_len=120)
+    add(loop, "a", 4, max_tokens=20)
+    used = 0
+    while loop.turn():
+        used = max(used, loop.scheduler.stats().kv_blocks_used)
+    assert used <= loop.kv.blocks_for(50 + 19) + 3 * (loop.kv.blocks_for(19) + 1)
+    assert loop.executor.computed_tokens == 50 + 4 * 19
+    assert_found(loop, "a", 4, max_tokens=20)
+    loop.assert_nothing_leaked()
+
+
+def test_others_run_ahead_while_a_search_waits_for_its_candidates() -> None:
+    loop = Loop(depth=1, budget=64, num_blocks=100)
+    loop.add("plain", PROMPT[:5], 30)
+    add(loop, "a", 3, max_tokens=10)
+    loop.run()
+    with_beams = [len(plan.rows) > 1 for plan in loop.plans]
+    assert len(loop.plans) <= 32, "the plain request decodes in every step"
+    assert with_beams.count(True) <= 10 and not any(a and b for a, b in pairwise(with_beams))
+    assert loop.tokens["plain"] == generate(PROMPT[:5], 35, set())[0]
+    assert_found(loop, "a", 3, max_tokens=10)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_search_is_preempted_whole_and_resumes_from_what_its_beams_share(depth: int, caching: bool) -> None:
+    loop = Loop(depth=depth, num_blocks=52, block_size=4, rows=6, budget=64, caching=caching, max_model_len=100)
+    for name in ("first", "second"):
+        loop.add(name, PROMPT[: 20 - len(name)], 80)
+    for _ in range(30):
+        loop.turn()
+    add(loop, "a", 4, PROMPT[:40], 30)
+    group = loop.sequences["a"].group
+    assert group is not None
+    counts = []
+    while loop.turn():
+        counts.append(sum(member.status is Status.RUNNING for member in group.members))
+    assert loop.scheduler.stats().preemptions == 4, "all of them, once"
+    assert set(counts) - {1} == {0, 4} and counts[counts.index(4) :].count(0) > 0, "from all to none in one step"
+    assert_found(loop, "a", 4, PROMPT[:40], 30)
+    assert loop.tokens["first"] == generate(PROMPT[:15], 95, set())[0]
+    loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("gone", ["a", "a2"])
+def test_aborting_any_of_its_ids_ends_a_search(turns: int, gone: str) -> None:
+    loop = Loop(budget=20, num_blocks=80)
+    add(loop, "a", 3)
+    add(loop, "b", 2)
+    for _ in range(turns):
+        loop.turn()
+    loop.abort([gone])
+    loop.run()
+    assert [loop.reason(name) for name in ("a", "a1", "a2")] == ["abort"] * 3
+    assert_found(loop, "b", 2)
+    loop.assert_nothing_leaked()
+
+
+def test_a_fault_ends_a_search() -> None:
+    loop = Loop(budget=64, num_blocks=80)
+    add(loop, "a", 3, [1, POISON, 2])
+    loop.run()
+    assert [loop.reason(name) for name in ("a", "a1", "a2")] == ["error"] * 3
+    loop.assert_nothing_leaked()
+
+
+def test_more_beams_than_tokens_and_a_search_of_one_token() -> None:
+    loop = Loop(rows=16, budget=64, num_blocks=80)
+    add(loop, "a", 16, max_tokens=1, n=12)
+    add(loop, "b", 16, max_tokens=3)
+    loop.run()
+    assert_found(loop, "b", 16, max_tokens=3)
+    assert_found(loop, "a", 16, max_tokens=1, n=VOCAB)
+    assert loop.tokens["a11"] == [] and loop.reason("a11") == "length"
+    loop.assert_nothing_leaked()
+
+
+def test_what_can_never_run_is_refused() -> None:
+    loop = Loop(rows=4, num_blocks=20, block_size=4)
+    with pytest.raises(InvalidRequestError, match="5 beams needs as many rows, but there are 4"):
+        add(loop, "a", 5)
+    with pytest.raises(InvalidRequestError, match="needs 30 KV blocks, but there are 20"):
+        add(loop, "a", 4, PROMPT[:40], 18)
+    assert not loop.scheduler.has_work
