@@ -234,4 +234,10 @@ class CpuBackend(AttentionBackend):
 
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            self._copy_blocks(list(kv_caches), torch.tensor(pairs, dtype=torch.int64))
+            self._copy_blocks(list(kv_caches), list(kv_caches), torch.tensor(pairs, dtype=torch.int64))
+
+    def swap_blocks(
+        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        if pairs:
+            self._copy_blocks(list(sources), list(destinations), torch.tensor(pairs, dtype=torch.int64))

@@ -116,7 +116,8 @@ class CudaBackend(AttentionBackend):
         """[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]: a page of one head is contiguous."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
-    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
+        """Groups share it: what a launch leaves there the next one of the stream does not need."""
         return workspace_bytes(max_num_seqs, layers, self._prepared().multiprocessors)
 
     def build_metadata(self, batch: AttentionBatch) -> CudaMetadata:

@@ -13,7 +13,15 @@ from pathlib import Path
 import torch
 
 from attention_backends.flashinfer_library import Runtime, Wrapper, load_runtime, why_missing
-from attention_backends.flashinfer_plans import LAYOUT, LIBRARY_BACKEND, PlanKind, Planner, Step, workspace_bytes
+from attention_backends.flashinfer_plans import (
+    LAYOUT,
+    LIBRARY_BACKEND,
+    PlanKind,
+    Planner,
+    Scratch,
+    Step,
+    workspace_bytes,
+)
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec, Capabilities
 from attention_backends.page_kernels import FP8, PageKernels
 
@@ -45,7 +53,8 @@ class FlashInferBackend(AttentionBackend):
         """`runtime`: stands for the library and the device (tests); None: loaded by `prepare`."""
         self._runtime = runtime
         self._spec: AttentionSpec | None = None
-        self._planner: Planner | None = None
+        self._scratch: Scratch | None = None
+        self._planners: list[Planner] = []
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -78,18 +87,18 @@ class FlashInferBackend(AttentionBackend):
             self._runtime = load_runtime(device)
         if self._spec is not None:
             _build(self._runtime, self._spec)
-        self._planner = Planner(self._runtime)
+        self._scratch = Scratch(self._runtime.device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], as the in-tree CUDA backend has it."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
-    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
-        return workspace_bytes(max_num_seqs, layers, self._prepared().multiprocessors)
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
+        return workspace_bytes(max_num_seqs, layers, self._planner(0).multiprocessors, num_groups)
 
     def build_metadata(self, batch: AttentionBatch) -> Step:
         """Raises ValueError where the host's lengths are missing."""
-        return self._prepared().begin(batch)
+        return self._planner(batch.group).begin(batch)
 
     def forward(
         self,
@@ -116,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
             window=layer.window,
             soft_cap=layer.soft_cap,
         )
-        plan = self._prepared().plan(metadata, kind)
+        plan = self._planner(metadata.group).plan(metadata, kind)
         self.write_kv(k, v, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
         decodes, tokens = metadata.num_decodes, metadata.num_decodes + metadata.num_prefill_tokens
         if plan.decode is not None:
@@ -151,10 +160,13 @@ class FlashInferBackend(AttentionBackend):
         for caches in _by_block_bytes(kv_caches):
             self._kernels().copy_blocks(caches, on_device)
 
-    def _prepared(self) -> Planner:
-        if self._planner is None:
+    def _planner(self, group: int) -> Planner:
+        """One for each layer group: within a step, none of their plans may replace another's."""
+        if self._scratch is None or self._runtime is None:
             raise RuntimeError("FlashInferBackend: prepare() loads the library; call it once before the first step")
-        return self._planner
+        while len(self._planners) <= group:
+            self._planners.append(Planner(self._runtime, self._scratch))
+        return self._planners[group]
 
     def _kernels(self) -> PageKernels:
         if self._runtime is None:

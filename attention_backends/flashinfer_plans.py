@@ -61,6 +61,7 @@ class Step:
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
+    group: int
     graph_size: int | None
     query_lens: np.ndarray
     seq_lens: np.ndarray
@@ -79,23 +80,37 @@ class GraphBuffers:
     indices: torch.Tensor
 
 
+class Scratch:
+    """Partial results of a run, on the device: all wrappers of a stream share them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._floats = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def at_least(self, size_bytes: int) -> torch.Tensor:
+        """uint8 [>= size_bytes], zeroed when new."""
+        if self._floats.numel() < size_bytes:
+            grown = _grown(size_bytes, self._floats.numel())
+            self._floats = torch.zeros(grown, dtype=torch.uint8, device=self._floats.device)
+        return self._floats
+
+
 class Planner:
-    """Owns wrappers, workspaces and page indices of one runner. All work of a step goes to one stream.
+    """Owns wrappers and page indices of one layer group. All work of a step goes to one stream.
 
     Of every wrapper there are two, which share the workspace on the device (the stream orders its use) and have a
     pinned source each: steps use them in turn. Whichever of the two a graph was captured with, a plan by the other
     writes what the graph will read.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, scratch: Scratch) -> None:
         self._runtime = runtime
+        self._scratch = scratch
         self._pinned = runtime.device.type == "cuda"
         self._sets = AlternatingSets(range(SETS), runtime.make_event)
         self._known: dict[PlanKind, None] = {}
         self._decodes: dict[tuple[PlanKind, int | None], list[DecodeWrapper]] = {}
         self._prefills: dict[PlanKind, list[PrefillWrapper]] = {}
         self._graphs: dict[tuple[int, int | None], GraphBuffers] = {}
-        self._floats = torch.empty(0, dtype=torch.uint8, device=runtime.device)
         self._indices: dict[int | None, torch.Tensor] = {}
 
     @property
@@ -147,6 +162,7 @@ class Planner:
             slot_mapping=batch.slot_mapping[: batch.num_tokens],
             block_tables=batch.block_tables,
             block_size=batch.block_size,
+            group=batch.group,
             graph_size=batch.graph_size,
             query_lens=query_lens,
             seq_lens=seq_lens,
@@ -233,7 +249,7 @@ class Planner:
     def _decode_wrappers(self, step: Step, kind: PlanKind) -> list[DecodeWrapper]:
         key = (kind, step.graph_size)
         if key not in self._decodes:
-            floats = self._float_workspace(float_bytes(kind, self._runtime.multiprocessors, step.graph_size))
+            floats = self._scratch.at_least(float_bytes(kind, self._runtime.multiprocessors, step.graph_size))
             arguments: dict[str, object] = {"use_tensor_cores": True, "backend": LIBRARY_BACKEND}
             int_bytes = EAGER_INT_BYTES
             if step.graph_size is not None:
@@ -251,7 +267,7 @@ class Planner:
 
     def _prefill_wrappers(self, kind: PlanKind) -> list[PrefillWrapper]:
         if kind not in self._prefills:
-            floats = self._float_workspace(float_bytes(kind, self._runtime.multiprocessors, None))
+            floats = self._scratch.at_least(float_bytes(kind, self._runtime.multiprocessors, None))
             wrappers = [self._runtime.make_prefill(floats, LAYOUT, backend=LIBRARY_BACKEND) for _ in range(SETS)]
             self._prefills[kind] = self._with_workspace(wrappers, floats, EAGER_INT_BYTES)
         return self._prefills[kind]
@@ -285,28 +301,26 @@ class Planner:
             held = self._indices[window] = torch.zeros(grown, dtype=torch.int32, device=self._runtime.device)
         return held
 
-    def _float_workspace(self, size_bytes: int) -> torch.Tensor:
-        """uint8 [>= size_bytes], zeroed; scratch of one run, so all wrappers of the stream share it."""
-        if self._floats.numel() < size_bytes:
-            grown = _grown(size_bytes, self._floats.numel())
-            self._floats = torch.zeros(grown, dtype=torch.uint8, device=self._runtime.device)
-        return self._floats
-
 
 def _grown(needed: int, held: int) -> int:
     """What outlives its growth (graphs keep their addresses) grows geometrically, rounded up to 256."""
     return -(-max(needed, held + held // 2) // 256) * 256
 
 
-def workspace_bytes(max_num_seqs: int, layers: Sequence[AttentionLayer], multiprocessors: int) -> int:
-    """Upper estimate of what a `Planner` will hold on the device, page indices (a few MiB) left out: one workspace of
-    partial results for steps without a graph and one for the largest graph, and schedules for each kind of layer."""
+def workspace_bytes(
+    max_num_seqs: int, layers: Sequence[AttentionLayer], multiprocessors: int, num_groups: int = 1
+) -> int:
+    """Upper estimate of what the `Planner`s of all groups will hold on the device, page indices (a few MiB) left out:
+    one workspace of partial results for steps without a graph and one for the largest graph, and schedules for each
+    group and kind of layer."""
     kinds = {replace(layer, sinks=None, k_scale=1.0, v_scale=1.0): None for layer in layers}
     eager = max((float_bytes(kind, multiprocessors, None) for kind in kinds), default=0)
     graph = max((float_bytes(kind, multiprocessors, max_num_seqs) for kind in kinds), default=0)
     sizes = max_num_seqs // 8 + 8  # of graphs
     of_graphs = sum(sizes * graph_int_bytes(kind, multiprocessors, max_num_seqs) for kind in kinds)
-    return eager + max(graph, eager + eager // 2) + of_graphs + 2 * EAGER_INT_BYTES * len(kinds)
+    schedules = max(num_groups, len(kinds))  # a group's layers are of one kind, as good as always
+    of_groups = (of_graphs + 2 * EAGER_INT_BYTES * len(kinds)) * schedules // max(len(kinds), 1)
+    return eager + max(graph, eager + eager // 2) + of_groups
 
 
 def float_bytes(kind: PlanKind | AttentionLayer, multiprocessors: int, graph_size: int | None) -> int:

@@ -80,7 +80,7 @@ class AttentionBatch:
     seq_lens: torch.Tensor
     """int32 [num_seqs]: KV length including this step's tokens; the last query of i is at position seq_lens[i] - 1"""
     block_tables: torch.Tensor
-    """int32 [num_seqs, max_blocks]"""
+    """int32 [num_seqs, max_blocks]; what lies before the window of a group's layers names any block"""
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: block * block_size + offset where each token's KV goes; -1: nowhere (padding)"""
     block_size: int
@@ -89,11 +89,14 @@ class AttentionBatch:
     query_lens_host: Sequence[int] = field(default=())
     """of the real sequences; a padded batch has more of them (`num_seqs`), with length 0 at the end"""
     seq_lens_host: Sequence[int] = field(default=())
+    group: int = 0
+    """The layer group whose block tables these are. A step has a batch for each group, alike but for tables and slots;
+    metadata of all of them is in use at once."""
     graph_size: int | None = None
     """Not None: a decode of this many sequences (= num_seqs, padding included, one token each) that is about to be
     captured in, or replayed from, one CUDA graph over the whole model. Its metadata must live in buffers that belong to
-    this size, and nothing that `forward` passes by value (grids, pointers) may depend on lengths. Capture-safe backends
-    only. Sequences of length 0 must leave finite numbers (zeros) in their rows of `out`."""
+    this size and group, and nothing that `forward` passes by value (grids, pointers) may depend on lengths.
+    Capture-safe backends only. Sequences of length 0 must leave finite numbers (zeros) in their rows of `out`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class NativeLayer:
     """address of a `pageloom::NativeAttention`, the same for every layer of a backend; good until the process ends"""
     layer: torch.Tensor
     """uint8 on the host; points into the cache, which its holder keeps alive"""
+    step: int = 0
+    """which of the caller's steps it takes: layer groups have each their own"""
 
 
 class AttentionBackend(ABC):
@@ -139,9 +144,10 @@ class AttentionBackend(ABC):
         """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it
         must be contiguous, `shape[0] == num_blocks`."""
 
-    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer]) -> int:
-        """Upper estimate of the scratch memory that steps and graphs of up to `max_num_seqs` sequences over `layers`
-        will allocate, beside caches and weights; asked after `prepare`. Cheap, allocates nothing."""
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
+        """Upper estimate of the scratch memory that steps and graphs of up to `max_num_seqs` sequences over `layers`,
+        in `num_groups` groups, will allocate, beside caches and weights; asked after `prepare`. Cheap, allocates
+        nothing."""
         return 0
 
     @abstractmethod

@@ -19,6 +19,8 @@ KVCacheDType = Literal["auto", "bf16", "int8", "fp8"]
 GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
 """auto: all that compile mode and attention backend allow (GPU)"""
 Policy = Literal["fcfs", "priority"]
+Preemption = Literal["auto", "recompute", "swap"]
+"""auto: what is estimated to cost less"""
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +48,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """bytes"""
     memory_fraction: float = 0.9
     enable_prefix_caching: bool = True
+    swap_space: int = 0
+    """bytes of host memory for KV blocks: of preempted sequences, and of prefixes that the device evicts"""
+    preemption: Preemption = "auto"
+    """whether a preempted sequence is computed again or swapped to `swap_space` (where that is full, computed)"""
     scheduling_policy: Policy = "fcfs"
     async_scheduling: bool | None = None
     """plan a step while the one before computes; None: on a GPU"""
@@ -88,6 +94,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """bytes; None: what `memory_fraction` of the device leaves after weights and activations"""
     memory_fraction: float
     enable_prefix_caching: bool
+    swap_space: int = 0
+    """bytes of host memory"""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +109,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool = True
     max_mixed_prefill_tokens: int | None = None
     """of the budget, for prompts beside sequences that decode; None: all of it"""
+    preemption: Preemption = "auto"
 
 
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):

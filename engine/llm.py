@@ -23,6 +23,7 @@ from engine.config import (
     KVCacheDType,
     ModelConfig,
     Policy,
+    Preemption,
 )
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache
@@ -63,6 +64,8 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         memory_fraction: float = 0.9,
         enable_prefix_caching: bool = True,
+        swap_space: int | str = 0,
+        preemption: Preemption = "auto",
         scheduling_policy: Policy = "fcfs",
         async_scheduling: bool | None = None,
         compile: CompileMode = "pieces",
@@ -78,9 +81,10 @@ class LLM:
         served_model_name: str | None = None,
         in_process: bool = True,
     ) -> None:
-        """`model`: a Hugging Face directory or a GGUF file. `kv_cache_memory`: bytes, or "4GiB". See `EngineArgs`."""
+        """`model`: a Hugging Face directory or a GGUF file. Sizes are bytes, or "4GiB". See `EngineArgs`."""
         given = {name: value for name, value in locals().items() if name not in ("self", "in_process")}
         given["kv_cache_memory"] = None if kv_cache_memory is None else parse_size(kv_cache_memory)
+        given["swap_space"] = parse_size(swap_space)
         given["cores"] = None if cores is None else tuple(cores)
         args = EngineArgs(**given)
         self._start(args, InProcessClient if in_process else ProcessClient)

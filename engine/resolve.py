@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Literal
 
 from engine.config import (
@@ -45,6 +46,7 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.errors import ConfigError
+from engine.layer_groups import group_layers, most_blocks
 from engine.machine import Machine, probe_machine
 from engine.models.spec import DecoderSpec
 
@@ -67,7 +69,8 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
     _check_ranges(args, model.spec.vocab_size)
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
-    max_model_len = _max_model_len(args, model.spec, model.max_position, kv_dtype, block_size)
+    step_tokens = _step_tokens(args, kind, model.spec, dtype)
+    max_model_len = _max_model_len(args, model.spec, model.max_position, kv_dtype, block_size, step_tokens)
     return EngineConfig(
         model=ModelConfig(
             path=_absolute(args.model, machine),
@@ -84,7 +87,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             quantization=_quantization(args, dtype, kind, model.source),
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, model.spec, dtype),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -237,22 +240,30 @@ def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * _DTYPE_BYTES[dtype] + scale_bytes)
 
 
-def _max_model_len(args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int) -> int:
+def _max_model_len(
+    args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int, step_tokens: int
+) -> int:
     wanted = args.max_model_len
     if wanted is not None and wanted > max_position:
         raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
     length = wanted if wanted is not None else max_position
     if args.kv_cache_memory is None:
         return length
-    per_token = kv_bytes_per_token(spec, dtype)
-    fits = args.kv_cache_memory // (per_token * block_size) * block_size
+    groups = group_layers([layer.window for layer in spec.layers], length)
+    largest = max(len(group.layers) for group in groups)
+    block_bytes = kv_bytes_per_token(spec, dtype) * block_size * largest // spec.num_layers
+
+    def size_bytes(tokens: int) -> int:
+        return block_bytes * sum(most_blocks(tokens, group.window, block_size, step_tokens) for group in groups)
+
+    fits = bisect_right(range(1, length + 1), args.kv_cache_memory, key=size_bytes)
     if fits < 1 or (wanted is not None and wanted > fits):
-        needed = -(-length // block_size) * block_size * per_token if wanted is not None else per_token * block_size
+        needed = size_bytes(wanted or block_size)
         raise ConfigError(
             f"kv_cache_memory ({args.kv_cache_memory} bytes) holds {fits} tokens, but one sequence may need "
             f"{wanted or block_size}: raise kv_cache_memory to at least {needed} or lower max_model_len"
         )
-    return min(length, fits)
+    return fits
 
 
 def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine) -> CacheConfig:
@@ -267,7 +278,20 @@ def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, mac
         kv_cache_memory=args.kv_cache_memory,
         memory_fraction=args.memory_fraction,
         enable_prefix_caching=args.enable_prefix_caching,
+        swap_space=_swap_space(args, machine),
     )
+
+
+def _swap_space(args: EngineArgs, machine: Machine) -> int:
+    if args.swap_space < 0:
+        raise ConfigError(f"swap_space must be at least 0, got {args.swap_space}")
+    if args.swap_space > machine.memory_bytes:
+        raise ConfigError(
+            f"swap_space ({args.swap_space} bytes) exceeds the machine's memory ({machine.memory_bytes} bytes)"
+        )
+    if args.preemption == "swap" and args.swap_space == 0:
+        raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
+    return args.swap_space
 
 
 _CPU_STEP_OPERATIONS = {"bfloat16": 600e9, "float32": 150e9}
@@ -280,28 +304,30 @@ def _cpu_step_tokens(spec: DecoderSpec, dtype: str) -> int:
     return max(tokens for tokens in _CPU_STEP_TOKENS if tokens <= max(budget, _CPU_STEP_TOKENS[0]))
 
 
-def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, spec: DecoderSpec, dtype: str) -> SchedulerConfig:
-    seqs_default, tokens_default = (128, _cpu_step_tokens(spec, dtype)) if kind == "cpu" else (256, 8192)
+def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) -> int:
     seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens is not None and tokens < seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
             "each running sequence needs one token of a step"
         )
-    if tokens is None:
-        tokens = max(tokens_default, seqs or 0)
+    return tokens or max(_cpu_step_tokens(spec, dtype) if kind == "cpu" else 8192, seqs or 0)
+
+
+def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int) -> SchedulerConfig:
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:
         raise ConfigError(f"max_mixed_prefill_tokens ({mixed}) exceeds max_num_batched_tokens ({tokens})")
     if mixed is None and kind == "cpu":
         mixed = min(tokens, max(tokens // 2, _CPU_STEP_TOKENS[0]))
     return SchedulerConfig(
-        max_num_seqs=seqs if seqs is not None else min(seqs_default, tokens),
+        max_num_seqs=args.max_num_seqs or min(128 if kind == "cpu" else 256, tokens),
         max_num_batched_tokens=tokens,
         max_mixed_prefill_tokens=mixed,
         max_model_len=max_model_len,
         max_waiting=args.max_waiting,
         policy=args.scheduling_policy,
+        preemption=args.preemption,
         async_scheduling=args.async_scheduling if args.async_scheduling is not None else kind == "cuda",
     )
 

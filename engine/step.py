@@ -9,8 +9,8 @@ Invariants
 - `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N
   samples for a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host
   never sends it.
-- Order of application on the device: released, added, rewrites, block_appends, block_copies, swaps, then the forward
-  pass.
+- Order of application on the device: released, added, rewrites, block_appends, swap_out, swap_in, block_copies, then
+  the forward pass.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     block_copies: list[tuple[int, int]] = []
     """(source, destination): copy-on-write, one after the other"""
     swap_out: list[tuple[int, int]] = []
-    """(device block, host block)"""
+    """(device block, host block), one after the other"""
     swap_in: list[tuple[int, int]] = []
-    """(host block, device block)"""
+    """(host block, device block), one after the other"""
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +133,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     graph_bytes: int = 0
     """what captured graphs will take, estimated"""
     block_bytes: int
-    """one KV block over all layers"""
+    """one KV block over all layers of a group"""
+    windows: tuple[int | None, ...] = (None,)
+    """of each layer group, in tokens; None: its layers see everything"""
     device_bytes_total: int
     device_bytes_free: int
     """before anything was loaded"""
@@ -151,3 +153,5 @@ class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
     graphs_captured: int = 0
     graphs_pending: int = 0
     """captured later, between steps"""
+    swap_block_s: float = 0.0
+    """a block to the host tier and back, measured; 0: there is no tier"""

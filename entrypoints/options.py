@@ -68,16 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
     )
-    group.add_argument("--block-size", type=int, help="tokens per KV block")
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=["auto", "bf16", "int8", "fp8"],
-        help="half the memory: int8 on a CPU, fp8 on a GPU",
-    )
-    group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
-    group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
-    group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    _add_memory_options(group)
     group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
     group.add_argument(
         "--async-scheduling",
@@ -102,6 +93,32 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--debug-sync", action="store_true", help="fail a decode step in which the host waits for the GPU"
     )
     group.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights")
+
+
+def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--block-size", type=int, help="tokens per KV block")
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=["auto", "bf16", "int8", "fp8"],
+        help="half the memory: int8 on a CPU, fp8 on a GPU",
+    )
+    group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
+    group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
+    group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    group.add_argument(
+        "--swap-space",
+        type=size_bytes,
+        default=0,
+        metavar="SIZE",
+        help="host memory for KV blocks of preempted sequences and of prefixes that the device evicts, as 4GiB",
+    )
+    group.add_argument(
+        "--preemption",
+        default="auto",
+        choices=["auto", "recompute", "swap"],
+        help="how a preempted sequence comes back; auto: what costs less here",
+    )
 
 
 def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:

@@ -60,7 +60,7 @@ class SleepingDevice:
             attention_backend="none",
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Nothing to keep."""
 
     def warm_up(self) -> WarmUpReport:
@@ -118,7 +118,7 @@ class BusyScheduler:
         row = ScheduledRow(row=0, computed=self._steps, query_len=1, samples=True)
         return StepPlan(step_id=self._steps, rows=[row])
 
-    def complete(self, result: StepResult) -> list[SequenceDelta]:
+    def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]:
         burn(COMPLETE_SHARE * self._host_s)
         return [SequenceDelta(request_id=r, token_ids=result.token_ids) for r in self._requests]
 

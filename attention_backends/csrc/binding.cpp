@@ -305,23 +305,33 @@ void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
   PAGELOOM_CHECK(error == nullptr, error);
 }
 
-void copy_blocks(std::vector<Tensor> kv_caches, Tensor pairs) {
+// pairs: (block of the source, block of the destination), for each of the caches.
+void copy_blocks(std::vector<Tensor> sources, std::vector<Tensor> destinations, Tensor pairs) {
   const bool is_pairs = pairs.dim() == 2 && pairs.size(1) == 2 && pairs.is_contiguous();
   PAGELOOM_CHECK(is_pairs && pairs.scalar_type() == ScalarType::Long,
                   "attention: block pairs must be a contiguous int64 tensor [pairs, 2]");
   const auto* ids = static_cast<const int64_t*>(pairs.data_ptr());
-  std::vector<char*> bases;
+  PAGELOOM_CHECK(sources.size() == destinations.size(), "attention: copy_blocks has ", sources.size(), " sources and ",
+                  destinations.size(), " destinations");
+  const auto block_bytes = [](const Tensor& cache) { return cache.numel() / cache.size(0) * cache.element_size(); };
+  std::vector<const char*> from;
+  std::vector<char*> to;
   std::vector<int64_t> bytes;
-  for (const Tensor& cache : kv_caches) {
-    PAGELOOM_CHECK(cache.is_contiguous() && cache.size(0) > 0,
-                    "attention: copy_blocks needs contiguous, non-empty caches");
-    for (int64_t i = 0; i < pairs.numel(); ++i)
-      PAGELOOM_CHECK(ids[i] >= 0 && ids[i] < cache.size(0), "attention: copy_blocks names block ", ids[i], " of ",
-                      cache.size(0));
-    bases.push_back(static_cast<char*>(cache.data_ptr()));
-    bytes.push_back(cache.numel() / cache.size(0) * cache.element_size());
+  for (size_t c = 0; c < sources.size(); ++c) {
+    for (const Tensor* cache : {&sources[c], &destinations[c]})
+      PAGELOOM_CHECK(cache->is_contiguous() && cache->size(0) > 0,
+                      "attention: copy_blocks needs contiguous, non-empty caches");
+    bytes.push_back(block_bytes(sources[c]));
+    PAGELOOM_CHECK(bytes[c] == block_bytes(destinations[c]), "attention: copy_blocks between blocks of different sizes");
+    for (int64_t i = 0; i < pairs.numel(); ++i) {
+      const int64_t blocks = (i % 2 == 0 ? sources : destinations)[c].size(0);
+      PAGELOOM_CHECK(ids[i] >= 0 && ids[i] < blocks, "attention: copy_blocks names block ", ids[i], " of ", blocks);
+    }
+    from.push_back(static_cast<const char*>(sources[c].data_ptr()));
+    to.push_back(static_cast<char*>(destinations[c].data_ptr()));
   }
-  run_copy_blocks(bases.data(), bytes.data(), static_cast<int64_t>(bases.size()), ids, pairs.size(0), torch_threads());
+  run_copy_blocks(from.data(), to.data(), bytes.data(), static_cast<int64_t>(from.size()), ids, pairs.size(0),
+                  torch_threads());
 }
 
 int64_t supported_isas() {
@@ -337,7 +347,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
       "int window, float soft_cap, int isa, int step) -> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
-  m.define("copy_blocks(Tensor(a!)[] kv_caches, Tensor pairs) -> ()");
+  m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(
       "describe_plan(Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, int num_seqs, "
       "int group, int window, int isa) -> (int, int, int)");

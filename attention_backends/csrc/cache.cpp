@@ -145,7 +145,8 @@ void write_worker(void* context) {
 }
 
 struct CopyRun {
-  char* const* caches;
+  const char* const* sources;
+  char* const* destinations;
   const int64_t* block_bytes;
   int64_t count, num_pairs;
   const int64_t* pairs;
@@ -157,7 +158,7 @@ void copy_worker(void* context) {
   for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.count;) {
     const int64_t cache = i / run.num_pairs, bytes = run.block_bytes[cache];
     const int64_t* pair = run.pairs + 2 * (i % run.num_pairs);
-    memcpy(run.caches[cache] + pair[1] * bytes, run.caches[cache] + pair[0] * bytes, bytes);
+    memcpy(run.destinations[cache] + pair[1] * bytes, run.sources[cache] + pair[0] * bytes, bytes);
   }
 }
 
@@ -171,10 +172,10 @@ const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const 
   return run.bad_slot.load() ? "attention: slot_mapping names a slot outside the KV cache" : nullptr;
 }
 
-void run_copy_blocks(char* const* caches, const int64_t* block_bytes, int64_t num_caches, const int64_t* pairs,
-                     int64_t num_pairs, const Threads& threads) {
+void run_copy_blocks(const char* const* sources, char* const* destinations, const int64_t* block_bytes,
+                     int64_t num_caches, const int64_t* pairs, int64_t num_pairs, const Threads& threads) {
   if (num_pairs == 0 || num_caches == 0) return;
-  CopyRun run{caches, block_bytes, num_caches * num_pairs, num_pairs, pairs};
+  CopyRun run{sources, destinations, block_bytes, num_caches * num_pairs, num_pairs, pairs};
   run_threads(threads, run.count * block_bytes[0] / 4, run.count, copy_worker, &run);
 }
 

@@ -291,7 +291,7 @@ void make_plan(Plan& plan, const AttentionProblem& p, int64_t row_tile) {
 }
 
 Plan& plan_of(const AttentionProblem& p, int64_t row_tile) {
-  constexpr size_t kDistinct = 3;  // kinds of layers of a model: with no window, or with one of two
+  constexpr size_t kDistinct = 16;  // layer groups of a model, as far as their plans are kept
   static thread_local std::array<Kept, kDistinct> kept;
   static thread_local size_t oldest = 0;
   const std::array<int64_t, 10> key = {p.step,

@@ -24,8 +24,9 @@ const char* run_attention(const AttentionProblem& problem, const KernelTable& ke
 const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
                       const Threads& threads);
 
-// Copies block pairs[2i] to pairs[2i + 1] in each of the caches, `block_bytes` each.
-void run_copy_blocks(char* const* caches, const int64_t* block_bytes, int64_t num_caches, const int64_t* pairs,
-                     int64_t num_pairs, const Threads& threads);
+// Copies block pairs[2i] of each source to block pairs[2i + 1] of its destination, which may be the same cache;
+// `block_bytes` each.
+void run_copy_blocks(const char* const* sources, char* const* destinations, const int64_t* block_bytes,
+                     int64_t num_caches, const int64_t* pairs, int64_t num_pairs, const Threads& threads);
 
 }  // namespace pageloom

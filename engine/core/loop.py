@@ -7,6 +7,8 @@ core process (`engine.core.process`) or, for debugging and offline use, in the c
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -69,7 +71,7 @@ class StepScheduler(Protocol):
 
     def plan(self) -> StepPlan | None: ...
 
-    def complete(self, result: StepResult) -> list[SequenceDelta]: ...
+    def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]: ...
 
     def stats(self) -> CoreStats: ...
 
@@ -100,6 +102,9 @@ class CoreLoop:
         self._depth = 1 if async_scheduling else 0
         self._in_flight = 0
         """steps submitted and not collected"""
+        self._submitted: deque[float] = deque()
+        self._collected = 0.0
+        """when each of them was submitted, and the last one was collected: a step takes from the later of both"""
         self._finished = 0
         """those of them that can be collected without waiting"""
         self._nothing_to_do = False
@@ -154,18 +159,21 @@ class CoreLoop:
             self.phase = "submit"
             self._observer.mark(step_profile.SUBMIT)
             self._executor.submit(plan, lambda: self.inbox.put(STEP_DONE))
+            self._submitted.append(time.perf_counter())
             self._in_flight += 1
         return plan
 
     def _collect(self) -> list[SequenceDelta]:
         self.phase = "collect"
         self._observer.mark(step_profile.COLLECT)
+        began = max(self._submitted.popleft(), self._collected)
         result = self._executor.collect()
+        self._collected = time.perf_counter()
         self._in_flight -= 1
         self._finished -= 1
         self.phase = "complete"
         self._observer.mark(step_profile.COMPLETE)
-        return self._scheduler.complete(result)
+        return self._scheduler.complete(result, self._collected - began)
 
     def _drain(self, wait: bool) -> list[SequenceDelta]:
         deltas: list[SequenceDelta] = []

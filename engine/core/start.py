@@ -47,10 +47,18 @@ def build_core(
     ledger = memory_ledger(load=load, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
     table = ledger.table()
     logger.info("memory\n%s", table)
-    executor.allocate(ledger.num_blocks)
+    executor.allocate(ledger.num_blocks, ledger.num_host_blocks)
     warm_up = executor.warm_up()
-    kv = KVCache(ledger.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-    loop = CoreLoop(Scheduler(config.scheduler, kv), executor, config.scheduler.async_scheduling, inbox, observer)
+    kv = KVCache(
+        ledger.num_blocks,
+        config.cache.block_size,
+        config.cache.enable_prefix_caching,
+        load.windows,
+        config.scheduler.max_num_batched_tokens,
+        ledger.num_host_blocks,
+    )
+    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s)
+    loop = CoreLoop(scheduler, executor, config.scheduler.async_scheduling, inbox, observer)
     compiling = executor.compile_state() == "running"
     if compiling:
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))

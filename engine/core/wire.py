@@ -98,6 +98,16 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """blocks held by sequences (cached but unreferenced blocks count as free)"""
     steps: int = 0
     preemptions: int = 0
+    """sequences"""
+    preemptions_swapped: int = 0
+    """of them, those whose blocks went to the host tier"""
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    """held by sequences that wait to be swapped in"""
+    host_blocks_cached: int = 0
+    """findable blocks of the host tier, used or free"""
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0

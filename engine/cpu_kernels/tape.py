@@ -27,11 +27,11 @@ from engine.cpu_kernels.tape_program import (
 
 logger = logging.getLogger(__name__)
 
-StepOf = Callable[[], Tensor]
-"""the current step, as the attention's native functions take it"""
+StepsOf = Callable[[], list[Tensor]]
+"""the current step, as the attention's native functions take it; each says which of them (`NativeLayer.step`)"""
 
 
-def fuse_native_steps(layer_of: NativeLayerOf, step_of: StepOf) -> Callable[[Traced, Sequence[Step]], Sequence[Step]]:
+def fuse_native_steps(layer_of: NativeLayerOf, steps_of: StepsOf) -> Callable[[Traced, Sequence[Step]], Sequence[Step]]:
     """For `compile_model`: the longest run of steps that are native throughout, as one. What `layer_of` returned is
     kept as long as the function that was made."""
 
@@ -43,7 +43,7 @@ def fuse_native_steps(layer_of: NativeLayerOf, step_of: StepOf) -> Callable[[Tra
         try:
             for step in steps[first:last]:
                 program.read(step)
-            fused = _fused(program, traced.output, steps[last:], step_of)
+            fused = _fused(program, traced.output, steps[last:], steps_of)
         except NotNativeError as error:
             logger.info("layers are called one by one: %s", error)
             return steps
@@ -69,7 +69,7 @@ def _longest_run(flags: Sequence[bool]) -> tuple[int, int]:
     return best
 
 
-def _fused(program: TapeProgram, output: fx.Node, later: Sequence[Step], step_of: StepOf) -> Fused:
+def _fused(program: TapeProgram, output: fx.Node, later: Sequence[Step], steps_of: StepsOf) -> Fused:
     read = {node for step in later for node in (step.reads if isinstance(step, Call) else step.inputs)} | {output}
     outputs = tuple(node for node in program.made if node in read)
     numbers, eps = program.finish(outputs)
@@ -83,7 +83,7 @@ def _fused(program: TapeProgram, output: fx.Node, later: Sequence[Step], step_of
         size, *inputs = arguments
         arguments.clear()
         flat = [x if x.dim() == 2 else x.flatten(1) for x in inputs]
-        results = run_tape(tape, flat, step_of(), times)
+        results = run_tape(tape, flat, steps_of(), times)
         return [
             result if len(shape) == 1 else result.view(size, *shape)
             for result, shape in zip(results, shapes, strict=True)

@@ -109,7 +109,7 @@ class TapeProgram:
         self._layers.append(native)
         q, k, v, out = (node for node in tensors if isinstance(node, fx.Node))
         references = [self._reference(node) for node in (q, k, v, out)]
-        head = [native.function, self._tensor(native.layer), _columns(q), _columns(k)]
+        head = [native.function, self._tensor(native.layer), native.step, _columns(q), _columns(k)]
         self._calls.append(_Call(True, [*head, *references]))
 
     def _piece(self, step: Piece) -> None:

@@ -47,7 +47,7 @@ class Runner(Protocol):
     @property
     def report(self) -> LoadReport: ...
 
-    def allocate(self, num_blocks: int) -> None: ...
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None: ...
 
     def warm_up(self) -> WarmUpReport: ...
 
@@ -114,8 +114,8 @@ class InProcessExecutor:
 
         return self._call(load)
 
-    def allocate(self, num_blocks: int) -> None:
-        self._call(lambda: self._loaded().allocate(num_blocks))
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self._call(lambda: self._loaded().allocate(num_blocks, num_host_blocks))
 
     def warm_up(self) -> WarmUpReport:
         def warm_up() -> WarmUpReport:

@@ -21,8 +21,9 @@ class Executor(Protocol):
         """Load weights, choose the attention backend, measure a step's memory."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV cache: `num_blocks` blocks over all layers."""
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate the KV cache: `num_blocks` blocks over the layers of a group, and as many as `num_host_blocks` in
+        host memory to swap to."""
         ...
 
     def warm_up(self) -> WarmUpReport:

@@ -9,7 +9,7 @@ Source of the idea: Kwon et al., "Efficient Memory Management for Large Language
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engine.errors import EngineError
 
@@ -18,8 +18,15 @@ class BlockPool:
     """Blocks 0 .. num_blocks-1. A block is *used* while its reference count is positive, else *free*; a block of
     either kind may be *cached*: findable by the key (chained hash) of what it holds."""
 
-    def __init__(self, num_blocks: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_prefix_caching: bool,
+        on_evict: Callable[[bytes, int], None] | None = None,
+    ) -> None:
+        """`on_evict` gets the key and the block of what is forgotten because its memory is needed."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self.enable_prefix_caching = enable_prefix_caching
         self.num_free = num_blocks
         self.ref_counts = [0] * num_blocks
@@ -50,6 +57,8 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            if self._on_evict is not None:
+                self._on_evict(key, block)
         self.ref_counts[block] = 1
         return block
 
@@ -70,6 +79,10 @@ class BlockPool:
 
     def find(self, key: bytes) -> int | None:
         return self._block_of.get(key)
+
+    def key_of(self, block: int) -> bytes | None:
+        """What the block is found by; None: it is not."""
+        return self._key_of[block]
 
     def register(self, block: int, key: bytes) -> None:
         """Make a full block findable. Where another block holds the same already, that one stays the one that is

@@ -2,6 +2,9 @@
 
 Torch-free and deterministic: the host decides which block holds what, the device only follows. No operation costs more
 than the blocks it adds or drops, so a step never pays for the length of a context.
+
+A sequence has a table for each layer group. A group with a window keeps only the blocks that a later query sees: those
+before `starts` were given back, and what their entries name means nothing any more.
 """
 
 from __future__ import annotations
@@ -10,19 +13,26 @@ from collections.abc import Sequence as Tokens
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.hash_chain import HashChain
+from engine.kv_cache.host_tier import HostTier, Transfers
+from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host, key_of
+from engine.layer_groups import first_kept, most_blocks
 
 
 class SequenceBlocks:
     """What the cache knows of one sequence. Owned by the sequence, changed only by `KVCache`."""
 
-    __slots__ = ("chain", "counted", "num_registered", "num_tokens", "tables")
+    __slots__ = ("chain", "counted", "num_registered", "num_tokens", "on_host", "starts", "tables")
 
     def __init__(self, num_groups: int, chain: HashChain) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         """block table of each layer group; all have the same length"""
+        self.starts = [0] * num_groups
+        """the first entry of each table that is held"""
+        self.on_host = False
+        """the tables name blocks of the host tier"""
         self.num_tokens = 0
         """tokens whose KV is written, or will be by a step that is planned"""
         self.num_registered = 0
@@ -34,17 +44,6 @@ class SequenceBlocks:
     @property
     def num_blocks(self) -> int:
         return len(self.tables[0])
-
-
-class PrefixHit(msgspec.Struct, frozen=True, kw_only=True):
-    """Cached blocks that hold the head of a sequence. Valid until the next call that allocates or resets."""
-
-    num_tokens: int
-    query_tokens: int
-    """tokens that were looked up; 0 where the cache was not to be used"""
-    tables: list[list[int]]
-    num_free: int
-    """how many of the blocks are free now, so that adopting them takes as many from the pool"""
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,23 +71,60 @@ class KVCacheStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCache:
-    """``num_blocks`` blocks of ``block_size`` tokens, drawn by ``num_groups`` layer groups from one pool."""
+    """``num_blocks`` blocks of ``block_size`` tokens, drawn by layer groups from one pool."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_groups: int = 1) -> None:
-        if min(num_blocks, block_size, num_groups) < 1:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        windows: Tokens[int | None] = (None,),
+        max_query_len: int | None = None,
+        num_host_blocks: int = 0,
+    ) -> None:
+        """`windows`: of each layer group; None: it keeps every token. `max_query_len`: tokens that one `append` adds
+        at most; None: any number. `num_host_blocks`: of the host tier; 0: there is none."""
+        if min(num_blocks, block_size, len(windows)) < 1:
             raise ConfigError(
                 f"a KV cache needs at least one block, token and group, got num_blocks={num_blocks}, "
-                f"block_size={block_size}, num_groups={num_groups}"
+                f"block_size={block_size}, windows={tuple(windows)}"
             )
-        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+        self.host = HostTier(num_host_blocks, num_blocks) if num_host_blocks > 0 else None
+        keep = self.host.keep if self.host is not None else None
+        self.pool = BlockPool(num_blocks, enable_prefix_caching, keep)
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.windows = tuple(windows)
+        self.slides = any(window is not None for window in windows)
+        """some group keeps only a window"""
+        self._max_query_len = max_query_len
         self._query_tokens = 0
         self._hit_tokens = 0
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one sequence take, over all layer groups."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+        """Blocks that one sequence holds at most, over all layer groups, until ``num_tokens`` tokens are computed."""
+        return sum(self._most(num_tokens, window) for window in self.windows)
+
+    def blocks_beyond(self, start: int, num_tokens: int) -> int:
+        """Of `blocks_for`, those that it takes beside the full blocks of its first ``start`` tokens, which it
+        shares."""
+        full = start // self.block_size
+        new = -(-num_tokens // self.block_size) - full
+        return sum(min(new, self._most(num_tokens, window)) for window in self.windows)
+
+    def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
+        """What a sequence takes from the pool to adopt ``hit`` and compute ``num_tokens`` tokens."""
+        new = -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
+        return sum(
+            min(new + free, self._most(num_tokens, window))
+            for window, free in zip(self.windows, hit.num_free, strict=True)
+        )
+
+    def _most(self, num_tokens: int, window: int | None) -> int:
+        return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
 
     def open(self, salt: str | None = None) -> SequenceBlocks:
         """An empty sequence. Blocks are shared only among sequences of equal ``salt``."""
@@ -100,33 +136,18 @@ class KVCache:
         Pass ``limit = len(tokens) - 1`` at most: the last token must be computed, for there is no logit in the cache.
         Takes nothing; O(blocks found).
         """
-        tables: list[list[int]] = [[] for _ in range(self.num_groups)]
-        num_free = matched = 0
-        pool = self.pool
-        if pool.enable_prefix_caching:
-            for index in range(limit // self.block_size):
-                digest = blocks.chain.digest(index, tokens)
-                found = [pool.find(_key(digest, group)) for group in range(self.num_groups)]
-                if None in found:
-                    break
-                for table, block in zip(tables, found, strict=True):
-                    if block is not None:
-                        table.append(block)
-                        num_free += pool.ref_counts[block] == 0
-                matched += 1
-        return PrefixHit(
-            num_tokens=matched * self.block_size,
-            query_tokens=len(tokens) if limit > 0 else 0,
-            tables=tables,
-            num_free=num_free,
-        )
+        return find_prefix((self.pool, self.host), self.windows, self.block_size, blocks.chain, tokens, limit)
 
     def adopt(self, blocks: SequenceBlocks, hit: PrefixHit) -> None:
         """Start an empty sequence with the blocks of ``hit``."""
-        for table, found in zip(blocks.tables, hit.tables, strict=True):
-            for block in found:
-                self.pool.acquire(block)
+        for table, found, start in zip(blocks.tables, hit.tables, hit.starts, strict=True):
+            for block in found[start:]:
+                if not is_on_host(block):
+                    self.pool.acquire(block)
             table.extend(found)
+        if self.host is not None:
+            self._load(self.host, blocks)
+        blocks.starts = hit.starts.copy()
         blocks.num_tokens = hit.num_tokens
         blocks.num_registered = hit.num_tokens // self.block_size
         if not blocks.counted:
@@ -134,12 +155,29 @@ class KVCache:
             self._query_tokens += hit.query_tokens
             self._hit_tokens += hit.num_tokens
 
-    def append(self, blocks: SequenceBlocks, upto_tokens: int) -> Growth | None:
-        """Make room for the tokens up to ``upto_tokens``; None, and nothing changed, when the pool has not enough.
+    def _load(self, host: HostTier, blocks: SequenceBlocks) -> None:
+        """Blocks that only the host tier has, into new ones of the device. All are held before one is allocated, for
+        that may evict to the tier."""
+        entries = [(t, i, host_block(b)) for t in blocks.tables for i, b in enumerate(t) if is_on_host(b)]
+        for _, _, block in entries:
+            host.pool.acquire(block)
+        for table, index, block in entries:
+            table[index] = self.pool.allocate()
+            host.load(block, table[index])
+            key = host.pool.key_of(block)
+            if key is not None:
+                self.pool.register(table[index], key)
+            host.pool.release(block)
 
-        A partly filled last block that others hold too is replaced by a copy first.
+    def append(self, blocks: SequenceBlocks, upto_tokens: int) -> Growth | None:
+        """Make room for the tokens up to ``upto_tokens``; None, and nothing taken, when the pool has not enough.
+
+        Blocks that none of these tokens sees, nor any later one, are given back. A partly filled last block that others
+        hold too is replaced by a copy first.
         """
         pool, tables = self.pool, blocks.tables
+        if self.slides:
+            self._give_back(blocks)
         have = len(tables[0])
         new_entries = max(-(-upto_tokens // self.block_size) - have, 0)
         shared: list[list[int]] = []
@@ -161,17 +199,38 @@ class KVCache:
         start = have - 1 if shared else have
         return Growth(start=start, block_ids=[table[start:] for table in tables], copies=copies)
 
+    def _give_back(self, blocks: SequenceBlocks) -> None:
+        """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
+        starts = self._starts(blocks.num_tokens)
+        for table, old, new in zip(blocks.tables, blocks.starts, starts, strict=True):
+            for block in table[old:new]:
+                self.pool.release(block)
+        blocks.starts = starts
+
+    def _starts(self, num_tokens: int) -> list[int]:
+        """The first entry of each table that the query at position ``num_tokens`` sees."""
+        return [first_kept(num_tokens, window) // self.block_size for window in self.windows]
+
+    def can_fork(self, source: SequenceBlocks, num_tokens: int) -> bool:
+        """Whether the source still has what the token after its first ``num_tokens`` sees: no window went past it."""
+        count = -(-num_tokens // self.block_size)
+        starts = self._starts(num_tokens)
+        return all(have <= need or need == count for have, need in zip(source.starts, starts, strict=True))
+
     def fork(self, source: SequenceBlocks, num_tokens: int | None = None) -> SequenceBlocks:
         """A second sequence with the same tokens so far; it shares every block, also the partly filled last one.
 
         The same are the tokens that have KV, or the first ``num_tokens`` of them, a multiple of the block size; what
-        comes after may differ.
+        comes after may differ. Raises `EngineError` where `can_fork` says no.
         """
         common = source.num_tokens if num_tokens is None else num_tokens
+        if not self.can_fork(source, common):
+            raise EngineError(f"a sequence of {source.num_tokens} tokens cannot be forked at {common}: out of window")
         full, count = common // self.block_size, -(-common // self.block_size)
         fork = SequenceBlocks(self.num_groups, source.chain.fork(full))
-        for table, blocks in zip(fork.tables, source.tables, strict=True):
-            for block in blocks[:count]:
+        fork.starts = self._starts(common)
+        for table, blocks, start in zip(fork.tables, source.tables, fork.starts, strict=True):
+            for block in blocks[start:count]:
                 self.pool.acquire(block)
             table.extend(blocks[:count])
         fork.num_tokens = common
@@ -186,12 +245,15 @@ class KVCache:
         reads, and later steps come later on the device, so whoever finds the block reads it filled.
         """
         full = min(blocks.num_tokens, len(tokens)) // self.block_size
+        if blocks.on_host:
+            return
         if full <= blocks.num_registered or not self.pool.enable_prefix_caching:
             return
         for index in range(blocks.num_registered, full):
             digest = blocks.chain.digest(index, tokens)
             for group, table in enumerate(blocks.tables):
-                self.pool.register(table[index], _key(digest, group))
+                if index >= blocks.starts[group]:
+                    self.pool.register(table[index], key_of(digest, group))
         blocks.num_registered = full
 
     def free(self, blocks: SequenceBlocks) -> None:
@@ -199,11 +261,15 @@ class KVCache:
 
         Also right while a step in flight still writes to them: whoever gets them writes in a later step.
         """
+        pool = self.host.pool if blocks.on_host and self.host is not None else self.pool
         for index in range(blocks.num_blocks - 1, -1, -1):
-            for table in blocks.tables:
-                self.pool.release(table[index])
+            for table, start in zip(blocks.tables, blocks.starts, strict=True):
+                if index >= start:
+                    pool.release(table[index])
         for table in blocks.tables:
             table.clear()
+        blocks.starts = [0] * self.num_groups
+        blocks.on_host = False
         blocks.num_tokens = blocks.num_registered = 0
 
     def forget(self, blocks: SequenceBlocks) -> None:
@@ -211,11 +277,17 @@ class KVCache:
         `free`."""
         for digest in blocks.chain.digests:
             for group in range(self.num_groups):
-                self.pool.forget(_key(digest, group))
+                self.pool.forget(key_of(digest, group))
+                if self.host is not None:
+                    self.host.pool.forget(key_of(digest, group))
+
+    def take_transfers(self) -> tuple[Transfers, Transfers]:
+        """(to the host tier, from it) since the last call: they belong to the plan that is told now."""
+        return self.host.take_transfers() if self.host is not None else ([], [])
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns their number."""
-        return self.pool.forget_free()
+        return self.pool.forget_free() + (self.host.pool.forget_free() if self.host is not None else 0)
 
     def stats(self) -> KVCacheStats:
         return KVCacheStats(
@@ -226,7 +298,3 @@ class KVCache:
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
         )
-
-
-def _key(digest: bytes, group: int) -> bytes:
-    return digest if group == 0 else digest + group.to_bytes(2, "little")

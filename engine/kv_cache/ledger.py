@@ -7,12 +7,14 @@ would.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Literal
 
 import msgspec
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
+from engine.layer_groups import most_blocks
 from engine.step import LoadReport
 
 CPU_SHARE = 0.25
@@ -27,6 +29,11 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     block_bytes: int
     max_model_len: int
+    sequence_blocks: int
+    """what a sequence of `max_model_len` tokens holds at most"""
+    num_groups: int
+    num_host_blocks: int
+    """of the host tier"""
     device_bytes_total: int
     device_bytes_free: int
     """before anything was loaded"""
@@ -43,7 +50,8 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens of sequences of `max_model_len`."""
+        return self.num_blocks * self.max_model_len // self.sequence_blocks
 
     def table(self) -> str:
         """Human-readable, one line per entry."""
@@ -63,7 +71,12 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
             ("left free", human(left), ""),
         ]
         lines = [f"{name:<18}{size:>11}  {note}".rstrip() for name, size, note in rows]
-        sequences = self.num_blocks / math.ceil(self.max_model_len / self.block_size)
+        if self.num_groups > 1:
+            lines.append(f"layers form {self.num_groups} groups, each with blocks of its own")
+        if self.num_host_blocks:
+            size = human(self.num_host_blocks * self.block_bytes)
+            lines.append(f"{'host tier':<18}{size:>11}  {self.num_host_blocks} blocks in host memory; --swap-space")
+        sequences = self.num_blocks / self.sequence_blocks
         lines.append(f"room for {self.kv_tokens} tokens: {sequences:.1f} sequences of {self.max_model_len}")
         return "\n".join(lines)
 
@@ -81,9 +94,10 @@ def memory_ledger(
     (never more than is free); on a CPU a quarter of that, at least one full sequence, and at most what
     ``max_num_seqs`` full sequences use.
     """
+    num_host_blocks = cache.swap_space // load.block_bytes
     fixed = _fixed(load)
-    possible = load.device_bytes_free - fixed
-    sequence_blocks = math.ceil(scheduler.max_model_len / cache.block_size)
+    possible = load.device_bytes_free - fixed - (cache.swap_space if device == "cpu" else 0)
+    sequence_blocks = _sequence_blocks(scheduler.max_model_len, load, cache, scheduler)
     if cache.kv_cache_memory is not None:
         if cache.kv_cache_memory > possible:
             raise ConfigError(_too_large(cache.kv_cache_memory, possible, load, fixed))
@@ -104,6 +118,9 @@ def memory_ledger(
         block_size=cache.block_size,
         block_bytes=load.block_bytes,
         max_model_len=scheduler.max_model_len,
+        sequence_blocks=sequence_blocks,
+        num_groups=len(load.windows),
+        num_host_blocks=num_host_blocks,
         device_bytes_total=load.device_bytes_total,
         device_bytes_free=load.device_bytes_free,
         weight_bytes=load.weight_bytes,
@@ -112,6 +129,12 @@ def memory_ledger(
         graph_bytes=load.graph_bytes,
         source=source,
     )
+
+
+def _sequence_blocks(num_tokens: int, load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig) -> int:
+    """Over all layer groups."""
+    step = scheduler.max_num_batched_tokens
+    return sum(most_blocks(num_tokens, window, cache.block_size, step) for window in load.windows)
 
 
 def _fixed(report: LoadReport | MemoryLedger) -> int:
@@ -132,7 +155,7 @@ def _too_large(asked: int, possible: int, load: LoadReport, fixed: int) -> str:
 
 def _too_small(num_blocks: int, load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig, fixed: int) -> str:
     """Why not even one sequence fits, and every setting that would help, with its value."""
-    need = math.ceil(scheduler.max_model_len / cache.block_size) * load.block_bytes
+    need = _sequence_blocks(scheduler.max_model_len, load, cache, scheduler) * load.block_bytes
     possible = load.device_bytes_free - fixed
     ways = []
     if cache.kv_cache_memory is not None:
@@ -143,12 +166,17 @@ def _too_small(num_blocks: int, load: LoadReport, cache: CacheConfig, scheduler:
         if need <= possible and fraction <= 1.0:
             ways.append(f"raise --memory-fraction to at least {fraction:.2f}")
             ways.append(f"set --kv-cache-memory to at least {need}")
-    if num_blocks > 0:
-        ways.append(f"lower --max-model-len to at most {num_blocks * cache.block_size}")
+    fits = bisect_right(
+        range(1, scheduler.max_model_len),
+        num_blocks,
+        key=lambda tokens: _sequence_blocks(tokens, load, cache, scheduler),
+    )
+    if fits > 0:
+        ways.append(f"lower --max-model-len to at most {fits}")
     if not ways:
         ways.append("free device memory, use a smaller model, or lower --max-num-batched-tokens")
     return (
-        f"the KV cache has room for {num_blocks * cache.block_size} tokens, but one sequence of --max-model-len "
+        f"the KV cache has room for {fits} tokens, but one sequence of --max-model-len "
         f"{scheduler.max_model_len} needs {human(need)} (weights, activations, workspace and graphs take "
         f"{human(fixed)} of {human(load.device_bytes_total)}, {human(load.device_bytes_free)} free): "
         f"{', or '.join(ways)}."

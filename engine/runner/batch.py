@@ -62,7 +62,8 @@ class StepBatch:
     sample_positions: torch.Tensor
     """int64 [samples]: where the sampled tokens go"""
     sample_rows_host: list[int]
-    attention: AttentionBatch
+    attention: list[AttentionBatch]
+    """of each layer group"""
     every_token_samples: bool
     """logits_indices is 0 .. tokens - 1: nothing to gather"""
 
@@ -76,7 +77,6 @@ class _Extents(NamedTuple):
     seqs: int
     tokens: int
     """those that attention sees"""
-    group: int
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class _Views:
     sample_positions: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    slot_mapping: torch.Tensor
+    block_tables: list[torch.Tensor]
+    """of each layer group"""
+    slot_mapping: list[torch.Tensor]
 
 
 class BatchBuilder:
@@ -157,9 +158,8 @@ class BatchBuilder:
             seq_lens = [c + q for c, q in zip(computed, query_lens)]
         return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows)
 
-    def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly, group: int = 0) -> StepBatch:
-        """Queue the kernels that build the step last sent, padded as `choose` says; `group` is the layer group whose
-        block tables attention reads."""
+    def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly) -> StepBatch:
+        """Queue the kernels that build the step last sent, padded as `choose` says."""
         n, tokens, samples = sent.num_seqs, sent.num_tokens, len(sent.sample_rows)
         dispatch = choose(tokens, sent.one_token_each)
         full = dispatch.route == "full"
@@ -170,8 +170,8 @@ class BatchBuilder:
         kernels.prepare_inputs(step, table.tokens, table.block_tables, self.buffers, sizes, self._block_size)
         columns = -(-max_seq_len // self._block_size)
         kernels.gather_block_tables(table.block_tables, step[0], self.buffers.block_tables, sizes, columns)
-        views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens, group))
-        attention = self._attention_batch(
+        views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens))
+        attention = self._attention_batches(
             views, full, sent.one_token_each, max(sent.query_lens), max_seq_len, sent.query_lens, sent.seq_lens
         )
         return StepBatch(
@@ -193,7 +193,7 @@ class BatchBuilder:
         self.buffers.positions[:size].zero_()
         self.buffers.slot_mapping[:, :size].fill_(-1)
 
-    def stand_in(self, size: int, group: int = 0) -> AttentionBatch:
+    def stand_in(self, size: int) -> list[AttentionBatch]:
         """`clear`, and `size` sequences of length 1: what a full decode graph is captured on. Block 0 is read, whoever
         owns it, and what is computed from it goes nowhere."""
         self.clear(size)
@@ -201,7 +201,7 @@ class BatchBuilder:
         self.buffers.seq_lens[:size].fill_(1)
         self.buffers.block_tables[:, :size].zero_()
         starts.copy_(torch.arange(size + 1, dtype=torch.int32, device=starts.device))
-        return self._attention_batch(self._views(_Extents(size, size, size, size, group)), True, True, 1, 1, ones, ones)
+        return self._attention_batches(self._views(_Extents(size, size, size, size)), True, True, 1, 1, ones, ones)
 
     def _views(self, extents: _Extents) -> _Views:
         """The parts of the buffers that a step uses. A step of decodes meets the same ones again: those are kept, and
@@ -209,7 +209,7 @@ class BatchBuilder:
         kept = self._kept_views.get(extents)
         if kept is not None:
             return kept
-        out, (size, samples, seqs, tokens, group) = self.buffers, extents
+        out, (size, samples, seqs, tokens) = self.buffers, extents
         views = _Views(
             extents=extents,
             input_ids=out.input_ids[:size],
@@ -219,14 +219,14 @@ class BatchBuilder:
             sample_positions=out.sample_positions[:samples],
             query_start_loc=out.query_start_loc[: seqs + 1],
             seq_lens=out.seq_lens[:seqs],
-            block_tables=out.block_tables[group, :seqs],
-            slot_mapping=out.slot_mapping[group, :tokens],
+            block_tables=[tables[:seqs] for tables in out.block_tables],
+            slot_mapping=[slots[:tokens] for slots in out.slot_mapping],
         )
         if samples == tokens:
             self._kept_views[extents] = views
         return views
 
-    def _attention_batch(
+    def _attention_batches(
         self,
         views: _Views,
         full: bool,
@@ -235,23 +235,28 @@ class BatchBuilder:
         max_seq_len: int,
         query_lens: list[int],
         seq_lens: list[int],
-    ) -> AttentionBatch:
+    ) -> list[AttentionBatch]:
         seqs = views.extents.seqs
-        return AttentionBatch(
-            num_seqs=seqs,
-            num_tokens=views.extents.tokens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            query_start_loc=views.query_start_loc,
-            seq_lens=views.seq_lens,
-            block_tables=views.block_tables,
-            slot_mapping=views.slot_mapping,
-            block_size=self._block_size,
-            num_decodes=seqs if one_token_each else _leading_ones(query_lens),
-            query_lens_host=query_lens,
-            seq_lens_host=seq_lens,
-            graph_size=seqs if full else None,
-        )
+        num_decodes = seqs if one_token_each else _leading_ones(query_lens)
+        return [
+            AttentionBatch(
+                num_seqs=seqs,
+                num_tokens=views.extents.tokens,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_start_loc=views.query_start_loc,
+                seq_lens=views.seq_lens,
+                block_tables=views.block_tables[group],
+                slot_mapping=views.slot_mapping[group],
+                block_size=self._block_size,
+                num_decodes=num_decodes,
+                query_lens_host=query_lens,
+                seq_lens_host=seq_lens,
+                group=group,
+                graph_size=seqs if full else None,
+            )
+            for group in range(self._table.num_groups)
+        ]
 
     def _copy_decodes(self, rows: list[int], computed: list[int]) -> None:
         """`_copy` for a step in which every sequence has one token and samples."""

@@ -27,6 +27,7 @@ from compilation.module_calls import traces_hold
 from engine.config import EngineConfig
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
+from engine.layer_groups import group_layers
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
 from engine.runner.batch import BatchBuilder, StepBatch
@@ -45,8 +46,6 @@ from engine.runner.warm_up import warm_up_plans
 from engine.sampling import LogprobTensors, Sampler
 from engine.step import LoadReport, ScheduledRow, StepPlan, WarmUpReport
 
-_NUM_GROUPS = 1
-"""layer groups with block tables of their own; in every family of today all layers keep full tables"""
 _PROMPT_LOGITS_BYTES = 64 << 20
 """logits of prompt positions are made and scored in pieces of at most this size"""
 _EXAMPLE_TOKENS = 8
@@ -82,10 +81,11 @@ class ModelRunner:
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
         self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
+        self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
         self._attention = PagedAttention(
-            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype)
+            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype), self._groups
         )
-        self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, _NUM_GROUPS, device)
+        self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
         self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
@@ -125,6 +125,7 @@ class ModelRunner:
             + self._attention.workspace_bytes(rows),
             graph_bytes=graphs_estimate(self._dispatcher, parts.spec, self._dtype_bytes),
             block_bytes=self._attention.block_bytes(config.cache.block_size),
+            windows=tuple(group.window for group in self._groups),
             device_bytes_total=memory_before[0],
             device_bytes_free=memory_before[1],
             attention_backend=parts.backend.name,
@@ -146,11 +147,11 @@ class ModelRunner:
         memory_before = device_memory(device_of(config))
         return cls(config, parts_of(config), memory_before, streams=streams, capturer=capturer)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV cache."""
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate the KV cache, and the host tier's."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
-        self._attention.allocate(num_blocks, self._config.cache.block_size, self._device)
+        self._attention.allocate(num_blocks, num_host_blocks, self._config.cache.block_size, self._device)
 
     def warm_up(self) -> WarmUpReport:
         """Compile the model as configured, run a few small steps, so that nothing is built or tuned later, and capture
@@ -182,6 +183,7 @@ class ModelRunner:
             graph_bytes=self._graphs.memory_bytes if self._graphs else 0,
             graphs_captured=self._graphs.num_captured if self._graphs else 0,
             graphs_pending=self._graphs.num_pending if self._graphs else 0,
+            swap_block_s=self._attention.time_swap(self._device),
         )
 
     def compile_job(self) -> CompileJob | None:
@@ -239,8 +241,7 @@ class ModelRunner:
             self._is_watched = self._observer.step(plan)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
-            if plan.block_copies:
-                self._attention.copy_blocks(plan.block_copies)
+            self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
             if batch is None:
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
@@ -258,11 +259,6 @@ class ModelRunner:
         self._observed = ObservedProgram(observer, self._model, self._attention.attend) if observer else None
 
     def _refuse(self, plan: StepPlan) -> None:
-        if plan.swap_out or plan.swap_in:
-            raise EngineError(
-                f"step {plan.step_id} swaps KV blocks to host memory, which this runner cannot do: "
-                "preempt by recomputation"
-            )
         if not self._attention.allocated and (plan.rows or plan.block_copies):
             raise EngineError("the KV cache is not allocated: call allocate() before the first step")
 
@@ -356,10 +352,10 @@ class ModelRunner:
         if self._device.type != "cpu" or not self._attention.allocated:
             return None
         attention, dtype = self._attention, self._dtype
-        return fuse_native_steps(lambda layer: attention.native_layer(layer, dtype), attention.native_step)
+        return fuse_native_steps(lambda layer: attention.native_layer(layer, dtype), attention.native_steps)
 
     def _run_warm_up_plans(self) -> None:
-        for plan in warm_up_plans(self._config):
+        for plan in warm_up_plans(self._config, len(self._groups)):
             self.execute(plan).wait()
 
     def _make_graphs(self, compiled: CompiledModel) -> StepGraphs:

@@ -11,7 +11,7 @@ from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
 _PROMPT_TOKENS = 16
 
 
-def warm_up_plans(config: EngineConfig) -> Iterator[StepPlan]:
+def warm_up_plans(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPlan]:
     """A prefill, a mixed step and a decode step over rows 0 and 1, one greedy and one drawn; then the rows are free
     again.
 
@@ -33,14 +33,14 @@ def warm_up_plans(config: EngineConfig) -> Iterator[StepPlan]:
     def decode(row: int) -> ScheduledRow:
         return ScheduledRow(row=row, computed=length, query_len=1, samples=True)
 
-    def block(row: int) -> BlockAppend:
-        return BlockAppend(row=row, group=0, start=0, block_ids=[0])
+    def blocks(row: int) -> list[BlockAppend]:
+        return [BlockAppend(row=row, group=group, start=0, block_ids=[0]) for group in range(num_groups)]
 
-    yield StepPlan(step_id=-3, rows=[prefill(0)], added=[added(0)], block_appends=[block(0)])
+    yield StepPlan(step_id=-3, rows=[prefill(0)], added=[added(0)], block_appends=blocks(0))
     if config.scheduler.max_num_seqs == 1:
         yield StepPlan(step_id=-2, rows=[decode(0)])
         yield StepPlan(step_id=-1, rows=[], released=[0])
         return
-    yield StepPlan(step_id=-2, rows=[decode(0), prefill(1)], added=[added(1)], block_appends=[block(1)])
+    yield StepPlan(step_id=-2, rows=[decode(0), prefill(1)], added=[added(1)], block_appends=blocks(1))
     yield StepPlan(step_id=-1, rows=[decode(1)], released=[0])
     yield StepPlan(step_id=0, rows=[], released=[1])

@@ -35,6 +35,11 @@ class BeamGroup:
         self._candidates[member] = list(zip(found.token_ids[1:], found.logprobs[1:], strict=True))
         return len(self._candidates) == len(self.beams)
 
+    @property
+    def at_rest(self) -> bool:
+        """Every beam has its tokens, and no step is under way that would bring candidates."""
+        return not self._candidates and not any(member.in_flight for member in self.members)
+
     def drop_candidates(self) -> None:
         """The beams will be computed again."""
         self._candidates.clear()

@@ -3,7 +3,11 @@ sequence's `Status` but the one to ENDING is here or in `RunningSet`."""
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import KVCache
+from collections.abc import Mapping
+
+from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.swapping import swap_in
+from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_set import RunningSet
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import line_up
@@ -11,8 +15,9 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, num_rows: int) -> None:
+    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts) -> None:
         self.kv = kv
+        self.costs = costs
         self.rows = RunningSet(num_rows)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
@@ -20,7 +25,8 @@ class Holdings:
         """sequences that wait for another one to compute what they have in common"""
         self.live: dict[str, Sequence] = {}
         """by the ids that clients know; of a search, all ids lead to its first member"""
-        self.preemptions = 0
+        self.preemptions = self.swapped = 0
+        """sequences since the start; those of them that went to the host tier"""
 
     @property
     def num_waiting(self) -> int:
@@ -31,21 +37,41 @@ class Holdings:
         self.following += line_up(leader, others)
         self.waiting.push(leader)
 
-    def preempt_latest(self) -> list[Sequence]:
+    def preempt_latest(self, growths: Mapping[Sequence, tuple[int, Growth]]) -> list[Sequence]:
         """The sequence that came last, with its siblings, or alone where only they run: all of its blocks or none. Back
-        to its place in the queue; what it generated becomes part of what it prefills."""
+        to its place in the queue; what it generated becomes part of what it prefills, unless its blocks are swapped.
+        `growths`: what was appended for the step that is being planned."""
         latest = self.running[-1]
         victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
         if len(victims) == len(self.running) and latest.group is None:
             victims = [latest]
+        swapped = try_swap_out(self.kv, self.costs, victims, growths)
         for seq in victims:
-            self.leave_device(seq)
+            self.rows.leave(seq)
+            if not swapped:
+                self.kv.free(seq.blocks)
         if latest.group is not None:
             latest.group.drop_candidates()
             self.rows.give_back(latest.group)
         self.queue(victims[0], victims[1:])
         self.preemptions += len(victims)
+        self.swapped += len(victims) if swapped else 0
         return victims
+
+    def swap_in(self, members: list[Sequence]) -> None:
+        """They run again, each on a row of its own; what is to be told of them comes with the next plan."""
+        assert self.kv.host is not None
+        swap_in(self.kv, self.kv.host, [member.blocks for member in members])
+        leader = members[0]
+        for member in members:
+            if member is not leader:
+                leader.followers.remove(member)
+                member.leader = None
+                self.following -= 1
+            self.rows.enter(member)
+            member.new_row = True
+            if member is leader and leader.group is not None:
+                self.rows.reserve(leader.group)
 
     def leave_device(self, seq: Sequence) -> None:
         self.rows.leave(seq)
@@ -70,6 +96,10 @@ class Holdings:
         self._stop(seq)
         seq.siblings.remove(seq)
         followers, seq.followers = seq.followers, []
+        for follower in followers:
+            if follower.blocks.on_host:  # nobody need compute anything for it
+                self.unfollow(follower)
+        followers = [follower for follower in followers if not follower.blocks.on_host]
         if followers:  # the next one leads
             leader, *others = followers
             self.unfollow(leader)
@@ -85,3 +115,4 @@ class Holdings:
         elif seq.leader is not None:
             self.following -= 1
             seq.leader.followers.remove(seq)
+        self.kv.free(seq.blocks)  # on the host, if anywhere

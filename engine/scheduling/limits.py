@@ -28,7 +28,7 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             "best_of",
         )
     # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt.
-    own = kv.blocks_for(max_total - 1) - prompt_len // kv.block_size * kv.num_groups
+    own = kv.blocks_beyond(prompt_len, max_total - 1)
     need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks
     if need > total:
         raise InvalidRequestError(

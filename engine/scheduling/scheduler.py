@@ -1,4 +1,4 @@
-"""The scheduler: which sequences compute how many tokens in the next step, and what the results of a step mean.
+"""The scheduler: which sequences compute how many tokens in the next step.
 
 There are no phases. Every sequence has ``computed < known tokens``, and one token budget per step closes the gap, so
 chunked prefill, resuming after preemption and decoding are the same thing. `plan` may run one or more steps ahead of
@@ -18,26 +18,31 @@ from msgspec.structs import replace
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, CoreStats, SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit
-from engine.request import FinishReason
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.prefix import PrefixHit
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
+from engine.scheduling.outcomes import Outcomes
+from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import is_twin, own_blocks, start_of
+from engine.scheduling.siblings import blocks_to_go_on, is_twin, own_blocks, prefix_limit, start_of
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
-from engine.step import RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.step import RowParams, StepPlan, StepResult
 
 
 class Scheduler:
     """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one loop calls it."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, swap_block_s: float = 0.0) -> None:
+        """`swap_block_s`: seconds that a block takes to the host tier and back."""
         self._config = config
         self._kv = kv
-        self._held = Holdings(kv, config.max_num_seqs)
+        self._costs = PreemptionCosts(config.preemption, swap_block_s)
+        self._held = Holdings(kv, config.max_num_seqs, self._costs)
+        self._outcomes = Outcomes(self._held)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
         self._ending: list[Sequence] = []
@@ -48,7 +53,6 @@ class Scheduler:
         self._arrivals = 0
         self._num_steps = 0
         self._prompt_tokens = 0
-        self._generated_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
         self._watermark = kv.pool.num_blocks // 100
 
@@ -115,7 +119,7 @@ class Scheduler:
         rows = draft.rows
         if not rows:
             return None
-        plan = draft.plan(self._num_steps, self._rows.take_released())
+        plan = draft.plan(self._num_steps, self._rows.take_released(), self._kv.take_transfers())
         self._steps.push(self._num_steps, rows)
         self._num_steps += 1
         return plan
@@ -145,7 +149,7 @@ class Scheduler:
                 query_len = min(remaining, draft.budget)
                 while (growth := self._kv.append(seq.blocks, seq.computed + query_len)) is None:
                     # The last to be preempted is the sequence itself, so this ends.
-                    victims = self._held.preempt_latest()
+                    victims = self._held.preempt_latest(draft.tentative)
                     for victim in victims:
                         draft.give_back(victim)
                     preempted = True
@@ -171,6 +175,10 @@ class Scheduler:
                 return
             if seq.group is not None and self._rows.num_free < len(seq.group.members):
                 return
+            if seq.blocks.on_host:
+                if not self._swap_in(draft, seq):
+                    return
+                continue
             if (hit := self._find_room(seq)) is None:
                 return
             self._waiting.pop()
@@ -189,8 +197,8 @@ class Scheduler:
             # Looking up a long prompt costs its length: do it again only when there is more room than last time.
             if self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
                 return None
-        hit = self._kv.match_prefix(seq.blocks, seq.tokens, seq.prefix_limit)
-        need = self._kv.blocks_for(len(seq.tokens)) - self._kv.blocks_for(hit.num_tokens) + hit.num_free
+        hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
+        need = self._kv.blocks_to_start(hit, len(seq.tokens))
         rows = self._rows.num_free - 1
         need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
         while need > room and seq.followers and not self._running:
@@ -203,6 +211,35 @@ class Scheduler:
             return None
         self._blocked = None
         return hit
+
+    def _swap_in(self, draft: StepDraft, seq: Sequence) -> bool:
+        """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; if there is
+        room. Where nothing runs, those followers wait by themselves that do not fit."""
+        room = self._kv.pool.num_free - (self._watermark if self._running else 0)
+        if self._running and self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
+            return False
+        members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
+        while (need := blocks_to_go_on(members, self._kv)) > room or len(members) > self._rows.num_free:
+            if self._running or seq.group is not None or len(members) == 1:
+                self._blocked = (seq, room)
+                return False
+            follower = members.pop()
+            seq.followers.remove(follower)
+            self._held.unfollow(follower)
+        assert need <= room
+        self._blocked = None
+        self._waiting.pop()
+        self._held.swap_in(members)
+        for member in members:
+            query_len = min(member.remaining, draft.budget)
+            if query_len == 0:
+                break
+            growth = self._kv.append(member.blocks, member.computed + query_len)
+            if growth is None:
+                raise EngineError(f"request {member.request_id!r} was swapped in but has no room to go on")
+            draft.budget -= query_len
+            self._place(draft, member, query_len, growth)
+        return True
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
@@ -261,84 +298,14 @@ class Scheduler:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def complete(self, result: StepResult) -> list[SequenceDelta]:
-        """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans."""
-        tokens = iter(result.token_ids)
-        deltas = []
-        for seq, row in self._steps.pop(result):
-            token = None
-            if row.samples:
-                seq.in_flight -= 1
-                token = next(tokens)
-            if seq.status is Status.FINISHED:
-                continue
-            if row.row in result.faults:
-                deltas += self._fault(seq, row)
-            elif seq.group is not None:
-                deltas += self._choose(seq, seq.group, result.logprobs[row.row]) if row.samples else []
-            else:
-                delta = self._advance(seq, row, token, result)
-                if delta is not None:
-                    deltas.append(delta)
-        return deltas
-
-    def _fault(self, seq: Sequence, row: ScheduledRow) -> list[SequenceDelta]:
-        """Its KV is not to be trusted: the next request with this prefix computes it itself."""
-        self._kv.forget(seq.blocks)
-        self._held.end(seq)
-        delta = SequenceDelta(
-            request_id=seq.request_id,
-            cached_tokens=seq.newly_cached,
-            finish_reason="error",
-            error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
-            error_kind="fault",
-        )
-        return [delta] if seq.group is None else [replace(delta, request_id=each) for each in seq.group.request_ids]
-
-    def _choose(self, beam: Sequence, group: BeamGroup, found: TokenLogprobs) -> list[SequenceDelta]:
-        """A beam's candidates are here; with those of all beams it is decided how each goes on, or that the search is
-        over."""
-        if beam.status is not Status.RUNNING or not group.bring(beam, found):
-            return []
-        choices = group.choose()
-        if choices is not None:
-            self._rows.settle(group, group.follow(choices, self._kv))
-            return []
-        deltas = group.results(group.members[0].cached_tokens or 0)
-        self._generated_tokens += sum(len(delta.token_ids) for delta in deltas)
-        self._held.end(beam)
-        return deltas
-
-    def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
-        cached_tokens = seq.newly_cached
-        prompt_logprobs: list[TokenLogprobs] = []
-        if row.row in result.prompt_logprobs:
-            prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
-        if token is None and not prompt_logprobs:
-            return None
-        finish_reason, stopped = self._append_token(seq, token) if token is not None else (None, False)
-        logprobs = result.logprobs.get(row.row) if token is not None else None
-        return SequenceDelta(
-            request_id=seq.request_id,
-            token_ids=[token] if token is not None else [],
-            logprobs=[logprobs] if logprobs is not None else [],
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_token_id=token if stopped else None,
-            cached_tokens=cached_tokens,
-        )
-
-    def _append_token(self, seq: Sequence, token: int) -> tuple[FinishReason | None, bool]:
-        """Returns why the sequence ended, if it did, and whether this token ended it."""
-        stopped = seq.ends_with(token)
-        seq.tokens.append(token)
-        self._generated_tokens += 1
-        # A block that a planned step fills with this token is findable from now on, even if the sequence ends here.
-        self._kv.register(seq.blocks, seq.tokens)
-        if not stopped and len(seq.tokens) < seq.max_total:
-            return None, False
-        self._held.end(seq)
-        return ("stop" if stopped else "length"), stopped
+    def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]:
+        """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
+        `seconds`: what it took, if that is known."""
+        rows = self._steps.pop(result)
+        computed = sum(row.query_len for _, row in rows)
+        if seconds and computed >= 2 * len(rows):
+            self._costs.observe(computed, seconds)
+        return self._outcomes.of(rows, result)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -357,7 +324,7 @@ class Scheduler:
 
     def stats(self) -> CoreStats:
         """All but ``compiles_after_ready``, which the executor knows."""
-        kv = self._kv.stats()
+        kv, host = self._kv.stats(), self._kv.host
         return CoreStats(
             running=len(self._running),
             waiting=self.num_waiting,
@@ -365,8 +332,14 @@ class Scheduler:
             kv_blocks_used=kv.used,
             steps=self._num_steps,
             preemptions=self._held.preemptions,
+            preemptions_swapped=self._held.swapped,
+            host_blocks_total=host.pool.num_blocks if host else 0,
+            host_blocks_used=host.pool.num_used if host else 0,
+            host_blocks_cached=host.pool.num_cached if host else 0,
+            blocks_swapped_out=host.swapped_out if host else 0,
+            blocks_swapped_in=host.swapped_in if host else 0,
             prefix_query_tokens=kv.query_tokens,
             prefix_hit_tokens=kv.hit_tokens,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._outcomes.generated_tokens,
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 
 from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.swapping import blocks_to_swap_in
 from engine.scheduling.sequence import Sequence, Status
 
 
@@ -38,7 +39,29 @@ def is_twin(follower: Sequence, leader: Sequence) -> bool:
 def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
     """Blocks that it needs beside its leader's until it samples, or for what a twin computes next."""
     start = start_of(follower, leader, kv.block_size)
-    return kv.blocks_for(max(len(follower.tokens), start + 1)) - start // kv.block_size * kv.num_groups
+    return kv.blocks_beyond(start, max(len(follower.tokens), start + 1))
+
+
+def blocks_to_go_on(members: list[Sequence], kv: KVCache) -> int:
+    """What sequences whose blocks are on the host take from the pool to be swapped in and computed to their next
+    tokens: a shared block that is not full is copied for each that writes to it."""
+    assert kv.host is not None
+    need = blocks_to_swap_in(kv, kv.host, [member.blocks for member in members])
+    for member in members:
+        partly_filled = member.computed % kv.block_size > 0 and len(members) > 1
+        need += kv.blocks_beyond(member.computed, len(member.tokens)) - kv.num_groups * (
+            member.computed % kv.block_size > 0
+        )
+        need += kv.num_groups * partly_filled
+    return need
+
+
+def prefix_limit(seq: Sequence, kv: KVCache) -> int:
+    """Tokens that may come from the prefix cache: where windows move on, nothing beyond a place at which a follower is
+    to be forked, because what that one sees would be missing."""
+    if not kv.slides:
+        return seq.prefix_limit
+    return min([seq.prefix_limit, *(start_of(follower, seq, kv.block_size) for follower in seq.followers)])
 
 
 def _common_prefix(one: Tokens[int], other: Tokens[int]) -> int:

@@ -3,6 +3,7 @@ back."""
 
 from __future__ import annotations
 
+from engine.kv_cache.host_tier import Transfers
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
 from engine.scheduling.sequence import Sequence
 from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan, TokenRewrite
@@ -81,7 +82,8 @@ class StepDraft:
         """Decode rows first."""
         return self._decodes + self._prefills
 
-    def plan(self, step_id: int, released: list[int]) -> StepPlan:
+    def plan(self, step_id: int, released: list[int], transfers: tuple[Transfers, Transfers]) -> StepPlan:
+        """`transfers`: to the host tier, and from it."""
         return StepPlan(
             step_id=step_id,
             rows=[row for _, row in self.rows],
@@ -90,6 +92,8 @@ class StepDraft:
             rewrites=self._rewrites,
             block_appends=self._appends,
             block_copies=self._copies,
+            swap_out=transfers[0],
+            swap_in=transfers[1],
         )
 
 

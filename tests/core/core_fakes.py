@@ -82,8 +82,8 @@ class FakeExecutor:
             attention_backend="fake",
         )
 
-    def allocate(self, num_blocks: int) -> None:
-        assert num_blocks == 2048
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        assert (num_blocks, num_host_blocks) == (2048, 0)
 
     def warm_up(self) -> WarmUpReport:
         return WarmUpReport(distinct_pieces=3, compiled=1, reused=2)

@@ -115,8 +115,10 @@ class TapeBuilder:
         numbers = [1, h.columns, h.q, h.k, h.dim, *(self._tensor(norm) for norm in norms)]
         self._layer([*numbers, *x, *rope, *out], h.eps, alone)
 
-    def attention(self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref]) -> None:
-        numbers = [0, function, self._tensor(layer), *q_kv]
+    def attention(
+        self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref], step: int = 0
+    ) -> None:
+        numbers = [0, function, self._tensor(layer), step, *q_kv]
         self.steps.append([*numbers, *(number for ref in refs for number in ref)])
 
     @property
@@ -134,9 +136,9 @@ def tape_ops(ops: LinearOps) -> Any:
 
 
 def run_tape(
-    ops: LinearOps, tape: Tensor, inputs: Sequence[Tensor], step: Tensor = STEP, times: Tensor | None = None
+    ops: LinearOps, tape: Tensor, inputs: Sequence[Tensor], *steps: Tensor, times: Tensor | None = None
 ) -> list[Tensor]:
-    results: list[Tensor] = tape_ops(ops).run_tape(tape, list(inputs), step, times)
+    results: list[Tensor] = tape_ops(ops).run_tape(tape, list(inputs), list(steps) or [STEP], times)
     return results
 
 

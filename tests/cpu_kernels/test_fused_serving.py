@@ -76,8 +76,8 @@ def answers_of(outputs: Sequence[RequestOutput]) -> Answers:
 def watch(patch: pytest.MonkeyPatch, counts: Counts) -> None:
     make, attend = fuse_native_steps, PagedAttention.attend
 
-    def watched_steps(layer_of: Any, step_of: Any) -> FuseSteps:
-        fuse = make(layer_of, step_of)
+    def watched_steps(layer_of: Any, steps_of: Any) -> FuseSteps:
+        fuse = make(layer_of, steps_of)
 
         def watched(step: Step) -> Step:
             if not isinstance(step, Fused):

@@ -135,6 +135,24 @@ def test_attention_is_given_its_rows_where_they_are(ops: LinearOps) -> None:
     assert len(seen) == 2
 
 
+def test_every_attention_takes_the_step_of_its_layer_group(ops: LinearOps) -> None:
+    taken: list[int] = []
+
+    def attend(layer: int, step: int, rows: NativeRows) -> None:
+        taken.append(step)
+
+    pretend = PretendAttention(attend)
+    t = TapeBuilder()
+    x, out = t.value(64, INPUT), t.value(16, RESULT)
+    for group in (1, 0, 2, 1):
+        t.attention(pretend.address, STEP, (16, 16), [(x, 0), (x, 16), (x, 32), (out, 0)], group)
+    tape, steps = t.make(ops), [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
+    run_tape(ops, tape, [rand(3, 64)], *steps)
+    assert taken == [steps[group].data_ptr() for group in (1, 0, 2, 1)]
+    with pytest.raises(RuntimeError, match="run_tape: 2 attention steps, not 3"):
+        run_tape(ops, tape, [rand(3, 64)], *steps[:2])
+
+
 def test_an_attentions_error_ends_the_run(ops: LinearOps) -> None:
     calls = itertools.count()
 

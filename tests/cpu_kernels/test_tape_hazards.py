@@ -102,7 +102,7 @@ def test_fused_steps_compute_what_the_steps_do(ops: LinearOps, model: type[Layer
     with torch.inference_mode():
         traced = trace(model(ops), (torch.arange(4), rand(4, WIDTH)))
         steps = split(traced, frozenset({ATTENTION_OP}))
-        fuse = fuse_native_steps(lambda layer: NativeLayer(attention.address, descriptor), lambda: STEP)
+        fuse = fuse_native_steps(lambda layer: NativeLayer(attention.address, descriptor), lambda: [STEP])
         fused = fuse(traced, steps)
         assert any(isinstance(step, Fused) for step in fused)
         x = rand(3, WIDTH)

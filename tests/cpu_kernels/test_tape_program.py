@@ -117,7 +117,7 @@ class Model:
         return NativeLayer(self._pretend.address, self._layers[layer]) if layer in self.native else None
 
     def fused(self) -> Sequence[Step]:
-        return fuse_native_steps(self.layer_of, lambda: STEP)(self.traced, self.steps)
+        return fuse_native_steps(self.layer_of, lambda: [STEP])(self.traced, self.steps)
 
     def run(self, steps: Sequence[Step], tokens: int) -> Tensor:
         """What the flat program does."""

@@ -30,11 +30,11 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_tiny(family: str, path: Path) -> torch.nn.Module:
+def save_tiny(family: str, path: Path, **changes: Any) -> torch.nn.Module:
     """Write the model and a byte-level tokenizer to `path`; return transformers' module in float32."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **TINY_FAMILIES[family]})
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **TINY_FAMILIES[family], **changes})
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.save_pretrained(path)  # type: ignore[operator]  # transformers' module

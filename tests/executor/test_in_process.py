@@ -73,7 +73,7 @@ class FakeRunner:
         self.torch_threads = 0
         self.order: list[int] = []
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.threads.add(threading.get_ident())
 
     def warm_up(self) -> WarmUpReport:

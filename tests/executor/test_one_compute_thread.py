@@ -52,7 +52,7 @@ class _Watched:
             attention_backend="none",
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.threads["allocate"] = threading.current_thread().name
 
     def warm_up(self) -> WarmUpReport:

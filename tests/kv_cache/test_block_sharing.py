@@ -155,4 +155,4 @@ def test_released_too_often_and_taken_from_an_empty_pool_is_an_error() -> None:
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_an_empty_cache_is_refused(shape: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError):
-        KVCache(shape[0], shape[1], True, shape[2])
+        KVCache(shape[0], shape[1], True, [None] * shape[2])

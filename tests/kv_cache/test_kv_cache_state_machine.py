@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
 
+GONE = -1
+
 Name = tuple[int, str | None, tuple[int, ...]]
 """what a block holds: layer group, salt, every token up to its end"""
 
@@ -25,8 +27,16 @@ class Seq:
     known: list[int] = field(default_factory=list)
     """those that follow, as far as they are decided"""
     tables: list[list[int]] = field(default_factory=list)
+    """GONE where a window went past"""
     registered: int = 0
     """blocks that were offered to the index; each is offered once"""
+
+
+MAX_QUERY_LEN = 7
+
+
+def held(table: list[int], start: int) -> list[int]:
+    return [GONE] * min(start, len(table)) + table[start:]
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -36,11 +46,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 14),
         block_size=st.integers(1, 3),
         caching=st.booleans() | st.just(True),
-        groups=st.sampled_from([1, 1, 2]),
+        windows=st.sampled_from([[None], [None]]) | st.lists(st.none() | st.integers(1, 5), min_size=1, max_size=3),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool, groups: int) -> None:
-        self.kv = KVCache(num_blocks, block_size, caching, groups)
-        self.size, self.groups, self.caching, self.total = block_size, groups, caching, num_blocks
+    def start(self, num_blocks: int, block_size: int, caching: bool, windows: list[int | None]) -> None:
+        self.kv = KVCache(num_blocks, block_size, caching, windows, MAX_QUERY_LEN)
+        self.windows, self.groups = windows, len(windows)
+        self.size, self.caching, self.total = block_size, caching, num_blocks
         self.seqs: list[Seq] = []
         self.free = list(range(num_blocks))
         self.index: dict[Name, int] = {}
@@ -60,8 +71,23 @@ class KVCacheMachine(RuleBasedStateMachine):
         return block
 
     def give_back(self, block: int) -> None:
-        if self.holders(block) == 0:
+        if block != GONE and self.holders(block) == 0:
             self.free.insert(len(self.free) if self.cached(block) else 0, block)
+
+    def needed(self, num_tokens: int, group: int) -> range:
+        """Table entries that the query at position `num_tokens` sees, as far as there are any before it is appended."""
+        window = self.windows[group]
+        seen = [p for p in range(num_tokens + 1) if window is None or p > num_tokens - window]
+        return range(seen[0] // self.size, -(-num_tokens // self.size))
+
+    def slide(self, seq: Seq) -> None:
+        """Give back what no query sees any more."""
+        for group, table in enumerate(seq.tables):
+            needed = self.needed(len(seq.tokens), group)
+            for index in range(len(table)):
+                if self.windows[group] is not None and index not in needed:
+                    block, table[index] = table[index], GONE
+                    self.give_back(block)
 
     def name(self, seq: Seq, group: int, index: int) -> Name:
         return group, seq.salt, tuple(seq.tokens[: (index + 1) * self.size])
@@ -79,16 +105,17 @@ class KVCacheMachine(RuleBasedStateMachine):
         limit = len(tokens) - spare
         hit = self.kv.match_prefix(seq.blocks, tokens, limit)
         seq.tokens = tokens
-        expected: list[list[int]] = [[] for _ in range(self.groups)]
-        for index in range(max(limit, 0) // self.size if self.caching else 0):
-            found = [self.index.get(self.name(seq, group, index)) for group in range(self.groups)]
-            if any(block is None for block in found):
+        for count in range(max(limit, 0) // self.size if self.caching else 0, -1, -1):
+            needed = [self.needed(count * self.size, group) for group in range(self.groups)]
+            if all(self.name(seq, group, i) in self.index for group, part in enumerate(needed) for i in part):
                 break
-            for table, block in zip(expected, found, strict=True):
-                table.append(block if block is not None else -1)
-        assert hit.tables == expected
-        assert hit.num_tokens == len(expected[0]) * self.size <= max(limit, 0)
-        assert hit.num_free == sum(block in self.free for table in expected for block in table)
+        expected = [
+            [self.index[self.name(seq, group, i)] if i in part else GONE for i in range(count)]
+            for group, part in enumerate(needed)
+        ]
+        assert hit.num_tokens == count * self.size <= max(limit, 0)
+        assert [held(*pair) for pair in zip(hit.tables, hit.starts, strict=True)] == expected
+        assert hit.num_free == [sum(block in self.free for block in table) for table in expected]
         self.kv.adopt(seq.blocks, hit)
         self.free = [block for block in self.free if not any(block in table for table in expected)]
         seq.tokens, seq.known, seq.tables = tokens[: hit.num_tokens], tokens[hit.num_tokens :], expected
@@ -100,6 +127,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, tokens: list[int], known: bool) -> None:
         seq = data.draw(st.sampled_from(self.seqs))
         tokens = seq.known[: len(tokens)] or tokens
+        self.slide(seq)
         upto = len(seq.tokens) + len(tokens)
         new = -(-upto // self.size) - len(seq.tables[0])
         partly_filled = len(seq.tokens) % self.size != 0
@@ -119,9 +147,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             table.extend(self.take() for _ in range(new))
         assert growth.copies == copies
         if growth.block_ids:
-            assert [
-                table[: growth.start] + ids for table, ids in zip(seq.tables, growth.block_ids, strict=True)
-            ] == seq.tables
+            assert growth.block_ids == [table[growth.start :] for table in seq.tables]
             assert [len(ids) for ids in growth.block_ids] == [new + bool(shared)] * self.groups
         self.write(seq, tokens)
         seq.known = seq.known[len(tokens) :]
@@ -142,7 +168,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if self.caching:
             for index in range(seq.registered, len(seq.tokens) // self.size):
                 for group, table in enumerate(seq.tables):
-                    if not self.cached(table[index]):
+                    if table[index] != GONE and not self.cached(table[index]):
                         self.index.setdefault(self.name(seq, group, index), table[index])
             seq.registered = len(seq.tokens) // self.size
 
@@ -154,6 +180,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         full = len(seq.tokens) // self.size if whole else data.draw(st.integers(0, len(seq.tokens) // self.size))
         tokens = seq.tokens.copy() if whole else seq.tokens[: full * self.size]
         tables = [table.copy() if whole else table[:full] for table in seq.tables]
+        if not whole:
+            needed = [self.needed(full * self.size, group) for group in range(self.groups)]
+            possible = all(table[i] != GONE for table, part in zip(seq.tables, needed, strict=True) for i in part)
+            assert self.kv.can_fork(seq.blocks, full * self.size) == possible
+            if not possible:
+                return
+        for group, table in enumerate(tables):
+            part = self.needed(len(tokens), group)
+            table[:] = [block if i in part else GONE for i, block in enumerate(table)]
         blocks = self.kv.fork(seq.blocks, None if whole else full * self.size)
         self.seqs.append(Seq(blocks, seq.salt, tokens, tables=tables, registered=min(seq.registered, full)))
 
@@ -189,16 +224,18 @@ class KVCacheMachine(RuleBasedStateMachine):
                 if block in self.free:
                     self.free.remove(block)
                     self.free.insert(0, block)
-        assert len(seq.blocks.chain.digests) >= own // self.size or not self.caching, "all that it wrote is forgotten"
+        complete = len(seq.blocks.chain.digests) >= own // self.size or not self.caching or None not in self.windows
+        assert complete, "all that it wrote is forgotten"
         del seq.tokens[own:]
 
     # -- invariants --------------------------------------------------------------------------------------------------
 
     @invariant()
     def reference_counts_equal_table_entries(self) -> None:
-        entries = Counter(block for seq in self.seqs for table in seq.blocks.tables for block in table)
+        tables = [[held(*pair) for pair in zip(seq.blocks.tables, seq.blocks.starts, strict=True)] for seq in self.seqs]
+        entries = Counter(block for seq in tables for table in seq for block in table if block != GONE)
         assert self.kv.pool.ref_counts == [entries[block] for block in range(self.total)]
-        assert [seq.blocks.tables for seq in self.seqs] == [seq.tables for seq in self.seqs]
+        assert tables == [seq.tables for seq in self.seqs]
 
     @invariant()
     def free_and_used_are_all(self) -> None:
@@ -216,13 +253,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         for seq in self.seqs:
             assert seq.blocks.num_tokens == len(seq.tokens)
             assert all(0 <= len(table) * self.size - len(seq.tokens) < self.size for table in seq.blocks.tables)
+            assert sum(block != GONE for table in seq.tables for block in table) <= self.kv.blocks_for(len(seq.tokens))
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for seq in self.seqs:
-            for position in range(len(seq.tokens)):
-                index, offset = divmod(position, self.size)
-                for table in seq.tables:
+            for group, table in enumerate(seq.tables):
+                window = self.windows[group]
+                for position in range(0 if window is None else max(0, len(seq.tokens) - window + 1), len(seq.tokens)):
+                    index, offset = divmod(position, self.size)
                     assert self.slots[table[index], offset] == tuple(seq.tokens[: position + 1])
 
     def teardown(self) -> None:

@@ -23,6 +23,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from engine.layer_groups import first_kept
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from engine.runner.loading import RunnerParts
@@ -31,7 +32,8 @@ from engine.runner.results import PendingResult
 from engine.runner.streams import Streams
 from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, TokenLogprobs
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 64, 4, 24, 60
+BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 128, 4, 24, 60
+GONE = -1
 SPEC = DecoderSpec(
     family="llama",
     vocab_size=97,
@@ -128,7 +130,8 @@ class Sequence:
     """tokens known or being sampled"""
     computed: int = 0
     row: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """of each layer group; GONE where its window went past"""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -191,12 +194,7 @@ class PlanDriver:
             if take < 1:
                 continue
             budget -= take
-            missing = -(-(s.computed + take) // BLOCK_SIZE) - len(s.blocks)
-            if missing > 0:
-                new = [self.free_blocks.pop() for _ in range(missing)]
-                assert s.row is not None
-                appends.append(BlockAppend(row=s.row, group=0, start=len(s.blocks), block_ids=new))
-                s.blocks += new
+            appends += self._grow(s, s.computed + take)
             samples = take == need
             assert s.row is not None
             scheduled.append(ScheduledRow(row=s.row, computed=s.computed, query_len=take, samples=samples))
@@ -207,11 +205,30 @@ class PlanDriver:
         plan = StepPlan(step_id=self.steps, rows=scheduled, released=released, added=added, block_appends=appends)
         return plan, by_row
 
+    def _grow(self, s: Sequence, upto: int) -> list[BlockAppend]:
+        """Blocks that no query sees from here on are anybody's."""
+        assert s.row is not None
+        appends = []
+        for group, window in enumerate(self.runner.report.windows):
+            if len(s.blocks) <= group:
+                s.blocks.append([])
+            table = s.blocks[group]
+            for index in range(first_kept(s.computed, window) // BLOCK_SIZE):
+                if table[index] != GONE:
+                    self.free_blocks.insert(self.rng.randrange(len(self.free_blocks) + 1), table[index])
+                    table[index] = GONE
+            missing = -(-upto // BLOCK_SIZE) - len(table)
+            if missing > 0:
+                new = [self.free_blocks.pop() for _ in range(missing)]
+                appends.append(BlockAppend(row=s.row, group=group, start=len(table), block_ids=new))
+                table += new
+        return appends
+
     def _release(self, s: Sequence) -> None:
         assert s.row is not None
         self.released.append(s.row)
         self.free_rows.append(s.row)
-        self.free_blocks += s.blocks
+        self.free_blocks += [block for table in s.blocks for block in table if block != GONE]
         self.rng.shuffle(self.free_blocks)
         s.row, s.blocks = None, []
 

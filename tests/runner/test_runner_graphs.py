@@ -172,7 +172,7 @@ def test_garbage_in_tails_and_in_blocks_of_nobody_reaches_no_real_row(
 ) -> None:
     """Static buffers hold impossible values wherever a step does not write them, attention's output and everybody
     else's blocks hold NaN; what a graph computes in its padding is finite all the same."""
-    rng = random.Random(11)
+    rng = random.Random(12)
     runner = graph_runner(cache, compile_mode, graphs)
     runner.warm_up()
     while runner.idle_work():
@@ -192,7 +192,7 @@ def test_garbage_in_tails_and_in_blocks_of_nobody_reaches_no_real_row(
         nonlocal padded
         output = replay(dispatch)
         assert output.isfinite().all()
-        padded += len(output) > sum(runner._attention._metadata.query_lens_host)  # type: ignore[attr-defined]
+        padded += len(output) > sum(runner._attention._metadata[0].query_lens_host)  # type: ignore[attr-defined]
         return output
 
     driver.before_step = poison

@@ -1,17 +1,20 @@
 """A deterministic device without a model: it holds only what plans tell it, so a wrong plan gives a wrong token.
 
 Every KV slot stores the digest of all tokens up to its position, as the row that wrote it knew them. A sampled token
-is a function of the slots that the row's block table names, read after all rows have written, as in a layer of a real
-step. `generate` is the oracle: the same function over the sequence's own tokens, without blocks, batches or steps.
+is a function of the slots that the row's block tables name, read after all rows have written, as in a layer of a real
+step: a layer group with a window gives the last slots, and what it has must be what those without one have. `generate`
+is the oracle: the same function over the sequence's own tokens, without blocks, batches or steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 
 from engine.core.wire import BeamParams
+from engine.layer_groups import first_kept
 from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
@@ -85,13 +88,26 @@ class _Row:
     prompt_logprobs: bool
     seed: int
     num_candidates: int | None
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]]
+    """of each layer group"""
+    next_position: int = 0
 
 
 class ReplayingExecutor:
     """Runs plans in the order of submission and checks that each keeps the rules of `engine.step`."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_rows: int, budget: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        budget: int,
+        max_model_len: int,
+        windows: Sequence[int | None] = (None,),
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.host_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self.windows = windows
         self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.rows: dict[int, _Row] = {}
@@ -103,19 +119,19 @@ class ReplayingExecutor:
         self._check(plan)
         self._apply(plan)
         for row in plan.rows:
+            self.rows[row.row].next_position = row.computed
+        for row in plan.rows:
             self._write(row, plan)
         tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
         for row in plan.rows:
             state = self.rows[row.row]
-            slots = [self._slot(state, position) for position in range(row.computed + row.query_len)]
-            assert None not in slots, "a row reads KV that nobody wrote"
+            known = self._read(state, row)
             if state.prompt_logprobs:
                 last = min(row.computed + row.query_len, state.prompt_len - 1)
                 entries = [_entry(state.tokens[p], p) for p in range(row.computed + 1, last + 1)]
                 prompt_logprobs[row.row] = entries
             if not row.samples:
                 continue
-            known = [slot for slot in slots if slot is not None]
             token = sample(known, state.seed)
             if state.num_candidates is not None:
                 best = candidates(known, state.num_candidates)
@@ -128,6 +144,8 @@ class ReplayingExecutor:
                 token = 0
             state.tokens[row.computed + row.query_len] = token
             tokens.append(token)
+        for row in plan.rows:
+            self.rows[row.row].next_position = row.computed + row.query_len
         self.computed_tokens += plan.num_tokens
         self.results.append(
             StepResult(
@@ -165,17 +183,23 @@ class ReplayingExecutor:
             assert new.row not in self.rows, "a row was added over one in use"
             tokens = dict(enumerate(new.token_ids))
             scores = new.params.prompt_logprobs is not None
-            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed, new.params.logprobs)
+            tables: list[list[int]] = [[] for _ in self.windows]
+            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed, new.params.logprobs, tables)
         for rewrite in plan.rewrites:
             state = self.rows[rewrite.row]
             assert state.prompt_len <= rewrite.start <= len(state.tokens), "a rewrite of the prompt, or with a hole"
             kept = {position: token for position, token in state.tokens.items() if position < rewrite.start}
             state.tokens = kept | dict(enumerate(rewrite.token_ids, rewrite.start))
         for append in plan.block_appends:
-            assert append.group == 0
-            table = self.rows[append.row].table
+            table = self.rows[append.row].tables[append.group]
             assert append.start <= len(table), "a hole in a block table"
             table[append.start :] = append.block_ids
+        for new in plan.added:  # where a row begins that is not computed in this step: behind whole blocks
+            self.rows[new.row].next_position = len(self.rows[new.row].tables[0]) * self.block_size
+        for source, destination in plan.swap_out:
+            self.host_slots[destination] = list(self.slots[source])
+        for source, destination in plan.swap_in:
+            self.slots[destination] = list(self.host_slots[source])
         for source, destination in plan.block_copies:
             self.slots[destination] = list(self.slots[source])
 
@@ -183,25 +207,40 @@ class ReplayingExecutor:
         state = self.rows[row.row]
         end = row.computed + row.query_len
         assert row.query_len >= 1 or row.samples
-        assert len(state.table) * self.block_size >= end, "the block table does not cover the step"
-        assert len(state.table) * self.block_size - end < self.block_size, "more than one block of waste"
+        for table in state.tables:
+            assert len(table) * self.block_size >= end, "the block table does not cover the step"
+            assert len(table) * self.block_size - end < self.block_size, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
         planned = {other.row for other in plan.rows}
         known = digests([state.tokens[position] for position in range(end)])
-        for position in range(row.computed, end):
+        for group, position in product(range(len(self.windows)), range(row.computed, end)):
             index, offset = divmod(position, self.block_size)
-            block = state.table[index]
+            block = state.tables[group][index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
             forks = {other.row for other in plan.rows if other.query_len == 0 and other.computed == end}
             # A beam that is not in the step may have been dropped; its row is rewritten before it is used again.
             idle = {number for number, other in self.rows.items() if other.num_candidates is not None} - planned
             readers = [other for number, other in self.rows.items() if number not in forks | idle]
-            shared = sum(block in other.table for other in readers) > 1
+            shared = sum(block in self._seen(other) for other in readers) > 1
             assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
             self.slots[block][offset] = known[position]
 
-    def _slot(self, state: _Row, position: int) -> int | None:
-        return self.slots[state.table[position // self.block_size]][position % self.block_size]
+    def _seen(self, state: _Row) -> list[int]:
+        """Blocks that the row reads from its next position on."""
+        return [
+            block
+            for table, window in zip(state.tables, self.windows, strict=True)
+            for block in table[first_kept(state.next_position, window) // self.block_size :]
+        ]
+
+    def _read(self, state: _Row, row: ScheduledRow) -> list[int]:
+        end = row.computed + row.query_len
+        known = digests([state.tokens[position] for position in range(end)])
+        for table, window in zip(state.tables, self.windows, strict=True):
+            for position in range(first_kept(row.computed - (row.query_len == 0), window), end):
+                slot = self.slots[table[position // self.block_size]][position % self.block_size]
+                assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
+        return known
 
 
 def _entry(token: int, position: int) -> TokenLogprobs:

@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
-from engine.config import Policy, SchedulerConfig
+from engine.config import Policy, Preemption, SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.step import RowParams, StepPlan, TokenLogprobs
+
+STEP_S = 0.01
 
 
 class Loop:
@@ -32,6 +34,10 @@ class Loop:
         caching: bool = True,
         max_waiting: int = 1000,
         mixed: int | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
+        preemption: Preemption = "auto",
+        swap_block_s: float = 0.0,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -40,11 +46,12 @@ class Loop:
             max_waiting=max_waiting,
             policy=policy,
             max_mixed_prefill_tokens=mixed,
+            preemption=preemption,
         )
         self.depth = depth
-        self.kv = KVCache(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(config, self.kv)
-        self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len)
+        self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s)
+        self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
         self.pending: deque[StepPlan] = deque()
@@ -103,7 +110,7 @@ class Loop:
         due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
         if due:
             self.pending.popleft()
-            self.receive(self.scheduler.complete(self.executor.collect()))
+            self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
         return plan is not None or due
 
     def run(self, max_turns: int = 5000) -> None:
@@ -136,6 +143,8 @@ class Loop:
         assert stats.kv_blocks_used == stats.running == stats.waiting == 0
         assert all(count == 0 for count in self.kv.pool.ref_counts)
         assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
+        self.kv.take_transfers()
+        assert self.kv.host is None or self.kv.host.pool.num_used == 0
         assert sorted(scheduler._rows._free) == list(range(self.executor.num_rows))
         assert not scheduler._live and not scheduler._steps and scheduler.num_waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}

@@ -11,6 +11,7 @@ from replaying_executor import POISON, generate, search
 from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
+from engine.layer_groups import most_blocks
 
 
 @dataclass
@@ -59,13 +60,21 @@ def jobs(draw: st.DrawFn) -> list[Job]:
 
 @st.composite
 def loops(draw: st.DrawFn) -> Loop:
-    block_size = draw(st.sampled_from([1, 2, 4]))
+    block_size, budget = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 24))
+    windows: tuple[int | None, ...] = draw(
+        st.sampled_from([(None,), (None,), (None,), (5,), (None, 3), (2, None, 9), (4, 4)])
+    )
+    enough = sum(most_blocks(26, window, block_size, budget) for window in windows)
     return Loop(
         depth=draw(st.sampled_from([0, 1, 1, 2])),
-        num_blocks=-(-26 // block_size) + draw(st.integers(0, 20)),
+        num_blocks=enough + draw(st.integers(0, 20)),
         block_size=block_size,
         rows=draw(st.integers(1, 6)),
-        budget=draw(st.integers(1, 24)),
+        budget=budget,
+        windows=windows,
+        num_host_blocks=draw(st.just(0) | st.integers(1, 40)),
+        preemption=draw(st.sampled_from(["auto", "recompute", "swap"])),
+        swap_block_s=draw(st.sampled_from([0.0, 0.0001, 0.01])),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
@@ -76,7 +85,7 @@ def loops(draw: st.DrawFn) -> Loop:
 def _beams(loop: Loop, job: Job) -> BeamParams | None:
     """The job is a search where the rows and the pool have room for one."""
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
-    own = loop.kv.blocks_for(max_total - 1) - len(job.prompt) // loop.kv.block_size
+    own = loop.kv.blocks_beyond(len(job.prompt), max_total - 1)
     fits = loop.kv.blocks_for(max_total - 1) + (job.width - 1) * own <= loop.kv.pool.num_blocks
     return BeamParams(width=job.width) if 0 < job.width <= loop.executor.num_rows and fits else None
 

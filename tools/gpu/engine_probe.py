@@ -38,7 +38,7 @@ class TimedRunner:
     def report(self) -> LoadReport:
         return self.inner.report
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.inner.allocate(num_blocks)
 
     def warm_up(self) -> WarmUpReport:

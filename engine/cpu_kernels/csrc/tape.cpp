@@ -53,7 +53,7 @@ int64_t bytes_of(const Tape& tape) {
 }
 
 const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
-                     const void* attention_step, const Threads& threads, int64_t* times) {
+                     const void* const* attention_steps, const Threads& threads, int64_t* times) {
   std::vector<Rows> values(tape.values);
   for (int64_t i = 0; i < tape.values; ++i) {
     const TapeValue& v = values_of(tape)[i];
@@ -66,7 +66,8 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
     const TapeStep& step = steps_of(tape)[i];
     if (times != nullptr) times[i] = now_ns();
     if (step.count == 0) {
-      const char* error = attend(attentions_of(tape)[step.first], values, rows, attention_step);
+      const TapeAttention& attention = attentions_of(tape)[step.first];
+      const char* error = attend(attention, values, rows, attention_steps[attention.step]);
       if (error != nullptr) return error;
       continue;
     }

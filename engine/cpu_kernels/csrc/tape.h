@@ -21,6 +21,7 @@ struct TapeLayer {
 struct TapeAttention {
   NativeAttention function;
   const void* layer;
+  int64_t step;  // which of a run's steps it takes
   Ref q, k, v, out;
 };
 
@@ -42,7 +43,8 @@ struct TapeValue {
 // Followed in memory by its values, steps, layers and attentions. Trivially copyable, all of it.
 struct Tape {
   int64_t bytes, inputs, results, values, steps, layers, attentions;
-  int64_t scratch_bytes;  // a row
+  int64_t attention_steps;  // as many has a run
+  int64_t scratch_bytes;    // a row
 };
 
 const TapeValue* values_of(const Tape& tape);
@@ -57,10 +59,10 @@ struct Rows {
   int64_t stride;
 };
 
-// `inputs`, `results`: as many as the tape has. `scratch`: 64-byte aligned, rows * scratch_bytes. `attention_step`:
+// `inputs`, `results`: as many as the tape has. `scratch`: 64-byte aligned, rows * scratch_bytes. `attention_steps`:
 // what the attention's functions take. `times`: null, or where the steps' starts and the last one's end go, in
 // nanoseconds of the monotonic clock. Null, or an attention's error.
 const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
-                     const void* attention_step, const Threads& threads, int64_t* times);
+                     const void* const* attention_steps, const Threads& threads, int64_t* times);
 
 }  // namespace pageloom

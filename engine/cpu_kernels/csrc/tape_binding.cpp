@@ -92,6 +92,7 @@ TapeAttention read_attention(Reader& r) {
   TapeAttention a{};
   a.function = reinterpret_cast<NativeAttention>(r.next());
   a.layer = r.needed_tensor().data_ptr();
+  a.step = r.count();
   const int64_t q = r.next(), kv = r.next();
   a.q = r.needed_ref(q);
   a.k = r.needed_ref(kv);
@@ -138,7 +139,10 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
   for (int64_t left = r.count(); left > 0; --left) {
     const int64_t count = r.count();
     steps.push_back({static_cast<int64_t>(count == 0 ? attentions.size() : layers.size()), count});
-    if (count == 0) attentions.push_back(read_attention(r));
+    if (count == 0) {
+      attentions.push_back(read_attention(r));
+      tape.attention_steps = std::max(tape.attention_steps, attentions.back().step + 1);
+    }
     for (int64_t i = 0; i < count; ++i) {
       PAGELOOM_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
       const double layer_eps = norm_eps[eps++];
@@ -155,15 +159,19 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
   return made;
 }
 
-// `inputs`: bf16 [rows, columns] each, contiguous in their last dimension.
+// `inputs`: bf16 [rows, columns] each, contiguous in their last dimension. `attention_steps`: at least as many as the
+// tape's attentions name.
 // `times`: int64 [steps + 1], filled as `run_tape` says.
-std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attention_step, std::optional<Tensor> times) {
+std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, std::vector<Tensor> attention_steps,
+                        std::optional<Tensor> times) {
   PAGELOOM_CHECK(on_cpu_of(made, ScalarType::Byte) && made.numel() >= static_cast<int64_t>(sizeof(Tape)), kRun,
                   ": not a tape");
   const auto& tape = *static_cast<const Tape*>(made.data_ptr());
   PAGELOOM_CHECK(made.numel() == tape.bytes && tape.bytes == bytes_of(tape), kRun, ": not a tape");
   PAGELOOM_CHECK(static_cast<int64_t>(inputs.size()) == tape.inputs && tape.inputs > 0, kRun, ": ", inputs.size(),
                   " inputs, not ", tape.inputs);
+  PAGELOOM_CHECK(static_cast<int64_t>(attention_steps.size()) >= tape.attention_steps, kRun, ": ",
+                  attention_steps.size(), " attention steps, not ", tape.attention_steps);
   PAGELOOM_CHECK(!times.has_value() || (on_cpu_of(*times, ScalarType::Long) && times->is_contiguous() &&
                                          times->numel() == tape.steps + 1),
                   kRun, ": times must be contiguous int64 [", tape.steps + 1, "]");
@@ -185,7 +193,9 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attentio
   }
   const Tensor scratch = new_bytes(rows * tape.scratch_bytes + 64);
   char* const memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scratch.data_ptr()) + 63) / 64 * 64);
-  const char* error = run_tape(tape, rows, given.data(), returned.data(), memory, attention_step.data_ptr(),
+  std::vector<const void*> steps;
+  for (const Tensor& step : attention_steps) steps.push_back(step.data_ptr());
+  const char* error = run_tape(tape, rows, given.data(), returned.data(), memory, steps.data(),
                                torch_threads(), times.has_value() ? static_cast<int64_t*>(times->data_ptr()) : nullptr);
   PAGELOOM_CHECK(error == nullptr, kRun, ": ", error);
   return results;
@@ -193,7 +203,7 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, Tensor attentio
 
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("make_tape(Tensor[] tensors, int[] program, float[] norm_eps, int isa) -> Tensor");
-  m.define("run_tape(Tensor tape, Tensor[] inputs, Tensor attention_step, Tensor? times) -> Tensor[]");
+  m.define("run_tape(Tensor tape, Tensor[] inputs, Tensor[] attention_steps, Tensor? times) -> Tensor[]");
 });
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {

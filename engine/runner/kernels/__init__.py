@@ -166,7 +166,7 @@ KERNELS: tuple[KernelSignature, ...] = (
     ),
     *(
         KernelSignature(name="prepare_inputs_kernel", signature=_PREPARE, constexprs={"GROUPS": groups, "BLOCK": 1024})
-        for groups in (1, 2)
+        for groups in (1, 2, 6)
     ),
     KernelSignature(name="gather_block_tables_kernel", signature=_GATHER, constexprs={"BLOCK": 1024}),
     KernelSignature(name="post_update_kernel", signature=_POST, constexprs={"BLOCK": 256}),

@@ -1,0 +1,104 @@
+"""Sequences to the host tier and back: all blocks of a group of sequences at once, shared ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.host_tier import HostTier
+from engine.kv_cache.kv_cache import Growth, KVCache, SequenceBlocks
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """A sequence that is to leave the device."""
+
+    blocks: SequenceBlocks
+    num_tokens: int
+    """those with KV; what was appended beyond for a step that does not come is dropped"""
+    growth: Growth
+    """that append: its copies are not made"""
+
+
+def swap_out(kv: KVCache, host: HostTier, group: Sequence[Leaving]) -> bool:
+    """Whether the tier had room for all of them; else nothing has changed."""
+    sources = {destination: source for one in group for source, destination in one.growth.copies}
+    entries = [_held_entries(one, kv.block_size) for one in group]
+    names = {block: kv.pool.key_of(block) for tables in entries for table in tables for block in table}
+    found = {block: host.find(key) for block, key in names.items() if key is not None}
+    new = [block for block in names if found.get(block) is None]
+    cached = sum(block is not None and host.pool.ref_counts[block] == 0 for block in found.values())
+    if not host.room_for(len(new) + cached):
+        return False
+    at = {block: there for block, there in found.items() if there is not None}
+    for there in at.values():
+        host.pool.acquire(there)
+    for block in new:
+        at[block] = host.store(sources.get(block, block), names[block])
+    for one, tables in zip(group, entries, strict=True):
+        _move(one.blocks, tables, at, kv.pool, host.pool)
+        one.blocks.on_host = True
+        one.blocks.num_tokens = one.num_tokens
+        one.blocks.num_registered = min(one.blocks.num_registered, one.num_tokens // kv.block_size)
+    for there in at.values():
+        host.pool.release(there)
+    return True
+
+
+def blocks_to_swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> int:
+    """Blocks that the group takes from the device's pool."""
+    return sum(found is None or kv.pool.ref_counts[found] == 0 for found in _on_device(kv, host, group).values())
+
+
+def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> None:
+    """The pool has `blocks_to_swap_in` free blocks. What the device still has is not transferred."""
+    found = _on_device(kv, host, group)
+    at = {block: there for block, there in found.items() if there is not None}
+    for there in at.values():
+        kv.pool.acquire(there)
+    for block in found:
+        if block not in at:
+            at[block] = kv.pool.allocate()
+            host.load(block, at[block])
+            key = host.pool.key_of(block)
+            if key is not None:
+                kv.pool.register(at[block], key)
+    for blocks in group:
+        tables = [table[start:] for table, start in zip(blocks.tables, blocks.starts, strict=True)]
+        _move(blocks, tables, at, host.pool, kv.pool)
+        blocks.on_host = False
+    for there in at.values():
+        kv.pool.release(there)
+
+
+def _on_device(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> dict[int, int | None]:
+    """Each host block of the group, and the device's block that holds the same, if one does."""
+    found: dict[int, int | None] = {}
+    for blocks in group:
+        for table, start in zip(blocks.tables, blocks.starts, strict=True):
+            for block in table[start:]:
+                if block not in found:
+                    key = host.pool.key_of(block)
+                    found[block] = None if key is None else kv.pool.find(key)
+    return found
+
+
+def _held_entries(one: Leaving, block_size: int) -> list[list[int]]:
+    """Of each table, what holds KV."""
+    count = -(-one.num_tokens // block_size)
+    return [table[start:count] for table, start in zip(one.blocks.tables, one.blocks.starts, strict=True)]
+
+
+def _move(
+    blocks: SequenceBlocks, tables: list[list[int]], at: dict[int, int], here: BlockPool, there: BlockPool
+) -> None:
+    """Let the sequence's tables name, from their starts on, what `at` has for the entries in `tables`; give back the
+    old ones."""
+    for index, (old, start) in enumerate(zip(blocks.tables, blocks.starts, strict=True)):
+        moved = [at[block] for block in tables[index]]
+        for block in moved:
+            there.acquire(block)
+        for block in reversed(old[start:]):
+            here.release(block)
+        blocks.tables[index] = old[:start] + moved

@@ -1,0 +1,67 @@
+"""How preempted sequences come back: what they had computed is computed again, or swapped to host memory and back.
+
+Kwon et al., *PagedAttention*, §4.5 and §7.3: swapping costs transfers, recomputing a prefill; which is less depends on
+the machine. Both are estimated from what they took here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.config import Preemption
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.swapping import Leaving, swap_out
+from engine.scheduling.sequence import Sequence as Seq
+
+_MEMORY = 0.8
+"""weight of the past in the running mean of what a token of a prompt takes"""
+
+
+class PreemptionCosts:
+    def __init__(self, mode: Preemption, swap_block_s: float = 0.0) -> None:
+        """`swap_block_s`: a block to the host and back, measured; 0: unknown."""
+        self._mode = mode
+        self._swap_block_s = swap_block_s
+        self._token_s = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed as many tokens, of prompts for the most part, has taken as long."""
+        token_s = seconds / num_tokens
+        self._token_s = _MEMORY * self._token_s + (1 - _MEMORY) * token_s if self._token_s else token_s
+
+    def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
+        """Rather than computing `num_tokens` again, transfer `num_blocks`. Where one of both is not known, compute."""
+        if self._mode != "auto":
+            return self._mode == "swap"
+        return 0.0 < num_blocks * self._swap_block_s < num_tokens * self._token_s
+
+
+def try_swap_out(
+    kv: KVCache, costs: PreemptionCosts, victims: Sequence[Seq], growths: Mapping[Seq, tuple[int, Growth]]
+) -> bool:
+    """Move all blocks of a group to the host tier, if there is one with room, and that is the cheaper way. `growths`:
+    what was appended for a step that is not planned now."""
+    if kv.host is None or not all(seq.group is None or seq.group.at_rest for seq in victims):
+        return False
+    if not costs.prefers_swap(*_held_by(kv, victims)):
+        return False
+    return swap_out(
+        kv, kv.host, [Leaving(seq.blocks, seq.computed, growths.get(seq, (0, NO_GROWTH))[1]) for seq in victims]
+    )
+
+
+def _held_by(kv: KVCache, victims: Sequence[Seq]) -> tuple[int, int]:
+    """Tokens that are to be computed again if their blocks are given back, and those blocks: what others hold, too,
+    stays."""
+    counts: dict[int, int] = {}
+    deepest: set[int] = set()
+    for seq in victims:
+        for table, start in zip(seq.blocks.tables, seq.blocks.starts, strict=True):
+            for block in table[start:]:
+                counts[block] = counts.get(block, 0) + 1
+            if start == 0:
+                deepest.update(table)
+    alone = {block for block, count in counts.items() if kv.pool.ref_counts[block] == count}
+    groups = max(1, sum(start == 0 for start in victims[0].blocks.starts))
+    tokens = len(alone & deepest) * kv.block_size // groups
+    return max(tokens, max(seq.computed for seq in victims) if not deepest else 0), len(alone)
