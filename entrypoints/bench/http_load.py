@@ -126,7 +126,14 @@ def wait_compiled(options: argparse.Namespace) -> None:
 
 
 def serve(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Each named workload, or one random one, against the server: the median over the repeats after a warm-up."""
+    """Each named workload, or one random one, against the server: the median over the repeats after a warm-up.
+
+    Raises EngineError for a workload of beam searches, whose tokens do not stream."""
+    for name in options.workload or ():
+        if any(request.beams for request in workload(name)):
+            raise EngineError(
+                f"{name} is a beam search, whose tokens do not stream: run it with engine-bench throughput"
+            )
     model = _served_model(options)
     wait_compiled(options)
     results: list[dict[str, object]] = []

@@ -23,9 +23,13 @@ def run_records(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> tu
     """The same as one record a request, and when the run began and ended."""
     from engine import SamplingParams
 
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False) for r in requests
-    ]
+    def wanted(request: BenchRequest) -> SamplingParams:
+        searches = {"use_beam_search": True, "best_of": request.beams} if request.beams else {}
+        return SamplingParams(
+            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, **searches
+        )
+
+    params = [wanted(request) for request in requests]
     prompts = [{"prompt_token_ids": r.prompt_token_ids} for r in requests]
     start = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=progress)

@@ -134,6 +134,8 @@ def prefill_case(engine: ProfiledEngine, length: int, repeats: int) -> Case:
 
 def workload_case(engine: ProfiledEngine, name: str, repeats: int) -> Case:
     """A named workload as totals. Raises ValueError for one that has arrival times."""
+    if any(request.beams for request in workload(name)):
+        raise ValueError(f"{name} searches with beams, whose steps are not profiled")
     if any(request.arrival_s for request in workload(name)):
         raise ValueError(f"{name} has arrival times, and here all requests arrive at once")
     return Case(name, "run", lambda repeat: workload(name, repeat), repeats, 0, _all_as_one)

@@ -25,6 +25,8 @@ class BenchRequest:
     max_tokens: int
     arrival_s: float
     """seconds after the run starts"""
+    beams: int = 0
+    """not 0: a search of this width for one sequence"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ def _poisson(shape: np.random.Generator, tokens: np.random.Generator) -> list[Be
     return [BenchRequest(_ids(tokens, 128), 64, float(t)) for t in arrivals]
 
 
+def _beams(shape: np.random.Generator, tokens: np.random.Generator) -> list[BenchRequest]:
+    return [BenchRequest(_ids(tokens, n), 64, 0.0, beams=4) for n in shape.integers(32, 257, size=20)]
+
+
 WORKLOADS = {
     "W1": Shape(1, "one request, 32 in / 128 out", _uniform(1, 32, 128)),
     "W2": Shape(2, "64 requests, 128 in / 128 out", _uniform(64, 128, 128)),
@@ -69,6 +75,7 @@ WORKLOADS = {
     "W4": Shape(4, "64 requests, shared 512 + 32 in / 32 out", _shared_prefix),
     "W5": Shape(5, "one request, 2,048 in / 1 out", _uniform(1, 2048, 1)),
     "W6": Shape(6, "64 requests, Poisson 4/s, 128 in / 64 out", _poisson),
+    "W7": Shape(7, "20 requests, 32-256 in / 64 out, beam search of width 4", _beams),
     "WARM": Shape(9, "warm-up: 4 requests, 48 in / 16 out", _uniform(4, 48, 16)),
 }
 

@@ -18,13 +18,16 @@ class Vllm:
 
         self._vllm, self._delta = vllm, RequestOutputKind.DELTA
         options = {"dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "max_num_seqs": 128}
-        self._engine = vllm.LLM(model=settings["model"], **options).llm_engine
+        self._llm = vllm.LLM(model=settings["model"], **options)
+        self._engine = self._llm.llm_engine
         self._next_id = 0
         self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         self.facts = {"model": settings["model"], "options": options, "environment": given}
 
     def run(self, requests: list[BenchRequest]) -> tuple[list[Record], float, float]:
+        if requests[0].beams:
+            return self._search(requests)
         start = time.perf_counter()
         records: dict[str, Record] = {}
         for request in requests:
@@ -49,6 +52,21 @@ class Vllm:
                     record.finished = now
                     record.output_tokens += count
         return list(records.values()), start, time.perf_counter()
+
+    def _search(self, requests: list[BenchRequest]) -> tuple[list[Record], float, float]:
+        """Its own beam search, all prompts at once; they have one width and length."""
+        from vllm.sampling_params import BeamSearchParams
+
+        first = requests[0]
+        params = BeamSearchParams(beam_width=first.beams, max_tokens=first.max_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = self._llm.beam_search([{"prompt_token_ids": r.prompt_token_ids} for r in requests], params)
+        end = time.perf_counter()
+        counts = [len(o.sequences[0].tokens) - len(r.prompt_token_ids) for o, r in zip(outputs, requests)]
+        records = [
+            Record(start, end, end, len(r.prompt_token_ids), count, r.max_tokens) for r, count in zip(requests, counts)
+        ]
+        return records, start, end
 
 
 def load(settings: dict[str, Any]) -> Vllm:

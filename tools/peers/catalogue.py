@@ -58,7 +58,7 @@ PEERS = {
     "llamacpp": Peer("llama", "llamacpp", "models/smollm2-135m-bf16.gguf", "bf16", ("W1",), 2),
     "llamacpp-q4_1": Peer("llama", "llamacpp", "models/SmolLM2-135M-Instruct.Q4_1.gguf", "int4", ("W1",), 1.5),
     "openvino": Peer("openvino", "openvino", "models/smollm2-135m-ov-fp16", "bf16", ("W2", "W3", "W5"), 5.5),
-    "vllm": Peer("vllm", "vllm", "models/smollm2-135m-bf16", "bf16", ("W2", "W4", "W6"), 7, serves=True),
+    "vllm": Peer("vllm", "vllm", "models/smollm2-135m-bf16", "bf16", ("W2", "W4", "W6", "W7"), 7, serves=True),
     "transformers": Peer("ref", "transformers", "models/smollm2-135m-bf16", "bf16", ("W1", "W2", "W4", "W5"), 3),
     "linear": Peer("", "linear", "", "bf16", ("W1",), 2, floor=True),
     "linear-int8": Peer("", "linear", "", "int8", ("W1",), 2, floor=True),
@@ -103,6 +103,8 @@ def peer_engine(name: str, folder: Path | None, threads: int, workloads: tuple[s
     taken = workloads if workloads is not None else peer.workloads
     if "W6" in taken and not peer.serves:
         raise ValueError(f"{name}: W6 goes over HTTP, and only vllm is run as a server here")
+    if "W7" in taken and peer.adapter != "vllm":
+        raise ValueError(f"{name}: W7 is a beam search, and only vllm's is run here")
     settings = {"model": str(model), "threads": threads, "kv_gib": KV_GIB, "weights": peer.kind}
     environment = _environment(name, folder, threads)
 

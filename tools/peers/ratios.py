@@ -27,6 +27,7 @@ FIGURES: dict[str, tuple[tuple[str, str], ...]] = {
         ("tpot_p50_ms", "TPOT p50, ms"),
         ("tpot_p99_ms", "TPOT p99, ms"),
     ),
+    "W7": (("output_tokens_per_s", "output tokens/s"),),
     START: (("startup_s", "process start to first token, s"),),
     MEMORY: (("peak_memory_mib", "peak memory, MiB"),),
 }
@@ -59,6 +60,7 @@ TARGETS = (
     Target("W5", "ttft_mean_ms", "int8", "openvino", 0.60),
     Target("W6", "ttft_p50_ms", "bf16", "vllm", 0.6),
     Target("W6", "tpot_p50_ms", "bf16", "vllm", 0.65),
+    Target("W7", "output_tokens_per_s", "bf16", "vllm", 3.0),
     Target(START, "startup_s", "bf16", None, 8.0),
 )
 

@@ -24,6 +24,7 @@ ABOUT = {
     "W4": "W4 64 requests, shared 512 + 32 / 32",
     "W5": "W5 2,048 in / 1 out",
     "W6": "W6 HTTP, Poisson 4/s, 128 / 64",
+    "W7": "W7 20 requests, 32-256 / 64, width 4",
     START: "Start, in process",
     MEMORY: "Memory, in process",
 }
