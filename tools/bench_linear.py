@@ -52,7 +52,9 @@ def packed_sweep(ops: linear.LinearOps, layers: list[Layer], rows: int, format: 
     def run() -> None:
         for layer in layers:
             n, k = layer.weight.shape
-            ops.packed_linear(inputs[k], layer.packed, n, int(format), None, None, 0.0, None, layer.gated, False, isa)
+            ops.packed_linear(
+                inputs[k], layer.packed, n, int(format), None, None, 0.0, None, int(layer.gated), False, isa
+            )
 
     return run
 

@@ -76,11 +76,13 @@ def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
 class LinearOps:
     """A loaded library.
 
-    packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gated, wide, isa) → bf16
-    [rows, n] (gated: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in `native_build.ISAS`.
-    rotate_heads(x bf16 [rows, n], rope bf16 [rows, head_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim) →
-    bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before. Without a rope only
-    those.
+    packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gate, wide, isa) → bf16
+    [rows, n] (gate 1, SiLU, and 2, GELU by tanh: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in
+    `native_build.ISAS`.
+    rotate_heads(x bf16 [rows, n], rope bf16 [rows, head_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim,
+    residual) → bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before. Without
+    a rope only those, and a residual added to rows that are normed whole.
+    Weights of norms are bfloat16 (normalised, rounded, weighted) or float32 (normalised, weighted, rounded).
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k]. RuntimeError where an argument does
     not fit.
     """
@@ -122,11 +124,11 @@ def _fake_linear(
     norm_weight: torch.Tensor | None,
     norm_eps: float,
     residual: torch.Tensor | None,
-    gated: bool,
+    gate: int,
     wide: bool,
     isa: int,
 ) -> torch.Tensor:
-    return x.new_empty((x.size(0), n // 2 if gated else n), dtype=torch.float32 if wide else torch.bfloat16)
+    return x.new_empty((x.size(0), n // 2 if gate else n), dtype=torch.float32 if wide else torch.bfloat16)
 
 
 def _fake_rotation(
@@ -138,6 +140,7 @@ def _fake_rotation(
     q_heads: int,
     k_heads: int,
     head_dim: int,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     return x.new_empty((x.size(0), x.size(1)))
 

@@ -129,16 +129,16 @@ class TapeProgram:
         self.made += step.outputs
 
     def _matrix(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
-        x, weight, n, format, bias, norm, eps, residual, gated, wide, isa = node.args
+        x, weight, n, format, bias, norm, eps, residual, gate, wide, isa = node.args
         if wide or isa:
             raise NotNativeError(f"{node.name} is a layer of another kind")
         weights = [self._weight(argument, sources) for argument in (weight, bias, norm)]
-        numbers = [_MATRIX, weights[0], n, _columns(x), format, weights[1], weights[2], int(bool(gated))]
+        numbers = [_MATRIX, weights[0], n, _columns(x), format, weights[1], weights[2], gate]
         references = [self._reference(x, sources), self._optional(residual, sources), (self._new(node), 0)]
         self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, (n, numbers[3], format)))  # type: ignore[arg-type, list-item]
 
     def _rotation(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
-        x, rope, q_norm, k_norm, eps, q_heads, k_heads, dim = node.args
+        x, rope, q_norm, k_norm, eps, q_heads, k_heads, dim, residual = node.args
         weights = [self._weight(argument, sources) for argument in (q_norm, k_norm)]
         reference = self._reference(x, sources)
         assert isinstance(x, fx.Node)
@@ -149,7 +149,7 @@ class TapeProgram:
         else:
             out = self._new(node)
         numbers = [_ROTATION, _columns(node), q_heads, k_heads, dim, *weights]
-        references = [reference, self._optional(rope, sources), (out, 0)]
+        references = [reference, self._optional(rope, sources), self._optional(residual, sources), (out, 0)]
         self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, ("rotation",)))  # type: ignore[arg-type, list-item]
 
     def _weight(self, argument: object, sources: Mapping[fx.Node, fx.Node]) -> int:

@@ -1,10 +1,11 @@
-"""The one decoder: a pre-norm transformer over a flat batch of tokens, built from a `DecoderSpec`.
+"""The one decoder: a transformer over a flat batch of tokens, built from a `DecoderSpec`.
 
 It knows nothing of sequences, pages or caches: tokens of all sequences lie side by side in one dimension, and whoever
 runs it supplies attention. Rounding points follow transformers, so that float32 picks the same tokens.
 
 Traced once with the token dimension unbacked, so: no data-dependent control flow, and nothing about a layer but its
-index (given to attention alone) and its weights may differ from the next, or layers would not share compiled pieces.
+index (given to attention alone), its weights and the rows of its rope table may differ from the next, or layers would
+not share compiled pieces.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from engine.models.layers import Embedding, Linear, RMSNorm, normalised
-from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear, RowNorm
+from engine.models.layers import NORMS, Embedding, LayerNorm, Linear, RMSNorm, parameter
+from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.rope import rope_table
 from engine.models.spec import DecoderSpec
 
@@ -31,7 +32,8 @@ def _attention_not_set(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: t
     raise RuntimeError("Decoder.set_attention must be called before the first forward")
 
 
-AnyLinear = Linear | PackedLinear | JoinedLinear
+AnyLinear = Linear | PackedLinear | JoinedLinear | ActivatedLinear
+AnyNorm = RMSNorm | LayerNorm
 
 
 class DecoderLayer(nn.Module):
@@ -41,27 +43,47 @@ class DecoderLayer(nn.Module):
     qkv_proj: AnyLinear
     o_proj: AnyLinear
     gate_up_proj: AnyLinear
+    """of a plain MLP: its first matrix"""
     down_proj: AnyLinear
     rotation: HeadRotation | None
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+        norm = NORMS[spec.norm]
+        around = spec.norm_placement == "around"
+        self.norms_first = spec.norm_placement != "after"
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_dim = dim
-        self.input_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
+        self.input_norm = norm(hidden, spec.norm_eps, dtype, device)
         self.qkv_proj = Linear(hidden, sum(self.heads) * dim, spec.qkv_bias, dtype, device)
-        self.q_norm = RMSNorm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.k_norm = RMSNorm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.q_norm = norm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.k_norm = norm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.sinks = parameter((spec.num_heads,), torch.float32, device) if spec.sinks else None
+        """for whoever supplies attention"""
         self.o_proj = Linear(spec.num_heads * dim, hidden, spec.o_bias, dtype, device)
-        self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up_proj = Linear(hidden, 2 * inner, spec.mlp_bias, dtype, device, gated=True)
+        self.attention_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
+        self.mlp_norm = norm(hidden, spec.norm_eps, dtype, device)
+        self.gate_up_proj = Linear(
+            hidden, (1 + spec.gated) * inner, spec.mlp_bias, dtype, device, spec.activation, spec.gated
+        )
         self.down_proj = Linear(inner, hidden, spec.mlp_bias, dtype, device)
+        self.mlp_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
         self.rotation = None
 
-    def forward(self, hidden: torch.Tensor, rope: torch.Tensor, attend: Attend, layer_index: int) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
+    ) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
-        qkv = self.qkv_proj(hidden, self.input_norm)
+        hidden = self.attention(hidden, rope, attend, layer_index)
+        inner = self.gate_up_proj(hidden, self.mlp_norm if self.norms_first else None)
+        return self._add(hidden, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
+
+    def attention(
+        self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
+    ) -> torch.Tensor:
+        """The first half of `forward`, with the residual and the norms around it."""
+        qkv = self.qkv_proj(hidden, self.input_norm if self.norms_first else None)
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
@@ -69,18 +91,22 @@ class DecoderLayer(nn.Module):
             q, k, v = self._rotated(qkv.unflatten(-1, (-1, self.head_dim)), rope)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
-        hidden = self.o_proj(out.flatten(1), residual=hidden)
-        updated: torch.Tensor = self.down_proj(self.gate_up_proj(hidden, self.post_attention_norm), residual=hidden)
-        return updated
+        return self._add(hidden, self.o_proj, out.flatten(1), self.input_norm, self.attention_out_norm)
 
-    def _rotated(self, qkv: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _add(
+        self, hidden: torch.Tensor, linear: AnyLinear, x: torch.Tensor, norm: AnyNorm, out_norm: AnyNorm | None
+    ) -> torch.Tensor:
+        """The residual and what a linear layer makes of `x`, normed wherever the model does so behind it."""
+        added: torch.Tensor = linear(x, residual=hidden) if out_norm is None else out_norm(linear(x), hidden)
+        return added if self.norms_first else norm.forward(added)
+
+    def _rotated(self, qkv: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
             pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
-            weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs])
-            qk = weights * normalised(qk, self.q_norm.eps)
-        q, k = torch.split(_rotate(qk, rope), self.heads[:2], dim=1)
+            qk = self.q_norm.weighted(qk, torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs]))
+        q, k = torch.split(qk if rope is None else _rotate(qk, rope), self.heads[:2], dim=1)
         return q, k, v
 
 
@@ -88,10 +114,12 @@ class Decoder(nn.Module):
     """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients."""
 
     attend: Attend
-    rope: torch.Tensor
+    rope: torch.Tensor | None
+    local_rope: torch.Tensor | None
     embed_tokens: Embedding | PackedEmbedding
+    project_in: AnyLinear | None
+    project_out: AnyLinear | None
     lm_head: Linear | PackedLinear
-    row_norm: RowNorm | None
 
     def __init__(
         self,
@@ -101,22 +129,33 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         max_position: int | None = None,
     ) -> None:
-        """`max_position`: positions that the rope table covers (the engine's max_model_len); None: the spec's."""
+        """`max_position`: positions that the rope tables cover (the engine's max_model_len); None: the spec's."""
         super().__init__()
         device = torch.device(device)
         self.spec = spec
         self.dtype = dtype
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
+        hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+        self.embed_tokens = Embedding(spec.vocab_size, width, dtype, device)
+        self.embedding_scale = None
+        if spec.embedding_scale is not None:
+            self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+        self.project_in = Linear(width, hidden, False, dtype, device) if width != hidden else None
+        self.embed_positions = None
+        self._first_position = spec.position_offset or 0
+        if spec.position_offset is not None:
+            self.embed_positions = Embedding(spec.max_position + spec.position_offset, hidden, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(spec, dtype, device) for _ in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype, device)
-        self.row_norm = None
+        self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
+        self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
         self.lm_head = Linear(
-            spec.hidden_size, spec.vocab_size, False, dtype, torch.device("meta") if spec.tie_embeddings else device
+            width, spec.vocab_size, False, dtype, torch.device("meta") if spec.tie_embeddings else device
         )
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        table = rope_table(spec.rope, max_position or spec.max_position).to(device)
-        self.register_buffer("rope", table, persistent=False)
+        for name, rope in (("rope", spec.rope), ("local_rope", spec.local_rope)):
+            table = None if rope is None else rope_table(rope, max_position or spec.max_position).to(device)
+            self.register_buffer(name, table, persistent=False)
+        self._is_local = [spec.local_rope is not None and layer.window is not None for layer in spec.layers]
         self.set_attention(_attention_not_set)
 
     def set_attention(self, attend: Attend) -> None:
@@ -126,20 +165,33 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm."""
-        hidden = self.embed_tokens(input_ids)
-        rope = self.rope[positions].to(self.dtype)
+        hidden = self._embedded(input_ids, positions)
+        rope, local_rope = self._rows(self.rope, positions), self._rows(self.local_rope, positions)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, self.attend, index)
-        final: torch.Tensor = self.norm(hidden) if self.row_norm is None else self.row_norm(hidden, self.norm)
-        return final
+            hidden = layer(hidden, local_rope if self._is_local[index] else rope, self.attend, index)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def _embedded(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        if self.embedding_scale is not None:
+            hidden = hidden * self.embedding_scale
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions + self._first_position)
+        return hidden
+
+    def _rows(self, table: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
+        return None if table is None else table[positions].to(self.dtype)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] → float32 [rows, vocab_size], rounded to the model's dtype first (as transformers)."""
-        logits: torch.Tensor = self.lm_head(hidden)
+        """[rows, hidden_size] → float32 [rows, vocab_size], rounded to the model's dtype first (as transformers);
+        a cap is applied to float32."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        logits = self.lm_head(hidden).float()
         cap = self.spec.logit_cap
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits.float()
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,15 @@ import struct
 from engine.errors import UnsupportedModelError, WeightsError
 from engine.models.gguf_header import GgufHeader
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_WIDE_QUERIES = {"gemma2": 46, "gemma3": 62}
+"""layers of the 27B models, which scale queries by hidden_size / heads; the file does not say so"""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DEFAULTS = {
     "general.sampling.temp": "temperature",
@@ -40,7 +48,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
     if epsilon is None:
         raise WeightsError(f"{header.path}: metadata {arch}.attention.layer_norm_rms_epsilon is missing")
     tensors = header.tensors
-    return {
+    config: dict[str, object] = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -60,6 +68,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
     }
+    return config | _gemma(header, arch, config) if arch in _WIDE_QUERIES else config
 
 
 def generation_config_of(header: GgufHeader) -> dict[str, object]:
@@ -87,6 +96,32 @@ def _num_layers(header: GgufHeader, arch: str) -> int:
     if f"blk.{count - 1}.attn_norm.weight" not in header.tensors or f"blk.{count}.attn_norm.weight" in header.tensors:
         raise WeightsError(f"{header.path}: metadata {arch}.block_count is {count}, the tensors are of another number")
     return count
+
+
+def _gemma(header: GgufHeader, arch: str, config: dict[str, object]) -> dict[str, object]:
+    """What Gemma 2's and 3's configs say beside Llama's."""
+    wide = config["num_hidden_layers"] == _WIDE_QUERIES[arch]
+    width = _required(header, f"{arch}.embedding_length") / _required(header, f"{arch}.attention.head_count")
+    more: dict[str, object] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width if wide else config["head_dim"],
+        "sliding_window": _required(header, f"{arch}.attention.sliding_window"),
+        "attn_logit_softcapping": header.number(f"{arch}.attn_logit_softcapping"),
+        "final_logit_softcapping": header.number(f"{arch}.final_logit_softcapping"),
+    }
+    pattern = f"{arch}.attention.sliding_window_pattern"
+    if pattern in header.metadata:
+        raise UnsupportedModelError(
+            f"{header.path}: {pattern} is not supported: every second (2) or sixth (3) sees all"
+        )
+    if arch == "gemma3":
+        more["model_type"] = "gemma3_text"
+        local = header.number(f"{arch}.rope.freq_base_swa") or 10000.0
+        more["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return more
 
 
 def _head_dim(header: GgufHeader, arch: str, hidden_size: int, num_heads: int) -> int:

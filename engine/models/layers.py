@@ -1,35 +1,117 @@
 """What a decoder is built of: linear layers, norms, embeddings, with dense weights.
 
-A linear layer takes along what happens around it (the norm before, gate or residual after), because on CPUs a packed
-layer (`engine.models.packed`) does all of it in one operator; a dense one does it step by step and leaves fusing to the
-compiler. Rounding points are the same either way.
+A linear layer takes along what happens around it (the norm before, activation or residual after), because on CPUs a
+packed layer (`engine.models.packed`) does all of it in one operator; a dense one does it step by step and leaves fusing
+to the compiler. Rounding points are the same either way.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from engine.models.linear_op import linear as small_batch_linear
+from engine.models.spec import Activation, NormKind
+
+RowNorm = Callable[[torch.Tensor, "RMSNorm", "torch.Tensor | None"], torch.Tensor]
+"""(x, norm, residual): what `RMSNorm.forward` returns"""
 
 
-class RMSNorm(nn.Module):
-    """Normalised in float32, rounded to the model's dtype, then weighted (transformers' order)."""
+class Norm(nn.Module):
+    """Over the last dimension, of `weight`'s size. A residual is added to what the norm returns."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.weighted(x, self.weight)
+        return y if residual is None else residual + y
+
+    def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x normalised and weighted; `weight` is this norm's or one of its shape and dtype, expanded to fit x."""
+        raise NotImplementedError
+
+
+class RMSNorm(Norm):
+    """Normalised in float32, rounded to the model's dtype, then weighted (transformers' order for Llama)."""
+
+    rows: RowNorm | None
+    """an operator that takes the place of `forward`, where the norm stands alone"""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter((size,), dtype, device)
         self.eps = eps
+        self.rows = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * normalised(x, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, residual) if self.rows is None else self.rows(x, self, residual)
+
+    def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * normalised(x, self.eps).to(x.dtype)
+
+
+class OnePlusRMSNorm(RMSNorm):
+    """Normalised and weighted in float32, then rounded (transformers' order for Gemma).
+
+    `weight` is float32 and holds 1 + the checkpoint's, the sum that transformers makes in every forward.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, torch.float32, device)
+
+    def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (normalised(x, self.eps) * weight).to(x.dtype)
+
+
+class LayerNorm(Norm):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((size,), dtype, device)
+        self.bias = parameter((size,), dtype, device)
+        self.eps = eps
+
+    def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
+
+
+NORMS: dict[NormKind, type[RMSNorm | LayerNorm]] = {
+    "rms": RMSNorm,
+    "rms_one_plus": OnePlusRMSNorm,
+    "layer": LayerNorm,
+}
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    match activation:
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+        case "gelu" | "gelu_tanh":
+            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def finished(
+    y: torch.Tensor, activation: Activation | None, gated: bool, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """A product as its layer returns it: see `Linear`."""
+    if activation is not None and gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = activated(gate, activation) * up
+    elif activation is not None:
+        y = activated(y, activation)
+    return y if residual is None else residual + y
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + b. Weights are left uninitialised, since a checkpoint fills them.
 
-    `gated`: the outputs are gate and up of a SwiGLU, and the layer returns silu(gate) * up, half as many.
+    `activation`: of the outputs. `gated`: the outputs are gate and up, and the layer returns activation(gate) * up,
+    half as many.
     """
 
     choice: int
@@ -42,25 +124,22 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        activation: Activation | None = None,
         gated: bool = False,
     ) -> None:
         super().__init__()
         self.weight = parameter((outputs, inputs), dtype, device)
         self.bias = parameter((outputs,), dtype, device) if bias else None
+        self.activation = activation
         self.gated = gated
         self.choice = 0
 
-    def forward(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, inputs]: `norm` is applied to it first; `residual` [tokens, outputs] is added to the result."""
         if norm is not None:
             x = norm(x)
         y = small_batch_linear(x, self.weight, self.bias, self.choice) if self.choice else self._library(x)
-        if self.gated:
-            gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
-        return y if residual is None else residual + y
+        return finished(y, self.activation, self.gated, residual)
 
     def _library(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -76,9 +155,9 @@ class Embedding(nn.Module):
 
 
 def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over the root mean square of its last dimension, in float32, rounded to the dtype of x."""
+    """float32: x over the root mean square of its last dimension."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

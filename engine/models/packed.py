@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from engine.models.layers import RMSNorm
+from engine.models.layers import LayerNorm, Norm, RMSNorm, finished
+from engine.models.spec import Activation
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.formats import Format
     from engine.cpu_kernels.linear import LinearOps
 
 
+FUSED_GATES: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+"""activations that the operator has for gated layers; numbers as in `csrc/linear.h`"""
+
+
 class PackedLinear(nn.Module):
     """See `engine.models.layers.Linear`; bfloat16 activations.
 
-    `weight`: uint8 [panels, panel_bytes], packed as `format` from a matrix [n, k] (gated: its rows interleaved by
-    `interleave_gate_up`, `bias` too). `wide`: returns float32 that holds the rounded values (logits).
+    `weight`: uint8 [panels, panel_bytes], packed as `format` from a matrix [n, k]. `gate`: the activation of a gated
+    layer, whose rows are interleaved by `interleave_gate_up`, `bias` too. `wide`: returns float32 that holds the
+    rounded values (logits).
     """
 
     weight: torch.Tensor
@@ -38,20 +44,20 @@ class PackedLinear(nn.Module):
         format: Format,
         *,
         bias: torch.Tensor | None = None,
-        gated: bool = False,
+        gate: Activation | None = None,
         wide: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
         self.n, self.k, self.format = n, k, int(format)
-        self.gated, self.wide = gated, wide
+        self.gate, self.wide = 0 if gate is None else FUSED_GATES[gate], wide
         self.op = ops.packed_linear
 
-    def forward(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, k]: `norm` is applied to it first; `residual` [tokens, outputs] is added to the result."""
+        if isinstance(norm, LayerNorm):
+            x, norm = norm(x), None
         y: torch.Tensor = self.op(
             x,
             self.weight,
@@ -61,7 +67,7 @@ class PackedLinear(nn.Module):
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
             residual,
-            self.gated,
+            self.gate,
             self.wide,
             0,
         )
@@ -75,11 +81,23 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         joined = torch.cat([part(x, norm) for part in self.parts], dim=-1)
         return joined if residual is None else residual + joined
+
+
+class ActivatedLinear(nn.Module):
+    """A packed layer with an activation that its operator does not have: left to the compiler."""
+
+    def __init__(self, linear: PackedLinear | JoinedLinear, activation: Activation, gated: bool) -> None:
+        """`gated`: the outputs of `linear` are all gates, then all ups."""
+        super().__init__()
+        self.linear = linear
+        self.activation: Activation = activation
+        self.gated = gated
+
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return finished(self.linear(x, norm), self.activation, self.gated, residual)
 
 
 class HeadRotation(nn.Module):
@@ -103,20 +121,21 @@ class HeadRotation(nn.Module):
             self.q_heads,
             self.k_heads,
             self.head_dim,
+            None,
         )
         return rotated
 
 
 class RowNorm(nn.Module):
-    """RMSNorm of whole rows by the same operator."""
+    """RMSNorm of whole rows by the same operator, and a residual added to it."""
 
     def __init__(self, ops: LinearOps) -> None:
         super().__init__()
         self.op = ops.rotate_heads
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """x [tokens, hidden], bfloat16."""
-        rows: torch.Tensor = self.op(x, None, norm.weight, norm.weight, norm.eps, 1, 0, x.size(1))
+    def forward(self, x: torch.Tensor, norm: RMSNorm, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x, residual [tokens, hidden], bfloat16."""
+        rows: torch.Tensor = self.op(x, None, norm.weight, norm.weight, norm.eps, 1, 0, x.size(1), residual)
         return rows
 
 

@@ -10,6 +10,13 @@ from typing import Literal
 
 import msgspec
 
+NormKind = Literal["rms", "rms_one_plus", "layer"]
+"""RMSNorm; RMSNorm times 1 + weight, rounded once at the end (Gemma); LayerNorm with bias"""
+NormPlacement = Literal["before", "around", "after"]
+"""where a norm stands: before attention and MLP; before and after each, within the residual (Gemma 2, 3); after each,
+around the residual (OPT-350m)"""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding, "neox" halves. `kind` names the frequency rule; `params` are its numbers as in the HF
@@ -37,15 +44,31 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerSpec, ...]
-    rope: RopeSpec
+    rope: RopeSpec | None = None
+    """None: positions are not rotated"""
+    local_rope: RopeSpec | None = None
+    """of layers with a window, where they have one of their own (Gemma 3)"""
+    position_offset: int | None = None
+    """row of position 0 in a table of learned positions (GPT-2: 0, OPT: 2); None: there is no such table"""
+    norm: NormKind = "rms"
+    norm_placement: NormPlacement = "before"
+    final_norm: bool = True
     norm_eps: float
-    activation: Literal["silu"] = "silu"
+    activation: Activation = "silu"
+    gated: bool = True
+    """the MLP is activation(gate) * up; else the activation alone"""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head of q and k (Qwen3)"""
+    """a norm of the model's kind over each head of q and k (Qwen3, Gemma 3)"""
+    sinks: bool = False
+    """a learned logit of each head joins the softmax (GPT-OSS)"""
     tie_embeddings: bool = False
+    embedding_size: int | None = None
+    """of a token in the table, projected to and from hidden_size (OPT-350m); None: hidden_size"""
+    embedding_scale: float | None = None
+    """that embeddings are multiplied with, rounded to the model's dtype (Gemma: the root of hidden_size)"""
     max_position: int
     scale: float
     """attention score scale, usually head_dim ** -0.5"""
@@ -60,4 +83,5 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def linear_weights(self) -> int:
         """Weights that every token is multiplied with: all layers' projections, without biases and the unembedding."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        matrices = 3 if self.gated else 2
+        return self.num_layers * self.hidden_size * (heads + matrices * self.intermediate_size)

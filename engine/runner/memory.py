@@ -20,11 +20,12 @@ def estimate_activation_bytes(spec: DecoderSpec, dtype_bytes: int, max_tokens: i
 
     Of the layers only one is alive at a time. Its widest moments are attention (residual, normed input, merged QKV,
     rotated q and k, attention output) and the MLP (residual, normed input, merged gate and up, their product, the
-    output); RMSNorm works in float32. The logits of `max_samples` positions come on top, float32.
+    output and its norm); norms work in float32. The logits of `max_samples` positions come on top, float32.
     """
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = 2 * spec.hidden_size + (q + 2 * kv) + (q + kv) + q
-    mlp = 3 * spec.hidden_size + 3 * spec.intermediate_size
+    outputs = 2 if spec.norm_placement == "before" else 3
+    mlp = (1 + outputs) * spec.hidden_size + (3 if spec.gated else 2) * spec.intermediate_size
     norm = 4 * spec.hidden_size * 2
     per_token = max(attention, mlp) * dtype_bytes + norm
     return max_tokens * per_token + logits_bytes(spec.vocab_size, max_samples)

@@ -20,8 +20,11 @@ from engine.models.spec import DecoderSpec
 from engine.runner.block_copies import independent
 
 
-def attention_layers(spec: DecoderSpec) -> list[AttentionLayer]:
-    """What the backend must know of each layer."""
+def attention_layers(spec: DecoderSpec, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
+    """What the backend must know of each layer. `sinks`: each layer's, float32 [num_heads], where the spec has them;
+    raises ValueError if they are missing."""
+    if len(sinks) != (spec.num_layers if spec.sinks else 0):
+        raise ValueError(f"{spec.family}: {len(sinks)} layers' sinks for {spec.num_layers} layers, sinks={spec.sinks}")
     return [
         AttentionLayer(
             num_heads=spec.num_heads,
@@ -30,8 +33,9 @@ def attention_layers(spec: DecoderSpec) -> list[AttentionLayer]:
             scale=spec.scale,
             window=layer.window,
             soft_cap=spec.soft_cap,
+            sinks=sinks[index] if sinks else None,
         )
-        for layer in spec.layers
+        for index, layer in enumerate(spec.layers)
     ]
 
 

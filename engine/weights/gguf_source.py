@@ -16,6 +16,8 @@ from engine.weights.gguf_dequant import dequantize_into
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight"})
 _INTERLEAVED_ROPE = frozenset({"llama"})
+_NORMS_WITH_ONE = frozenset({"gemma2", "gemma3"})
+"""whose files hold 1 + weight where Hugging Face has the weight of a norm"""
 
 
 class GgufSource:
@@ -30,6 +32,7 @@ class GgufSource:
         self._spec = spec
         arch_name = header.text("general.architecture") or ""
         self._interleaved = arch_name in _INTERLEAVED_ROPE
+        self._norms_with_one = arch_name in _NORMS_WITH_ONE
         architectures = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
         name_map = get_tensor_name_map(architectures.get(arch_name, MODEL_ARCH.LLAMA), spec.num_layers)
         hf_name_of = {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
@@ -57,6 +60,8 @@ class GgufSource:
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(destination, heads)
+        if self._norms_with_one and name.endswith("norm.weight"):
+            destination.sub_(1.0)
 
     def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
         extent = self._extents[name]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.errors import WeightsError
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription
-from engine.models.families.common import Rows
+from engine.models.families.common import Family, Rows
 from engine.models.families.registry import family_named
-from engine.models.layers import Embedding, Linear
+from engine.models.layers import Linear
+from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import Part, WeightSource
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from engine.weights.packing import Packer
 
 _COMPUTED = (".rotary_emb.inv_freq",)
+_EMBEDDING = "embed_tokens.weight"
 _DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
 
@@ -42,7 +44,8 @@ def load_weights(
     layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
     """
-    rows = family_named(description.spec.family).weight_rows(model.spec)
+    family = family_named(description.spec.family)
+    rows = family.weight_rows(model.spec)
     if load_format == "dummy":
         _fill_randomly(model, seed)
         if packer is not None:
@@ -54,13 +57,21 @@ def load_weights(
         else:
             source = SafetensorsSource(description.path)
         with source, torch.no_grad():
-            _fill(model, source, rows, packer)
+            rows = _as_named(rows, family, source)
+            _fill(model, ArrangedSource(source, rows, family.ignored), rows, packer)
     return weight_bytes(model)
+
+
+def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> dict[str, Rows]:
+    """Under the names of the bare model, where that is what was saved."""
+    if any(name.startswith(family.prefix) for name in source.shapes()):
+        return rows
+    return {name.removeprefix(family.prefix): row for name, row in rows.items()}
 
 
 def weight_bytes(model: Decoder) -> int:
     """Bytes of all weights, dense and packed; tied ones once, tables that are computed not at all."""
-    computed = {id(model.rope)}
+    computed = {id(model.rope), id(model.local_rope)}
     buffers = [buffer for buffer in model.buffers() if id(buffer) not in computed]
     return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
 
@@ -70,7 +81,7 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
     places = {name: model.get_parameter(row.parameter)[row.start : row.start + row.count] for name, row in rows.items()}
     _check(source, shapes, {name: tuple(place.shape) for name, place in places.items()}, model)
     if "lm_head.weight" in shapes and "lm_head.weight" not in places:
-        (embedding,) = (name for name, row in rows.items() if row.parameter == "embed_tokens.weight")
+        (embedding,) = (name for name, row in rows.items() if row.parameter == _EMBEDDING)
         _check_tied_copy(model, source, embedding)
     matrices = _matrices(model, rows) if packer is not None else {}
     packed = {part.name for parts in matrices.values() for part in parts}
@@ -83,18 +94,20 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
 
 
 def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]:
-    """What a packer takes, by parameter: the parts of linear layers' weights, embedding and unembedding included."""
+    """What a packer takes, by parameter: the parts of linear layers' weights, the unembedding's among them, and the
+    embedding of tokens."""
     parts: dict[str, list[Part]] = {}
     for name, row in rows.items():
         module, _, kind = row.parameter.rpartition(".")
-        if kind == "weight" and isinstance(model.get_submodule(module), (Linear, Embedding)):
+        is_linear = kind == "weight" and isinstance(model.get_submodule(module), Linear)
+        if is_linear or row.parameter == _EMBEDDING:
             parts.setdefault(row.parameter, []).append(Part(name, row.count))
     return parts
 
 
 def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: Packer) -> None:
     matrices = _matrices(model, rows)
-    (embedding,) = matrices.pop("embed_tokens.weight")
+    (embedding,) = matrices.pop(_EMBEDDING)
     head = matrices.pop("lm_head.weight", [None])[0]
     packer.pack_tables(model, embedding, head, source)
     for parameter, parts in matrices.items():
@@ -103,10 +116,7 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
         layer = getattr(owner, name)
         assert isinstance(layer, Linear)
         setattr(owner, name, packer.pack_linear(layer, parts, source))
-    for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        layer.rotation = packer.rotation(model.spec)
-    model.row_norm = packer.row_norm()
+    packer.fuse_heads_and_norms(model)
 
 
 def _check(

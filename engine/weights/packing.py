@@ -13,17 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import Quantization
-from engine.cpu_kernels.formats import Format, packable
+from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8
-from engine.models.decoder import AnyLinear, Decoder
-from engine.models.layers import Embedding, Linear
-from engine.models.packed import HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear, RowNorm
-from engine.models.spec import DecoderSpec
+from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
+from engine.models.layers import Embedding, Linear, RMSNorm
+from engine.models.packed import (
+    FUSED_GATES,
+    ActivatedLinear,
+    HeadRotation,
+    JoinedLinear,
+    PackedEmbedding,
+    PackedLinear,
+    RowNorm,
+)
 from engine.weights.source import Part, WeightSource
 
-_GATE_ROWS = 16
-"""rows of gate, then of up, that share a panel"""
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
 _HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
 """of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
@@ -59,7 +64,7 @@ class Packer:
         runs = self._encoded(layer.weight, parts, source, _MATRIX_FORMAT)
         if runs is None:
             return layer
-        if layer.gated:
+        if layer.gated and layer.activation in FUSED_GATES and layer.weight.shape[0] % PANEL == 0:
             return self._gated(layer, runs, parts, source)
         packed = []
         first = 0
@@ -68,13 +73,19 @@ class Packer:
             bias = None if layer.bias is None else layer.bias.detach()[first : first + count].clone()
             packed.append(PackedLinear(self._ops, run.packed(), count, k, run.format, bias=bias))
             first += count
-        return packed[0] if len(packed) == 1 else JoinedLinear(packed)
+        joined = packed[0] if len(packed) == 1 else JoinedLinear(packed)
+        return joined if layer.activation is None else ActivatedLinear(joined, layer.activation, layer.gated)
 
-    def rotation(self, spec: DecoderSpec) -> HeadRotation:
-        return HeadRotation(self._ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-
-    def row_norm(self) -> RowNorm:
-        return RowNorm(self._ops)
+    def fuse_heads_and_norms(self, model: Decoder) -> None:
+        """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
+        spec = model.spec
+        for layer in model.layers:
+            assert isinstance(layer, DecoderLayer)
+            if spec.rope is not None:
+                layer.rotation = HeadRotation(self._ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        for module in model.modules():
+            if isinstance(module, RMSNorm):
+                module.rows = RowNorm(self._ops)
 
     def pack_tables(
         self, model: Decoder, embedding_part: Part, head_part: Part | None, source: WeightSource | None
@@ -109,16 +120,13 @@ class Packer:
         self, layer: Linear, runs: list[_Encoded], parts: Sequence[Part], source: WeightSource | None
     ) -> AnyLinear:
         n, k = layer.weight.shape
-        if (n // 2) % _GATE_ROWS:
-            self._fill(layer.weight, parts, source)
-            return layer
         run = runs[0]
         if len(runs) > 1:  # gate and up are encoded differently, and could not share a panel
             self._fill(layer.weight, parts, source)
             run = _Encoded(Format.BFLOAT16, layer.weight.detach())
         bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
         mixed = _Encoded(run.format, interleave_gate_up(run.rows))
-        return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gated=True)
+        return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gate=layer.activation)
 
     def _encoded(
         self,

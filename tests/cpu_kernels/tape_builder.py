@@ -110,10 +110,10 @@ class TapeBuilder:
         numbers = [0, self._tensor(w.packed), w.n, w.k, int(w.format), self._tensor(w.bias), self._tensor(w.norm)]
         self._layer([*numbers, int(w.gated), *x, *residual, *out], w.eps, alone)
 
-    def rotation(self, h: Heads, x: Ref, rope: Ref, out: Ref, *, alone: bool = False) -> None:
+    def rotation(self, h: Heads, x: Ref, rope: Ref, out: Ref, residual: Ref = NONE, *, alone: bool = False) -> None:
         norms = h.norms or (None, None)
         numbers = [1, h.columns, h.q, h.k, h.dim, *(self._tensor(norm) for norm in norms)]
-        self._layer([*numbers, *x, *rope, *out], h.eps, alone)
+        self._layer([*numbers, *x, *rope, *residual, *out], h.eps, alone)
 
     def attention(
         self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref], step: int = 0
@@ -144,13 +144,14 @@ def run_tape(
 
 def linear(ops: LinearOps, w: Weights, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The layer alone."""
-    y: Tensor = ops.packed_linear(x, w.packed, w.n, int(w.format), w.bias, w.norm, w.eps, residual, w.gated, False, 0)
+    norm, gate = (w.norm, w.eps), int(w.gated)
+    y: Tensor = ops.packed_linear(x, w.packed, w.n, int(w.format), w.bias, *norm, residual, gate, False, 0)
     return y
 
 
-def rotated(ops: LinearOps, h: Heads, x: Tensor, rope: Tensor) -> Tensor:
+def rotated(ops: LinearOps, h: Heads, x: Tensor, rope: Tensor | None, residual: Tensor | None = None) -> Tensor:
     norms = h.norms or (None, None)
-    y: Tensor = ops.rotate_heads(x, rope, *norms, h.eps, h.q, h.k, h.dim)
+    y: Tensor = ops.rotate_heads(x, rope, *norms, h.eps, h.q, h.k, h.dim, residual)
     return y
 
 

@@ -91,7 +91,7 @@ def test_fakes_tell_shapes_and_dtypes_of_the_kernels(ops: LinearOps) -> None:
     flags = torch.library.opcheck
     for gated in (False, True):
         for wide in (False, True):
-            arguments = (x, packed, 64, BF16, None, None, 0.0, None, gated, wide, 0)
+            arguments = (x, packed, 64, BF16, None, None, 0.0, None, int(gated), wide, 0)
             flags(ops.packed_linear, arguments, test_utils=("test_schema", "test_faketensor"))
     ids = torch.arange(5)
     flags(ops.packed_embedding, (ids, packed, 64, 32, BF16), test_utils=("test_schema", "test_faketensor"))

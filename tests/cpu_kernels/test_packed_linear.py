@@ -19,6 +19,7 @@ BF16 = int(Format.BFLOAT16)
 ROWS = [0, 1, 2, 5, 6, 7, 16, 17, 33, 64, 200]
 SHAPES = [(96, 64), (33, 66), (1, 2), (70, 2120), (64, 4128)]
 EPS = 1e-5
+NORMS = (None, torch.bfloat16, torch.float32)
 
 
 def rand(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -35,12 +36,12 @@ def call(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    gate: int = 0,
     wide: bool = False,
 ) -> Tensor:
     number = 0 if isa == "auto" else 1 + ISAS.index(isa)
     packed = pack_bf16(weight)
-    result: Tensor = ops.packed_linear(x, packed, weight.size(0), BF16, bias, norm, EPS, residual, gated, wide, number)
+    result: Tensor = ops.packed_linear(x, packed, weight.size(0), BF16, bias, norm, EPS, residual, gate, wide, number)
     return result
 
 
@@ -85,17 +86,18 @@ def test_a_thousand_rows(ops: LinearOps, isa: str) -> None:
 
 
 def separate_layers(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None, gated: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None, gate: int
 ) -> Tensor:
     """What torch's modules give one after another, the products summed in float64."""
     if norm is not None:
         wide = x.float()
-        x = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+        x = norm * normed.bfloat16() if norm.dtype == torch.bfloat16 else (norm * normed).bfloat16()
     product = exact(x, weight)
     y = (product if bias is None else product + bias.double()).bfloat16()
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+    if gate:
+        gates, up = y.chunk(2, dim=-1)
+        y = (F.silu(gates) if gate == 1 else F.gelu(gates, approximate="tanh")) * up
     return y if residual is None else residual + y
 
 
@@ -103,12 +105,13 @@ def separate_layers(
 def test_fused_layers_round_where_separate_layers_do(ops: LinearOps, isa: str, rows: int) -> None:
     n, k = 64, 96
     x, weight = rand(rows, k), rand(n, k, scale=k**-0.5)
-    for has_bias, has_norm, has_residual, gated, wide in itertools.product((False, True), repeat=5):
+    either = (False, True)
+    for has_bias, norm_dtype, has_residual, gate, wide in itertools.product(either, NORMS, either, (0, 1, 2), either):
         bias = rand(n, seed=2) if has_bias else None
-        norm = rand(k, seed=3) if has_norm else None
-        residual = rand(rows, n // 2 if gated else n, seed=4) if has_residual else None
-        truth = separate_layers(x, weight, bias, norm, residual, gated)
-        order = interleave_gate_up if gated else torch.clone
+        norm = None if norm_dtype is None else (1 + rand(k, seed=3).float() / 3).to(norm_dtype)
+        residual = rand(rows, n // 2 if gate else n, seed=4) if has_residual else None
+        truth = separate_layers(x, weight, bias, norm, residual, gate)
+        order = interleave_gate_up if gate else torch.clone
         found = call(
             ops,
             isa,
@@ -117,7 +120,7 @@ def test_fused_layers_round_where_separate_layers_do(ops: LinearOps, isa: str, r
             bias=None if bias is None else order(bias),
             norm=norm,
             residual=residual,
-            gated=gated,
+            gate=gate,
             wide=wide,
         )
         assert found.dtype == (torch.float32 if wide else torch.bfloat16)
@@ -188,7 +191,7 @@ def test_extreme_gates_neither_overflow_nor_vanish(ops: LinearOps, isa: str) -> 
     weight = torch.zeros(32, 2, dtype=torch.bfloat16)
     weight[:16, 0], weight[16:, 1] = 1, 1
     x = torch.stack([gates, torch.ones_like(gates)], dim=1)
-    found = call(ops, isa, x, weight, gated=True)
+    found = call(ops, isa, x, weight, gate=1)
     torch.testing.assert_close(found[:, 0], F.silu(gates), rtol=2.0**-7, atol=1e-35)
 
 
@@ -242,12 +245,12 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
 
     def linear(**changes: object) -> None:
         given = {"x": x, "weight": packed, "n": 64, "format": BF16, "bias": None, "norm": None, "residual": None}
-        given |= {"gated": False, "isa": 0} | changes
+        given |= {"gate": 0, "isa": 0} | changes
         ops.packed_linear(
             *(given[name] for name in ("x", "weight", "n", "format", "bias", "norm")),
             EPS,
             given["residual"],
-            given["gated"],
+            given["gate"],
             False,
             given["isa"],
         )
@@ -265,10 +268,12 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
         ("unknown weight format", {"format": 7}),
         ("do not hold", {"format": int(Format.INT8)}),
         ("bias must be", {"bias": rand(63)}),
-        ("norm_weight must be", {"norm": rand(64).float()}),
+        ("norm_weight must be", {"norm": rand(64).double()}),
+        ("norm_weight must be", {"norm": rand(65).float()}),
+        ("unknown gate 3", {"gate": 3}),
         ("residual must be", {"residual": rand(3, 32)}),
         ("residual has 2 rows, x 3", {"residual": rand(2, 64)}),
-        ("multiple of 32", {"n": 63, "gated": True}),
+        ("multiple of 32", {"n": 63, "gate": 1}),
         ("not available", {"isa": 99}),
     ]
     for message, changes in refused:

@@ -15,6 +15,9 @@ from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
 from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate, rotate_back
+from engine.models.layers import activated
+from engine.models.packed import FUSED_GATES
+from engine.models.spec import Activation
 
 _FORMATS = (Format.INT8, *FORMAT_OF_GGUF.values())
 _EPS = 1e-5
@@ -63,18 +66,19 @@ def _run(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    gate: int = 0,
     wide: bool = False,
 ) -> Tensor:
     out: Tensor = ops.packed_linear(
-        x, layer.packed, layer.n, int(layer.format), bias, norm, _EPS, residual, gated, wide, isa
+        x, layer.packed, layer.n, int(layer.format), bias, norm, _EPS, residual, gate, wide, isa
     )
     return out
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     x = x.float()
-    return weight * (x / (x.square().mean(1, keepdim=True) + _EPS).sqrt()).bfloat16()
+    normed = x / (x.square().mean(1, keepdim=True) + _EPS).sqrt()
+    return weight * normed.bfloat16() if weight.dtype == torch.bfloat16 else (weight * normed).bfloat16()
 
 
 def _quantised(x: Tensor, format: Format) -> Tensor:
@@ -116,13 +120,13 @@ def test_product_of_quantised_rows_and_weights(linear_ops: LinearOps, format: Fo
 
 @_by_isa
 @_by_format
-@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize(("rows", "norm_dtype"), [(2, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32)])
 def test_norm_bias_and_residual_round_where_separate_layers_do(
-    linear_ops: LinearOps, format: Format, isa: str, rows: int
+    linear_ops: LinearOps, format: Format, isa: str, rows: int, norm_dtype: torch.dtype
 ) -> None:
     number, layer, x = _number(linear_ops, isa), _layer(70, 768, format), _rows(rows, 768)
     generator = torch.Generator().manual_seed(4)
-    norm = (torch.rand(768, generator=generator) + 0.5).bfloat16()
+    norm = (torch.rand(768, generator=generator) + 0.5).to(norm_dtype)
     bias = torch.randn(70, generator=generator).bfloat16()
     residual = torch.randn(rows, 90, generator=generator).bfloat16()[:, 10:80]
     out = _run(linear_ops, layer, x, number, bias=bias, norm=norm, residual=residual, wide=True)
@@ -136,18 +140,20 @@ def test_norm_bias_and_residual_round_where_separate_layers_do(
 
 @_by_isa
 @_by_format
-@pytest.mark.parametrize("rows", [1, 33])
-def test_gated_layer_is_silu_of_gate_times_up(linear_ops: LinearOps, format: Format, isa: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "kind"), [(1, "silu"), (33, "silu"), (33, "gelu_tanh")])
+def test_gated_layer_is_activation_of_gate_times_up(
+    linear_ops: LinearOps, format: Format, isa: str, rows: int, kind: Activation
+) -> None:
     inner, k = 48, 256
     number, plain, x = _number(linear_ops, isa), _layer(2 * inner, k, format), _rows(rows, k)
     order = interleave_gate_up(torch.arange(2 * inner))
-    out = _run(linear_ops, plain, x, number, gated=True)
+    out = _run(linear_ops, plain, x, number, gate=FUSED_GATES[kind])
     product = _product(plain, x, isa).bfloat16().double()
     split = torch.empty_like(product)
     split[:, order] = product
     gate, up = split.chunk(2, dim=1)
     assert out.shape == (rows, inner)
-    _assert_near(out, torch.nn.functional.silu(gate) * up, roundings=4)
+    _assert_near(out, activated(gate, kind) * up, roundings=4)
 
 
 @_by_format

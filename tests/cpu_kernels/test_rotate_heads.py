@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.linear import LinearOps
 from engine.models.decoder import _rotate
-from engine.models.layers import RMSNorm
+from engine.models.layers import OnePlusRMSNorm, RMSNorm
 from engine.models.packed import HeadRotation, RowNorm
 
 ROWS = [1, 2, 3, 7, 33, 130, 301]
@@ -63,12 +63,12 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 def rotate(ops: LinearOps, case: Case, x: Tensor | None = None) -> Tensor:
     q_norm, k_norm = case.weights() or (None, None)
     x = case.x() if x is None else x
-    result: Tensor = ops.rotate_heads(x, case.rope(), q_norm, k_norm, EPS, case.q_heads, case.k_heads, case.dim)
+    result: Tensor = ops.rotate_heads(x, case.rope(), q_norm, k_norm, EPS, case.q_heads, case.k_heads, case.dim, None)
     return result
 
 
-def norm_of(weight: Tensor) -> RMSNorm:
-    norm = RMSNorm(len(weight), EPS, torch.bfloat16, torch.device("cpu"))
+def norm_of(weight: Tensor, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+    norm = kind(len(weight), EPS, torch.bfloat16, torch.device("cpu"))
     with torch.no_grad():
         norm.weight.copy_(weight)
     return norm
@@ -151,7 +151,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(ops: LinearOps, threads:
     weights = case.weights() or (None, None)
     for row in (0, 1, 150, 300):
         alone = ops.rotate_heads(
-            x[row : row + 1], rope[row : row + 1], *weights, EPS, case.q_heads, case.k_heads, case.dim
+            x[row : row + 1], rope[row : row + 1], *weights, EPS, case.q_heads, case.k_heads, case.dim, None
         )
         assert torch.equal(bits(alone), bits(found[row : row + 1]))
 
@@ -182,7 +182,7 @@ def test_rows_may_be_one_row_seen_often(ops: LinearOps) -> None:
     case = Case(1, 64, norms=True)
     q_norm, k_norm = case.weights() or (None, None)
     x, rope = case.x().expand(40, -1), case.rope().expand(40, -1)
-    found = ops.rotate_heads(x, rope, q_norm, k_norm, EPS, case.q_heads, case.k_heads, case.dim)
+    found = ops.rotate_heads(x, rope, q_norm, k_norm, EPS, case.q_heads, case.k_heads, case.dim, None)
     assert torch.equal(found, rotate(ops, case).expand(40, -1))
 
 
@@ -210,7 +210,7 @@ def test_nan_and_infinity_stay_in_their_head(ops: LinearOps, norms: bool) -> Non
 def test_an_angle_of_zero_changes_nothing(ops: LinearOps) -> None:
     case = Case(33, 80)
     rope = torch.cat((torch.ones(33, 40), torch.zeros(33, 40)), dim=1).bfloat16()
-    found = ops.rotate_heads(case.x(), rope, None, None, 0.0, case.q_heads, case.k_heads, case.dim)
+    found = ops.rotate_heads(case.x(), rope, None, None, 0.0, case.q_heads, case.k_heads, case.dim, None)
     assert torch.equal(found, case.x())
 
 
@@ -222,7 +222,7 @@ def test_without_a_rope_heads_are_only_normed(ops: LinearOps, threads: list[int]
         expected = torch.cat((normed_heads(case).flatten(1), x[:, case.rotated :]), dim=1)
         for count in threads[:3]:
             torch.set_num_threads(count)
-            found = ops.rotate_heads(x, None, *weights, EPS, case.q_heads, case.k_heads, dim)
+            found = ops.rotate_heads(x, None, *weights, EPS, case.q_heads, case.k_heads, dim, None)
             if norms:
                 assert_nearly_equal(found, expected)
                 assert torch.equal(found[:, case.rotated :], x[:, case.rotated :])
@@ -230,15 +230,18 @@ def test_without_a_rope_heads_are_only_normed(ops: LinearOps, threads: list[int]
                 assert torch.equal(bits(found), bits(x))
 
 
+@pytest.mark.parametrize("kind", [RMSNorm, OnePlusRMSNorm])
 @pytest.mark.parametrize("hidden", [64, 576, 2050])
-def test_a_row_norm_is_the_layers_norm(ops: LinearOps, threads: list[int], hidden: int) -> None:
-    norm, module = norm_of(rand(hidden) + 1), RowNorm(ops)
+def test_a_row_norm_is_the_layers_norm(ops: LinearOps, threads: list[int], hidden: int, kind: type[RMSNorm]) -> None:
+    norm, module = norm_of(rand(hidden) + 1, kind), RowNorm(ops)
     for rows in (1, 9, 130):
         x = rand(rows, hidden + 3)[:, 3:]
         found = module(x, norm)
         assert_nearly_equal(found, norm(x))
         torch.set_num_threads(3)
         assert torch.equal(module(x, norm), found)
+        residual = rand(rows, hidden + 1)[:, :-1]
+        assert torch.equal(module(x, norm, residual), residual + found)
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
@@ -253,7 +256,7 @@ def test_the_module_gives_the_operator_its_norms(ops: LinearOps, norms: bool) ->
 def test_the_fake_tells_shape_dtype_and_strides(ops: LinearOps) -> None:
     for case in (Case(5, 64), replace(Case(5, 64, norms=True), gap=3)):
         weights = case.weights() or (None, None)
-        arguments = (case.x(), case.rope(), *weights, EPS, case.q_heads, case.k_heads, case.dim)
+        arguments = (case.x(), case.rope(), *weights, EPS, case.q_heads, case.k_heads, case.dim, None)
         torch.library.opcheck(ops.rotate_heads, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -262,7 +265,7 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
     q_norm, k_norm = case.weights() or (None, None)
     columns = case.columns
     fitting = {"x": case.x(), "rope": case.rope(), "q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
-    fitting |= {"q_heads": case.q_heads, "k_heads": case.k_heads, "dim": case.dim}
+    fitting |= {"q_heads": case.q_heads, "k_heads": case.k_heads, "dim": case.dim, "residual": None}
     refused: list[tuple[str, dict[str, object]]] = [
         ("x must have two dimensions", {"x": case.x()[0]}),
         ("x must have two dimensions", {"x": case.x()[None]}),
@@ -277,7 +280,11 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
         ("both be there, or none", {"q_norm": None}),
         ("both be there, or none", {"k_norm": None}),
         (r"q_norm must be contiguous bfloat16 \[64\]", {"q_norm": rand(32)}),
-        ("q_norm must be", {"q_norm": rand(64).float()}),
+        ("q_norm must be", {"q_norm": rand(64).double()}),
+        (r"q_norm must be contiguous \[64\]", {"q_norm": rand(32).float()}),
+        ("differ in dtype", {"q_norm": rand(64).float()}),
+        ("a residual is added to rows that are normed as a whole", {"residual": case.x()}),
+        ("a residual is added", {"residual": case.x(), "rope": None}),
         ("k_norm must be", {"k_norm": rand(128)[::2]}),
         ("k_norm must be", {"k_norm": rand(1, 64)}),
         ("heads of 63 cannot be rotated in pairs", {"dim": 63}),

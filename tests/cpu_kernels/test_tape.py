@@ -81,16 +81,19 @@ def test_a_tape_runs_again_and_again_with_any_number_of_rows(ops: LinearOps) -> 
         assert torch.equal(found, expected(ops, hidden, rope))
 
 
-def test_a_rotation_without_a_rope_is_a_norm(ops: LinearOps) -> None:
-    t, norm = TapeBuilder(), rand(HIDDEN)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rotation_without_a_rope_is_a_norm(ops: LinearOps, dtype: torch.dtype, adds: bool) -> None:
+    t, norm = TapeBuilder(), rand(HIDDEN).to(dtype)
     hidden, made, out = t.value(HIDDEN, INPUT), t.value(HIDDEN, SCRATCH), t.value(HIDDEN, RESULT)
     t.matrix(weights(HIDDEN, HIDDEN), (hidden, 0), (made, 0))
-    t.rotation(Heads(1, 0, HIDDEN, (norm, norm), EPS), (made, 0), NONE, (made, 0))
+    t.rotation(Heads(1, 0, HIDDEN, (norm, norm), EPS), (made, 0), NONE, (made, 0), (hidden, 0) if adds else NONE)
     t.matrix(weights(HIDDEN, HIDDEN), (made, 0), (out, 0), (hidden, 0))
     tape = t.make(ops)
     for rows in (1, 40):
         x = rand(rows, HIDDEN)
-        normed = ops.rotate_heads(linear(ops, weights(HIDDEN, HIDDEN), x), None, norm, norm, EPS, 1, 0, HIDDEN)
+        made_rows = linear(ops, weights(HIDDEN, HIDDEN), x)
+        normed = ops.rotate_heads(made_rows, None, norm, norm, EPS, 1, 0, HIDDEN, x if adds else None)
         assert torch.equal(run_tape(ops, tape, [x])[0], linear(ops, weights(HIDDEN, HIDDEN), normed, x))
 
 
@@ -264,7 +267,7 @@ def matrix_program(tensor: int, bias: int = -1, norm: int = -1, n: int = 96, k: 
 
 def test_a_layer_of_wrong_or_missing_tensors_is_refused(ops: LinearOps) -> None:
     good = pack_bf16(rand(96, 96))
-    tensors = [good, rand(95), rand(96).float(), good.view(torch.int8), good[:2], good.repeat(1, 2)]
+    tensors = [good, rand(95), rand(96).double(), good.view(torch.int8), good[:2], good.repeat(1, 2)]
     refused = [
         ("a tensor is missing", matrix_program(-1)),
         ("there is no tensor 6", matrix_program(6)),

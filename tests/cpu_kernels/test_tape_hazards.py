@@ -64,7 +64,7 @@ class RotatedWhileNeeded(Layered):
         x = x + 1
         y = self.linear(self.attend(x, 0))
         attended = self.attend(y, 1)
-        rotated = self.ops.rotate_heads(y, x, None, None, 0.0, 1, 0, WIDTH)
+        rotated = self.ops.rotate_heads(y, x, None, None, 0.0, 1, 0, WIDTH, None)
         return self.linear(self.attend(self.linear(rotated, attended), 2), y) + 1
 
 

@@ -26,7 +26,7 @@ from engine.cpu_kernels.tape_program import TapeProgram, _Value
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.layers import Linear
-from engine.models.packed import JoinedLinear, PackedLinear
+from engine.models.packed import ActivatedLinear, JoinedLinear, PackedLinear
 from engine.weights.loader import load_weights
 from engine.weights.packing import Packer
 
@@ -269,7 +269,8 @@ def test_a_model_of_dense_layers_stays_as_it_was(make: Make, name: str) -> None:
 @pytest.mark.parametrize("hidden", [48, 62, 63])
 def test_odd_sizes_serve(make: Make, hidden: int) -> None:
     model = make(hidden_size=hidden, intermediate_size=40, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
-    assert isinstance(model.decoder.layers[0].gate_up_proj, Linear), "40 gates do not fill half panels"
+    kind = Linear if hidden % 2 else ActivatedLinear
+    assert isinstance(model.decoder.layers[0].gate_up_proj, kind), "40 gates do not fill half panels"
     assert model.fused() is model.steps
     assert_unchanged(model, model.fused())
 

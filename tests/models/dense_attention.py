@@ -29,6 +29,8 @@ class DenseAttention:
         if window is not None:
             visible &= key_at > query_at - window
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * self.spec.scale
+        if self.spec.soft_cap is not None:
+            scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
         weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, values.float()))
 

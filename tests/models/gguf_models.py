@@ -9,13 +9,20 @@ import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3": MODEL_ARCH.GEMMA3,
+}
 
 
 def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationType = GGMLQuantizationType.F32) -> str:
-    """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order."""
+    """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order, 1
+    added to Gemma's norms."""
     config = model.config
-    arch = config.model_type
+    arch = config.model_type.removesuffix("_text")
     writer = GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -30,7 +37,13 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
     writer.add_token_list([f"token{index}" for index in range(2000)])
     writer.add_eos_token_id(5)
     writer.add_eot_token_id(6)
-    _add_rope(writer, config.rope_parameters, head_dim)
+    ropes = config.rope_parameters
+    _add_rope(writer, ropes.get("full_attention", ropes), head_dim)
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+        if arch == "gemma2":
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
     name_map = get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -39,6 +52,8 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
         stored = encoding if values.ndim > 1 else GGMLQuantizationType.F32
         short = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(short, quants.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_attention import greedy, logits_of
+from safetensors.torch import save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
 
 from engine.models.decoder import Decoder
@@ -34,24 +35,25 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
     assert greedy(model, PROMPT, 32) == hf_greedy(reference, PROMPT, 32)
 
 
-@pytest.mark.parametrize("case", ["llama_biases", "mistral_window", "qwen3_bias_windows"])
+@pytest.mark.parametrize("case", ["llama_biases", "mistral_window", "qwen3_bias_windows", "gemma3_windows", "opt"])
 def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     model = ours(save(make_model(case), tmp_path))
     torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-def test_windows_change_the_logits_of_a_prompt_beyond_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["mistral_window", "gemma2_windows", "gemma3_windows"])
+def test_windows_change_the_logits_of_a_prompt_beyond_them(case: str, tmp_path: Path) -> None:
     """Guards the parity tests above: their prompt is long enough to see a window that is ignored."""
-    model = ours(save(make_model("mistral_window"), tmp_path / "windowed"))
+    model = ours(save(make_model(case), tmp_path / "windowed"))
     config_file = tmp_path / "windowed" / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "sliding_window": None}))
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "sliding_window": 1000}))
     unlimited = ours(str(tmp_path / "windowed"))
     with_window, without = logits_of(model, PROMPT), logits_of(unlimited, PROMPT)
     torch.testing.assert_close(with_window[:16], without[:16], rtol=1e-4, atol=1e-4)
     assert (with_window[16:] - without[16:]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("case", ["llama_tied", "qwen2"])
+@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "gemma2_windows", "gemma3_windows", "opt_norms_after", "gpt2"])
 def test_bfloat16_errs_no_more_than_transformers_bfloat16(case: str, tmp_path: Path) -> None:
     reference = make_model(case)
     path = save(reference, tmp_path)
@@ -59,6 +61,43 @@ def test_bfloat16_errs_no_more_than_transformers_bfloat16(case: str, tmp_path: P
     theirs = torch.log_softmax(hf_logits(reference.to(torch.bfloat16), PROMPT), -1)
     mine = torch.log_softmax(logits_of(ours(path, torch.bfloat16), PROMPT), -1)
     assert (mine - exact).abs().mean() <= 1.25 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt"])
+def test_names_of_the_bare_model_are_read_too(case: str, tmp_path: Path) -> None:
+    """The first GPT-2 checkpoints were saved without the head, and with the causal mask of each layer."""
+    reference = make_model(case)
+    expected = logits_of(ours(save(reference, tmp_path / "whole")), PROMPT)
+    bare = tmp_path / "bare"
+    tensors = {name: tensor.clone() for name, tensor in reference.base_model.state_dict().items()}
+    if case == "gpt2":
+        tensors |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 256, 256).tril() for layer in range(3)}
+    bare.mkdir()
+    save_file(tensors, bare / "model.safetensors")
+    (bare / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    assert torch.equal(logits_of(ours(str(bare)), PROMPT), expected)
+
+
+def test_gemma_3_rotates_by_two_bases(tmp_path: Path) -> None:
+    """Guards its parity test: a base of its own for layers with a window changes the logits."""
+    model = ours(save(make_model("gemma3_windows"), tmp_path))
+    expected = logits_of(model, PROMPT)
+    assert model.rope is not None and model.local_rope is not None
+    model.local_rope.copy_(model.rope)
+    assert (logits_of(model, PROMPT) - expected).abs().max() > 0.1
+
+
+def test_a_legacy_gemma_3_config_gives_the_same_spec(tmp_path: Path) -> None:
+    path = save(make_model("gemma3_windows"), tmp_path)
+    modern = describe(path).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "layer_types"):
+        del config[key]
+    config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe(path).spec == modern
+    assert [layer.window for layer in modern.layers] == [16, None, 16, None]
 
 
 def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from dense_attention import logits_of
 from gguf import GGMLQuantizationType, quants
 from gguf_models import write_gguf
-from tiny_models import CASES, LLAMA3, SHAPE, hf_logits, make_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tiny_models import GEMMA, LLAMA3, SHAPE, TWO_BASES, hf_logits, make_model
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModelError
 from engine.models.decoder import Decoder
@@ -18,11 +18,7 @@ from engine.models.description import describe
 from engine.weights.loader import load_weights
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
-WITHOUT_WINDOWS = [
-    case
-    for case in CASES
-    if "window" not in case and "mistral" not in case and case not in ("llama_llama3_rope", "llama_linear_rope")
-]
+FILES = ["llama", "llama_tied", "llama_biases", "llama_head_dim", "llama_yarn_rope", "qwen2", "qwen3"]
 
 
 def logits_of_file(path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -32,7 +28,7 @@ def logits_of_file(path: str, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return logits_of(model, PROMPT)
 
 
-@pytest.mark.parametrize("case", WITHOUT_WINDOWS)
+@pytest.mark.parametrize("case", FILES)
 def test_float32_file_gives_the_logits_of_its_origin(case: str, tmp_path: Path) -> None:
     origin = make_model(case)
     path = write_gguf(origin, tmp_path / "model.gguf")
@@ -75,6 +71,34 @@ def test_divisors_of_an_unknown_rule_are_refused(tmp_path: Path) -> None:
     path = write_gguf(llama3_model(32.0, 4096), tmp_path / "model.gguf")
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         describe(path)
+
+
+def gemma_model(kind: type[Gemma2Config] | type[Gemma3TextConfig], **options: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 32, "rms_norm_eps": 1e-5}
+    return AutoModelForCausalLM.from_config(kind(**shape, **options), attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+def test_a_gemma_file_gives_the_logits_of_its_origin(generation: int, tmp_path: Path) -> None:
+    if generation == 2:
+        origin = gemma_model(Gemma2Config, attn_logit_softcapping=4.0, final_logit_softcapping=10.0)
+    else:
+        origin = gemma_model(Gemma3TextConfig, rope_parameters=dict(TWO_BASES))
+    with torch.no_grad():
+        for name, parameter in origin.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(-0.4, 3.0)
+    path = write_gguf(origin, tmp_path / "model.gguf")
+    torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_27b_scales_queries_by_its_width(tmp_path: Path) -> None:
+    """62 layers are what llama.cpp knows it by, too."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 62, "hidden_size": 32, "query_pre_attn_scalar": 8})
+    path = write_gguf(AutoModelForCausalLM.from_config(config), tmp_path / "model.gguf")
+    assert describe(path).spec.scale == 8**-0.5
 
 
 def test_linear_rope_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 199,
@@ -28,6 +39,35 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
+GEMMA: dict[str, Any] = {
+    **SHAPE,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "eos_token_id": 1,
+}
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+OPT_SHAPE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "init_std": 0.2,
+}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": 199,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.2,
+}
 
 CASES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -49,6 +89,26 @@ CASES: dict[str, Any] = {
     "qwen3_bias_windows": lambda: Qwen3Config(
         **SHAPE, head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=16, layer_types=MIXED
     ),
+    "gemma2_windows": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=10.0),
+    "gemma2_windows_untied": lambda: Gemma2Config(
+        **GEMMA, tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma3_windows": lambda: Gemma3TextConfig(**GEMMA, rope_parameters=dict(TWO_BASES), sliding_window_pattern=2),
+    "gemma3_windows_untied": lambda: Gemma3TextConfig(
+        **{**GEMMA, "num_hidden_layers": 6},
+        tie_word_embeddings=False,
+        attention_bias=True,
+        final_logit_softcapping=10.0,
+    ),
+    "opt": lambda: OPTConfig(**OPT_SHAPE),
+    "opt_norms_after": lambda: OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=48),
+    "opt_untied_without_biases": lambda: OPTConfig(
+        **OPT_SHAPE, tie_word_embeddings=False, enable_bias=False, activation_function="gelu"
+    ),
+    "gpt2": lambda: GPT2Config(**GPT2_SHAPE),
+    "gpt2_untied": lambda: GPT2Config(
+        **GPT2_SHAPE, tie_word_embeddings=False, n_inner=80, scale_attn_weights=False, activation_function="relu"
+    ),
 }
 
 
@@ -60,7 +120,7 @@ def make_model(case: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
     return model
 

@@ -23,12 +23,12 @@ from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
-from engine.models.packed import JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
-NO_WINDOW = [case for case in CASES if "window" not in case]
+PACKED = [case for case in CASES if "window" not in case or "gemma" in case]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,10 @@ def decoded(model: Decoder) -> Decoder:
     for name, module in model.named_modules():
         if isinstance(module, (PackedLinear, PackedEmbedding)):
             weight = unpack(module.weight, module.n, module.k, Format(module.format))
-            if isinstance(module, PackedLinear) and module.gated:
+            if isinstance(module, PackedLinear) and module.gate:
                 weight = weight.view(-1, 2, 16, module.k).transpose(0, 1).reshape(module.n, module.k)
             bias = getattr(module, "bias", None)
-            if bias is not None and module.gated:
+            if bias is not None and module.gate:
                 bias = bias.view(-1, 2, 16).transpose(0, 1).reshape(-1)
             head, _, part = name.rpartition(".parts.")
             state.setdefault(head or name, []).append((weight, bias, part))
@@ -88,7 +88,7 @@ def logprob_error(model: Decoder, exact: torch.Tensor) -> float:
     return (ours - exact.log_softmax(-1)).abs().mean().item()
 
 
-@pytest.mark.parametrize("case", NO_WINDOW)
+@pytest.mark.parametrize("case", PACKED)
 def test_packed_bfloat16_is_as_close_to_float32_as_dense_bfloat16(case: str, tmp_path: Path, ops: LinearOps) -> None:
     path = save(make_model(case), tmp_path)
     exact = logits_of(dense(path, torch.float32), PROMPT)
@@ -99,7 +99,7 @@ def test_packed_bfloat16_is_as_close_to_float32_as_dense_bfloat16(case: str, tmp
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("case", ["llama_tied", "llama_biases", "qwen3"])
+@pytest.mark.parametrize("case", ["llama_tied", "llama_biases", "qwen3", "gemma3_windows"])
 def test_quantized_models_compute_with_the_weights_they_encode(
     case: str, quantization: Quantization, tmp_path: Path, ops: LinearOps
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_matrix_that_cannot_be_packed_stays_dense(tmp_path: Path, ops: LinearO
     path = save(AutoModelForCausalLM.from_config(odd), tmp_path)
     model = packed(path, ops, "none")
     assert isinstance(model.layers[0].down_proj, Linear)
-    assert isinstance(model.layers[0].gate_up_proj, Linear), "91 gates do not fill half panels"
+    assert isinstance(model.layers[0].gate_up_proj, ActivatedLinear), "91 gates do not fill half panels"
     assert isinstance(model.layers[0].qkv_proj, PackedLinear)
     exact = logits_of(dense(path, torch.float32), PROMPT)
     assert logprob_error(model, exact) <= 1.3 * logprob_error(dense(path), exact) + 1e-3

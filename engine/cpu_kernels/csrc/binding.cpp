@@ -5,11 +5,11 @@ namespace pageloom {
 namespace {
 
 Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::optional<Tensor> bias,
-                     std::optional<Tensor> norm_weight, double norm_eps, std::optional<Tensor> residual, bool gated,
+                     std::optional<Tensor> norm_weight, double norm_eps, std::optional<Tensor> residual, int64_t gate,
                      bool wide, int64_t isa) {
   static constexpr const char* kOp = "packed_linear";
   PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
-  LinearLayer layer = checked_layer({weight, n, x.size(1), format, bias, norm_weight, norm_eps, gated, wide}, isa, kOp);
+  LinearLayer layer = checked_layer({weight, n, x.size(1), format, bias, norm_weight, norm_eps, gate, wide}, isa, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
   p.x = rows_of(x, p.k, p.x_stride, kOp, "x");
@@ -24,10 +24,10 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
 }
 
 Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double norm_eps,
-                    int64_t q_heads, int64_t k_heads, int64_t head_dim) {
+                    int64_t q_heads, int64_t k_heads, int64_t head_dim, std::optional<Tensor> residual) {
   static constexpr const char* kOp = "rotate_heads";
   PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
-  const Heads heads{x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps, rope.has_value()};
+  const Heads heads{x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps, rope.has_value(), residual.has_value()};
   LinearLayer layer = checked_rotation(heads, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
@@ -35,6 +35,10 @@ Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> 
   if (rope.has_value()) {
     p.rotation.rope = rows_of(*rope, head_dim, p.rotation.rope_stride, kOp, "rope");
     PAGELOOM_CHECK(rope->size(0) == p.rows, kOp, ": rope has ", rope->size(0), " rows, x ", p.rows);
+  }
+  if (residual.has_value()) {
+    p.residual = rows_of(*residual, p.n, p.residual_stride, kOp, "residual");
+    PAGELOOM_CHECK(residual->size(0) == p.rows, kOp, ": residual has ", residual->size(0), " rows, x ", p.rows);
   }
   Tensor out = new_output(p.rows, p.n, false);
   p.out = out.data_ptr();
@@ -71,10 +75,10 @@ int64_t supported_isas() {
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "packed_linear(Tensor x, Tensor weight, int n, int format, Tensor? bias, Tensor? norm_weight, float norm_eps, "
-      "Tensor? residual, bool gated, bool wide, int isa) -> Tensor");
+      "Tensor? residual, int gate, bool wide, int isa) -> Tensor");
   m.define(
       "rotate_heads(Tensor x, Tensor? rope, Tensor? q_norm, Tensor? k_norm, float norm_eps, int q_heads, int k_heads, "
-      "int head_dim) -> Tensor");
+      "int head_dim, Tensor? residual) -> Tensor");
   m.define("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
   m.define("supported_isas() -> int");
 });

@@ -21,6 +21,16 @@ inline const uint16_t* vector_data(const std::optional<Tensor>& t, int64_t size,
   return static_cast<const uint16_t*>(t->data_ptr());
 }
 
+// A norm's weights, bfloat16 or float32 (`wide`).
+inline const void* norm_data(const std::optional<Tensor>& t, int64_t size, bool& wide, const char* op,
+                             const char* name) {
+  wide = t.has_value() && on_cpu_of(*t, ScalarType::Float);
+  if (!wide) return vector_data(t, size, op, name);
+  PAGELOOM_CHECK(t->dim() == 1 && t->size(0) == size && t->is_contiguous(), op, ": ", name,
+                  " must be contiguous [", size, "]");
+  return t->data_ptr();
+}
+
 inline int64_t packed_panel_bytes(const Tensor& weight, int64_t n, const char* op) {
   PAGELOOM_CHECK(n >= 0 && on_cpu_of(weight, ScalarType::Byte) && weight.dim() == 2 && weight.is_contiguous() &&
                       weight.size(0) == (n + kPanel - 1) / kPanel,
@@ -64,7 +74,8 @@ struct Matrix {
   int64_t n, k, format;
   std::optional<Tensor> bias, norm_weight;
   double norm_eps;
-  bool gated, wide;
+  int64_t gate;
+  bool wide;
 };
 
 // The layer without its rows: those, x, residual and out are the caller's to fill in.
@@ -75,13 +86,14 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
   p.panel_bytes = packed_panel_bytes(m.weight, m.n, op);
   p.format = checked_format(m.format, m.k, p.panel_bytes, op);
   p.weight = static_cast<const uint8_t*>(m.weight.data_ptr());
-  p.norm_weight = vector_data(m.norm_weight, m.k, op, "norm_weight");
+  p.norm_weight = norm_data(m.norm_weight, m.k, p.norm_wide, op, "norm_weight");
   p.norm_eps = static_cast<float>(m.norm_eps);
   p.bias = vector_data(m.bias, m.n, op, "bias");
-  p.gated = m.gated;
+  PAGELOOM_CHECK(m.gate >= 0 && m.gate <= 2, op, ": unknown gate ", m.gate);
+  p.gate = static_cast<Gate>(m.gate);
   p.wide = m.wide;
-  PAGELOOM_CHECK(!m.gated || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
-  p.out_stride = m.gated ? m.n / 2 : m.n;
+  PAGELOOM_CHECK(m.gate == 0 || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
+  p.out_stride = m.gate != 0 ? m.n / 2 : m.n;
   PAGELOOM_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");
   const LinearKernels* kernels = kernels_of(p.format, isa);
   PAGELOOM_CHECK(kernels != nullptr, op, ": no kernel for format ", m.format, " on ISA ", isa);
@@ -93,7 +105,7 @@ struct Heads {
   int64_t n, q_heads, k_heads, head_dim;
   std::optional<Tensor> q_norm, k_norm;
   double norm_eps;
-  bool rotates;
+  bool rotates, adds;
 };
 
 inline LinearLayer checked_rotation(const Heads& h, const char* op) {
@@ -109,8 +121,12 @@ inline LinearLayer checked_rotation(const Heads& h, const char* op) {
   p.rotation.q_heads = h.q_heads;
   p.rotation.k_heads = h.k_heads;
   p.rotation.head_dim = h.head_dim;
-  p.rotation.q_norm = vector_data(h.q_norm, h.head_dim, op, "q_norm");
-  p.rotation.k_norm = vector_data(h.k_norm, h.head_dim, op, "k_norm");
+  PAGELOOM_CHECK(!h.adds || (!h.rotates && (h.q_heads + h.k_heads) * h.head_dim == h.n), op,
+                  ": a residual is added to rows that are normed as a whole, and not rotated");
+  bool k_wide = false;
+  p.rotation.q_norm = norm_data(h.q_norm, h.head_dim, p.norm_wide, op, "q_norm");
+  p.rotation.k_norm = norm_data(h.k_norm, h.head_dim, k_wide, op, "k_norm");
+  PAGELOOM_CHECK(p.norm_wide == k_wide, op, ": q_norm and k_norm differ in dtype");
   return {p, kernels_of(Format::kRotate, kAuto)};
 }
 

@@ -46,17 +46,25 @@ PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {
 #endif
 }
 
-PAGELOOM_INLINE vf silu(vf x) {
-  const vf e = exp2_neg<true>((x < 0.0f ? x : -x) * 1.4426950408889634f);  // e^-|x|
-  const vf numerator = x < 0.0f ? x * e : x;
+// x / (1 + e^-t), where t has the sign of x.
+PAGELOOM_INLINE vf times_sigmoid(vf x, vf t) {
+  const vf e = exp2_neg<true>((t < 0.0f ? t : -t) * 1.4426950408889634f);  // e^-|t|
+  const vf numerator = t < 0.0f ? x * e : x;
   return numerator / (1.0f + e);
+}
+
+// SiLU, or GELU by its tanh: x / 2 * (1 + tanh(y)) = x / (1 + e^-2y), y = sqrt(2 / pi) * (x + 0.044715 x^3).
+PAGELOOM_INLINE vf activated(vf x, pageloom::Gate gate) {
+  if (gate == pageloom::Gate::kSiLU) return times_sigmoid(x, x);
+  return times_sigmoid(x, x * (1.5957691216057308f + 0.07135481627136f * (x * x)));
 }
 
 constexpr int kPanelVectors = (int)(pageloom::kPanel / VW);
 
 // One row of a whole panel from its sums `v`; pointers at its first output, `bias` and `residual` may be null.
 PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias, const uint16_t* residual, void* out,
-                                   bool gated, bool wide) {
+                                   pageloom::Gate gate, bool wide) {
+  const bool gated = gate != pageloom::Gate::kNone;
   for (int i = 0; i < kPanelVectors; ++i)
     if (bias != nullptr) v[i] += load_bf16(bias + i * VW);
   if (!gated && !wide && residual == nullptr) {
@@ -67,7 +75,7 @@ PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias,
   const int count = gated ? kPanelVectors / 2 : kPanelVectors;
   if (gated)
     for (int i = 0; i < kPanelVectors / 2; ++i)
-      v[i] = round_bf16(round_bf16(silu(v[i])) * v[i + kPanelVectors / 2]);
+      v[i] = round_bf16(round_bf16(activated(v[i], gate)) * v[i + kPanelVectors / 2]);
   for (int i = 0; i < count; ++i) {
     if (residual != nullptr) v[i] = round_bf16(v[i] + load_bf16(residual + i * VW));
     if (wide)
@@ -78,10 +86,10 @@ PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias,
 }
 
 PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const uint16_t* residual, void* out,
-                                bool gated, bool wide) {
+                                pageloom::Gate gate, bool wide) {
   vf v[kPanelVectors];
   for (int i = 0; i < kPanelVectors; ++i) v[i] = loadf(sums + i * VW);
-  finish_values(v, bias, residual, out, gated, wide);
+  finish_values(v, bias, residual, out, gate, wide);
 }
 
 // `sums`: float32 [32], 64-byte aligned, of row `row` and the outputs of panel `panel`. Rounding points are those of
@@ -90,20 +98,20 @@ PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const u
 PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t row, int64_t panel, const float* sums) {
   using pageloom::kPanel;
   const int64_t first = panel * kPanel, valid = p.n - first;
-  const int64_t outputs = p.gated ? kPanel / 2 : kPanel, size = p.wide ? 4 : 2;
+  const int64_t outputs = p.gate != pageloom::Gate::kNone ? kPanel / 2 : kPanel, size = p.wide ? 4 : 2;
   const uint16_t* bias = p.bias == nullptr ? nullptr : p.bias + first;
   const uint16_t* residual = p.residual == nullptr ? nullptr : p.residual + row * p.residual_stride + panel * outputs;
   char* const out = (char*)p.out + (row * p.out_stride + panel * outputs) * size;
   if (valid >= kPanel) {
-    finish_row(sums, bias, residual, out, p.gated, p.wide);
+    finish_row(sums, bias, residual, out, p.gate, p.wide);
     return;
   }
   uint16_t some_bias[kPanel] = {}, some_residual[kPanel] = {};  // gated layers have whole panels only
   if (bias != nullptr) memcpy(some_bias, bias, valid * 2);
   if (residual != nullptr) memcpy(some_residual, residual, valid * 2);
   float whole[kPanel];
-  finish_row(sums, bias == nullptr ? nullptr : some_bias, residual == nullptr ? nullptr : some_residual, whole, false,
-             p.wide);
+  finish_row(sums, bias == nullptr ? nullptr : some_bias, residual == nullptr ? nullptr : some_residual, whole,
+             pageloom::Gate::kNone, p.wide);
   memcpy(out, whole, valid * size);
 }
 
@@ -112,7 +120,7 @@ enum class Store { kPlain, kResidual, kGated, kAny };
 
 PAGELOOM_INLINE Store store_of(const pageloom::LinearProblem& p) {
   if (p.bias != nullptr || p.wide || p.n % pageloom::kPanel != 0) return Store::kAny;
-  if (p.gated) return p.residual == nullptr ? Store::kGated : Store::kAny;
+  if (p.gate != pageloom::Gate::kNone) return p.residual == nullptr ? Store::kGated : Store::kAny;
   return p.residual == nullptr ? Store::kPlain : Store::kResidual;
 }
 
@@ -129,7 +137,7 @@ PAGELOOM_INLINE void store_panel_values(const pageloom::LinearProblem& p, int64_
   const int64_t first = panel * (S == Store::kGated ? pageloom::kPanel / 2 : pageloom::kPanel);
   auto* const out = (uint16_t*)p.out + row * p.out_stride + first;
   const uint16_t* const residual = S == Store::kResidual ? p.residual + row * p.residual_stride + first : nullptr;
-  finish_values(v, nullptr, residual, out, S == Store::kGated, false);
+  finish_values(v, nullptr, residual, out, S == Store::kGated ? p.gate : pageloom::Gate::kNone, false);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@
 //              of those eight (see group_formats.h); int8 sc[16][32]; half d[32].   w = d * sc * (q - 32)
 //
 // Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
-// up rows [16 p, 16 p + 16), so that one panel makes 16 outputs silu(gate) * up.
+// up rows [16 p, 16 p + 16), so that one panel makes 16 outputs activation(gate) * up.
 #pragma once
 
 #include <stddef.h>
@@ -33,13 +33,16 @@ inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
 enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kRotate = 7 };
 
+// What a gated layer makes of its gate: its activation, or the layer is not gated.
+enum class Gate : int32_t { kNone = 0, kSiLU = 1, kGeluTanh = 2 };
+
 // RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + head_dim / 2). Before it an RMSNorm of each head
 // where there are weights (with the problem's norm_eps, rounded as engine.models.layers.RMSNorm). Sums in float32.
 struct HeadRotation {
   const uint16_t* rope;  // bf16 [rows][head_dim]: cosines, then sines; rows rope_stride elements apart. Null: norm only
   int64_t rope_stride, q_heads, k_heads, head_dim;
-  const uint16_t* q_norm;  // bf16 [head_dim], or null: both or none
-  const uint16_t* k_norm;
+  const void* q_norm;  // [head_dim] as LinearProblem::norm_weight, or null: both or none
+  const void* k_norm;
 };
 
 struct LinearProblem {
@@ -49,16 +52,19 @@ struct LinearProblem {
   int64_t panel_bytes;
   const uint16_t* x;  // bf16 [rows][k], rows x_stride elements apart
   int64_t x_stride;
-  const uint16_t* norm_weight;  // bf16 [k] or null. RMSNorm of x first: bf16(norm_weight * bf16(x / rms(x))), rms in
-  float norm_eps;               // float32, as engine.models.decoder.RMSNorm
+  // RMSNorm of x first, or null; the root mean square in float32. bf16 [k]: bf16(norm_weight * bf16(x / rms(x))), as
+  // engine.models.layers.RMSNorm; norm_wide: float32 [k], bf16(norm_weight * x / rms(x)), as OnePlusRMSNorm there.
+  const void* norm_weight;
+  bool norm_wide;
+  float norm_eps;
   const uint16_t* bias;         // bf16 [n] in the packed order of outputs, or null
   const uint16_t* residual;     // bf16 [rows][outputs], added to the rounded product, or null
   int64_t residual_stride;
-  bool gated;  // outputs are silu(gate) * up: n / 2 of them
+  Gate gate;   // not kNone: outputs are activation(gate) * up, n / 2 of them
   bool wide;   // out is float32, holding the values rounded to bf16
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;
-  HeadRotation rotation;  // of Format::kRotate; the output may be x itself
+  HeadRotation rotation;  // of Format::kRotate; the output may be x itself, and a residual goes with no rope
 };
 
 // Rows as a kernel multiplies them, made once per call by `prepare`.

@@ -67,15 +67,27 @@ PAGELOOM_INLINE Block widen_block(const uint16_t* p, int64_t count) {
   return b;
 }
 
+PAGELOOM_INLINE Block load_floats(const float* p, int64_t count) {
+  float padded[kBlock];
+  if (count < kBlock) {
+    for (int64_t i = 0; i < kBlock; ++i) padded[i] = i < count ? p[i] : 0.0f;
+    p = padded;
+  }
+  Block b;
+  for (int64_t i = 0; i < kBlockVectors; ++i) b.v[i] = loadf(p + i * VW);
+  return b;
+}
+
 struct NormedRow {
   const uint16_t* x;
-  const uint16_t* norm_weight;
+  const void* norm_weight;
+  bool norm_wide;
   float inverse_rms;
   int64_t k;
 };
 
 PAGELOOM_INLINE NormedRow open_row(const pageloom::LinearProblem& p, int64_t row) {
-  NormedRow r = {p.x + row * p.x_stride, p.norm_weight, 1.0f, p.k};
+  NormedRow r = {p.x + row * p.x_stride, p.norm_weight, p.norm_wide, 1.0f, p.k};
   if (r.norm_weight == nullptr) return r;
   Block total = {};
   for (int64_t at = 0; at < p.k; at += kBlock) {
@@ -95,7 +107,12 @@ PAGELOOM_INLINE NormedRow open_row(const pageloom::LinearProblem& p, int64_t row
 PAGELOOM_INLINE Block load_block(const NormedRow& r, int64_t at) {
   Block b = widen_block(r.x + at, r.k - at);
   if (r.norm_weight == nullptr) return b;
-  const Block w = widen_block(r.norm_weight + at, r.k - at);
+  if (r.norm_wide) {
+    const Block w = load_floats((const float*)r.norm_weight + at, r.k - at);
+    for (int64_t i = 0; i < kBlockVectors; ++i) b.v[i] = round_bf16(w.v[i] * (b.v[i] * r.inverse_rms));
+    return b;
+  }
+  const Block w = widen_block((const uint16_t*)r.norm_weight + at, r.k - at);
   for (int64_t i = 0; i < kBlockVectors; ++i) b.v[i] = round_bf16(w.v[i] * round_bf16(b.v[i] * r.inverse_rms));
   return b;
 }

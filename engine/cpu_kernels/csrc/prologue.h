@@ -1,4 +1,4 @@
-// RMSNorm of one row before the product, as engine.models.decoder.RMSNorm rounds it. Internal linkage.
+// RMSNorm of one row before the product, as engine.models.layers rounds it. Internal linkage.
 #pragma once
 
 #include "epilogue.h"
@@ -27,11 +27,18 @@ PAGELOOM_INLINE void normalise_row(const pageloom::LinearProblem& p, int64_t row
   }
   const float scale = inverse_rms(x, p.k, p.norm_eps);
   int64_t i = 0;
+  if (p.norm_wide) {
+    const float* const weight = (const float*)p.norm_weight;
+    for (; i + VW <= p.k; i += VW) store_rounded(target + i, loadf(weight + i) * (load_bf16(x + i) * scale));
+    for (; i < p.k; ++i) target[i] = float_to_bf16(weight[i] * (bits_to_float((uint32_t)x[i] << 16) * scale));
+    return;
+  }
+  const uint16_t* const weight = (const uint16_t*)p.norm_weight;
   for (; i + VW <= p.k; i += VW)
-    store_bf16(target + i, round_bf16(load_bf16(p.norm_weight + i) * round_bf16(load_bf16(x + i) * scale)));
+    store_bf16(target + i, round_bf16(load_bf16(weight + i) * round_bf16(load_bf16(x + i) * scale)));
   for (; i < p.k; ++i) {
     const float rounded = bits_to_float((uint32_t)float_to_bf16(bits_to_float((uint32_t)x[i] << 16) * scale) << 16);
-    target[i] = float_to_bf16(bits_to_float((uint32_t)p.norm_weight[i] << 16) * rounded);
+    target[i] = float_to_bf16(bits_to_float((uint32_t)weight[i] << 16) * rounded);
   }
 }
 

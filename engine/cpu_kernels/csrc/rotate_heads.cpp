@@ -1,4 +1,5 @@
-// RoPE on rows of heads, with the norm of each head that some models have before it.
+// RoPE on rows of heads, with the norm of each head that some models have before it; or the norm alone, and a residual
+// added to it.
 #include <stddef.h>
 
 #include "prologue.h"
@@ -25,6 +26,13 @@ PAGELOOM_INLINE void rotate(const uint16_t* x, const uint16_t* rope, int64_t dim
   }
 }
 
+PAGELOOM_INLINE void add(const uint16_t* x, const uint16_t* residual, int64_t count, uint16_t* out) {
+  int64_t i = 0;
+  for (; i + VW <= count; i += VW) store_rounded(out + i, load_bf16(residual + i) + load_bf16(x + i));
+  for (; i < count; ++i)
+    out[i] = float_to_bf16(bits_to_float((uint32_t)residual[i] << 16) + bits_to_float((uint32_t)x[i] << 16));
+}
+
 void compute(const LinearProblem& p, const Operand&, int64_t row_begin, int64_t row_end, int64_t, int64_t,
              void* scratch) {
   const HeadRotation& r = p.rotation;
@@ -37,11 +45,13 @@ void compute(const LinearProblem& p, const Operand&, int64_t row_begin, int64_t 
       if (r.q_norm != nullptr) {
         LinearProblem norm = {};
         norm.x = from, norm.k = r.head_dim, norm.norm_eps = p.norm_eps;
-        norm.norm_weight = head < r.q_heads ? r.q_norm : r.k_norm;
+        norm.norm_weight = head < r.q_heads ? r.q_norm : r.k_norm, norm.norm_wide = p.norm_wide;
         normalise_row(norm, 0, (uint16_t*)scratch);
         from = (const uint16_t*)scratch;
       }
-      if (r.rope == nullptr)
+      if (p.residual != nullptr)
+        add(from, p.residual + row * p.residual_stride + head * r.head_dim, r.head_dim, out + head * r.head_dim);
+      else if (r.rope == nullptr)
         memcpy(out + head * r.head_dim, from, r.head_dim * 2);
       else
         rotate(from, r.rope + row * r.rope_stride, r.head_dim, out + head * r.head_dim);

@@ -65,7 +65,7 @@ TapeLayer read_matrix(Reader& r, double norm_eps, int64_t isa) {
   m.bias = r.tensor();
   m.norm_weight = r.tensor();
   m.norm_eps = norm_eps;
-  m.gated = r.next() != 0;
+  m.gate = r.next();
   TapeLayer t{checked_layer(m, isa, kMake), {}, {}, {}, {}};
   t.x = r.needed_ref(m.k);
   t.residual = r.ref(t.layer.problem.out_stride);
@@ -83,6 +83,8 @@ TapeLayer read_rotation(Reader& r, double norm_eps) {
   t.x = r.needed_ref(h.n);
   t.rope = r.ref(h.head_dim);
   h.rotates = t.rope.value >= 0;
+  t.residual = r.ref(h.n);
+  h.adds = t.residual.value >= 0;
   t.layer = checked_rotation(h, kMake);
   t.out = r.needed_ref(h.n);
   return t;

@@ -1,4 +1,4 @@
-"""What the Llama-shaped families share: typed reading of a Hugging Face config, RoPE, windows, and the weight names.
+"""What the families share: typed reading of a Hugging Face config, RoPE, windows, and the weight names.
 
 Defaults are those of transformers' config classes, because `config.json` leaves out what equals them.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
-from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.models.spec import Activation, DecoderSpec, LayerSpec, RopeSpec
 
 Config = Mapping[str, object]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -22,6 +22,14 @@ _ROPE_NUMBERS: dict[RopeKind, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
@@ -31,6 +39,8 @@ class Rows(msgspec.Struct, frozen=True):
     parameter: str
     start: int
     count: int
+    stored: Literal["as it is", "transposed", "less one"] = "as it is"
+    """how the checkpoint holds what the parameter is: [inputs, outputs] (GPT-2), or 1 less (Gemma's norms)"""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -40,6 +50,10 @@ class Family(msgspec.Struct, frozen=True):
     spec: Callable[[Config], DecoderSpec]
     weight_rows: Callable[[DecoderSpec], dict[str, Rows]]
     """checkpoint name → place, for every tensor that a checkpoint of this spec must hold"""
+    prefix: str = "model."
+    """of the names, but for the head; checkpoints of the bare model lack it"""
+    ignored: tuple[str, ...] = ()
+    """endings of names that a checkpoint may hold beside these, and that hold no weights"""
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
@@ -61,11 +75,30 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def flag(config: Config, key: str) -> bool:
+def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be true or false, found {value!r}")
-    return bool(value)
+    return default if value is None else value
+
+
+def optional_number(config: Config, key: str, default: float | None = None) -> float | None:
+    """None where the config says null."""
+    return None if config.get(key, default) is None else number(config, key, default)
+
+
+def activation_of(config: Config, key: str, default: str) -> Activation:
+    name = config.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[str(name)]
+
+
+def refuse(config: Config, reasons: Mapping[str, str]) -> None:
+    """Raises UnsupportedModelError where a key that would change what is computed is set; `reasons`: what it does."""
+    for key, reason in reasons.items():
+        if config.get(key):
+            raise UnsupportedModelError(f"{key}={config[key]!r} is not supported: {reason}")
 
 
 def decoder_spec(
@@ -77,13 +110,14 @@ def decoder_spec(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    tied: bool = False,
     default_head_dim: int | None = None,
     default_kv_heads: int | None = None,
 ) -> DecoderSpec:
-    """The spec of a pre-norm RMSNorm, SwiGLU, RoPE decoder; raises ConfigError, UnsupportedModelError."""
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"activation {activation!r} is not supported for {family} (silu is)")
+    """The spec of a pre-norm RMSNorm, gated, RoPE decoder; `tied`: where the config says nothing of embeddings.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     absent = "num_key_value_heads" not in config
     num_kv_heads = integer(config, "num_key_value_heads", (default_kv_heads if absent else None) or num_heads)
@@ -105,11 +139,12 @@ def decoder_spec(
         layers=tuple(LayerSpec(window=window) for window in windows),
         rope=rope,
         norm_eps=number(config, "rms_norm_eps", 1e-6),
+        activation=activation_of(config, "hidden_act", "silu"),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
-        tie_embeddings=flag(config, "tie_word_embeddings"),
+        tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=_reachable_positions(rope, trained_positions),
         scale=head_dim**-0.5,
     )
@@ -125,12 +160,27 @@ def layer_type_windows(config: Config) -> list[int | None]:
     if not flag(config, "use_sliding_window") or config.get("sliding_window", 4096) is None:
         return [None] * count
     window = integer(config, "sliding_window", 4096)
-    layer_types = config.get("layer_types")
-    if layer_types is None:
+    if config.get("layer_types") is None:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int):
             raise ConfigError(f"config.json: max_window_layers must be an integer, found {first!r}")
         return [window if layer >= first else None for layer in range(count)]
+    return named_windows(config, window)
+
+
+def alternating_windows(config: Config, default_window: int, period: int) -> list[int | None]:
+    """`layer_types`, or else every `period`th layer sees all and those between them a window."""
+    if config.get("sliding_window", default_window) is None:
+        return [None] * num_layers(config)
+    window = integer(config, "sliding_window", default_window)
+    if config.get("layer_types") is None:
+        return [window if (layer + 1) % period else None for layer in range(num_layers(config))]
+    return named_windows(config, window)
+
+
+def named_windows(config: Config, window: int) -> list[int | None]:
+    """`window` where `layer_types` says sliding_attention."""
+    layer_types, count = config.get("layer_types"), num_layers(config)
     if not isinstance(layer_types, list) or len(layer_types) != count:
         raise ConfigError(f"config.json: layer_types must name the type of each of the {count} layers")
     unknown = sorted({str(kind) for kind in layer_types} - {"full_attention", "sliding_attention"})
@@ -168,13 +218,26 @@ def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
     return RopeSpec(kind=kind, theta=theta, rotary_dim=head_dim, params=numbers, original_max_position=original)
 
 
+_NORMS_BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
+_NORMS_AROUND = (
+    ("input_layernorm", "input_norm"),
+    ("post_attention_layernorm", "attention_out_norm"),
+    ("pre_feedforward_layernorm", "mlp_norm"),
+    ("post_feedforward_layernorm", "mlp_out_norm"),
+)
+
+
 def llama_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     """The names that Llama gave and the other families kept. Q, K and V share one parameter, gate and up another."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
+
+    def norm(parameter: str, count: int) -> Rows:
+        return Rows(parameter, 0, count, "less one" if spec.norm == "rms_one_plus" else "as it is")
+
     rows = {
         "model.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
-        "model.norm.weight": Rows("norm.weight", 0, hidden),
+        "model.norm.weight": norm("norm.weight", hidden),
     }
     if not spec.tie_embeddings:
         rows["lm_head.weight"] = Rows("lm_head.weight", 0, spec.vocab_size)
@@ -187,15 +250,18 @@ def llama_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
         ("mlp.up_proj", "gate_up_proj", inner, inner, spec.mlp_bias),
         ("mlp.down_proj", "down_proj", 0, hidden, spec.mlp_bias),
     ]
-    norms = [("input_layernorm", "input_norm", hidden), ("post_attention_layernorm", "post_attention_norm", hidden)]
+    names = _NORMS_AROUND if spec.norm_placement == "around" else _NORMS_BEFORE
+    norms = [(source, target, hidden) for source, target in names]
     if spec.qk_norm:
-        norms += [("self_attn.q_norm", "q_norm", spec.head_dim), ("self_attn.k_norm", "k_norm", spec.head_dim)]
+        norms += [(f"self_attn.{name}", name, spec.head_dim) for name in ("q_norm", "k_norm")]
     for layer in range(spec.num_layers):
         for source, target, start, count, bias in linears:
             for part in ("weight", "bias") if bias else ("weight",):
                 rows[f"model.layers.{layer}.{source}.{part}"] = Rows(f"layers.{layer}.{target}.{part}", start, count)
+        if spec.sinks:
+            rows[f"model.layers.{layer}.self_attn.sinks"] = Rows(f"layers.{layer}.sinks", 0, spec.num_heads)
         for source, target, count in norms:
-            rows[f"model.layers.{layer}.{source}.weight"] = Rows(f"layers.{layer}.{target}.weight", 0, count)
+            rows[f"model.layers.{layer}.{source}.weight"] = norm(f"layers.{layer}.{target}.weight", count)
     return rows
 
 

@@ -6,19 +6,24 @@ from collections.abc import Mapping
 
 from engine.errors import UnsupportedModelError
 from engine.models.families.common import Family
+from engine.models.families.gemma2 import GEMMA2
+from engine.models.families.gemma3 import GEMMA3
+from engine.models.families.gpt2 import GPT2
+from engine.models.families.gpt_oss import GPT_OSS
 from engine.models.families.llama import LLAMA
 from engine.models.families.mistral import MISTRAL
+from engine.models.families.opt import OPT
 from engine.models.families.qwen2 import QWEN2
 from engine.models.families.qwen3 import QWEN3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OPT, GPT2)
 
 
 def find_family(config: Mapping[str, object]) -> Family:
     """By `architectures`, or by `model_type` where a config names no architecture."""
     architectures = config.get("architectures")
     named = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    for family in FAMILIES:
+    for family in (*FAMILIES, GPT_OSS):
         if family.architecture in named or (not named and family.name == config.get("model_type")):
             return family
     found = ", ".join(named) or f"model_type {config.get('model_type')!r}"

@@ -1,0 +1,56 @@
+"""Gemma 2: norms before and after attention and MLP, 1 + weight in each, scaled embeddings, soft caps, and a window on
+every other layer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.models.families.common import (
+    Config,
+    Family,
+    activation_of,
+    alternating_windows,
+    decoder_spec,
+    flag,
+    llama_weight_rows,
+    number,
+    optional_number,
+    refuse,
+)
+from engine.models.spec import DecoderSpec
+
+
+def gemma_spec(config: Config, family: str, windows: list[int | None], *, qk_norm: bool = False) -> DecoderSpec:
+    """What Gemma 2 and 3 have in common."""
+    refuse(config, {"use_bidirectional_attention": "attention is causal"})
+    bias = flag(config, "attention_bias")
+    spec = decoder_spec(
+        config,
+        family,
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=qk_norm,
+        tied=True,
+        default_head_dim=256,
+        default_kv_heads=4,
+    )
+    return msgspec.structs.replace(
+        spec,
+        norm="rms_one_plus",
+        norm_placement="around",
+        activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
+        embedding_scale=spec.hidden_size**0.5,
+        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
+def gemma2_spec(config: Config) -> DecoderSpec:
+    return msgspec.structs.replace(
+        gemma_spec(config, "gemma2", alternating_windows(config, 4096, period=2)),
+        soft_cap=optional_number(config, "attn_logit_softcapping", 50.0),
+        logit_cap=optional_number(config, "final_logit_softcapping", 30.0),
+    )
+
+
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", gemma2_spec, llama_weight_rows)

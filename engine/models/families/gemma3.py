@@ -1,0 +1,54 @@
+"""Gemma 3, its text models: Gemma 2 with norms of q and k in the place of soft caps, five layers with a window for each
+without, and a RoPE base of its own for either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.models.families.common import (
+    Config,
+    Family,
+    alternating_windows,
+    integer,
+    llama_weight_rows,
+    optional_number,
+    refuse,
+    rope_spec,
+)
+from engine.models.families.gemma2 import gemma_spec
+from engine.models.spec import DecoderSpec
+
+
+def gemma3_spec(config: Config) -> DecoderSpec:
+    refuse(config, {"attn_logit_softcapping": "Gemma 3 has no cap on attention scores"})
+    windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 6))
+    full, local = _rope_parameters(config)
+    everywhere = {**config, "rope_scaling": None}
+    spec = gemma_spec({**everywhere, "rope_parameters": full}, "gemma3_text", windows, qk_norm=True)
+    return msgspec.structs.replace(
+        spec,
+        local_rope=rope_spec({**everywhere, "rope_parameters": local}, spec.head_dim, spec.max_position),
+        logit_cap=optional_number(config, "final_logit_softcapping"),
+    )
+
+
+def _rope_parameters(config: Config) -> tuple[Config, Config]:
+    """Of layers that see all and of those with a window: under the layer types' names (transformers 5), or as
+    `rope_theta` with `rope_scaling`, and `rope_local_base_freq` (before)."""
+    named = config.get("rope_parameters") or {}
+    if not isinstance(named, Mapping):
+        raise ConfigError(f"config.json: rope_parameters must be an object, found {named!r}")
+    scaling = config.get("rope_scaling") or named.get("full_attention") or {}
+    local = named.get("sliding_attention") or {}
+    if not isinstance(scaling, Mapping) or not isinstance(local, Mapping):
+        raise ConfigError("config.json: rope_parameters must hold an object for each layer type")
+    return (
+        {"rope_theta": config.get("rope_theta") or 1_000_000.0, **scaling},
+        {"rope_theta": config.get("rope_local_base_freq") or 10_000.0, **local},
+    )
+
+
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, llama_weight_rows)

@@ -1,0 +1,52 @@
+"""A checkpoint's tensors as the decoder's parameters want them, where a family stores them in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.models.families.common import Rows
+from engine.weights.source import WeightSource
+
+
+class ArrangedSource:
+    """`rows`: how each tensor is stored; names that end in one of `ignored` are left out."""
+
+    def __init__(self, source: WeightSource, rows: Mapping[str, Rows], ignored: tuple[str, ...] = ()) -> None:
+        self._source = source
+        self._rows = rows
+        self._ignored = ignored
+
+    def _stored(self, name: str) -> str:
+        return self._rows[name].stored if name in self._rows else "as it is"
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {
+            name: shape[::-1] if self._stored(name) == "transposed" else shape
+            for name, shape in self._source.shapes().items()
+            if not name.endswith(self._ignored)
+        }
+
+    def file_of(self, name: str) -> str:
+        return self._source.file_of(name)
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        stored = self._stored(name)
+        if stored == "transposed":
+            turned = torch.empty(destination.shape[::-1], dtype=destination.dtype)
+            self._source.read_into(name, turned)
+            destination.copy_(turned.T)
+            return
+        self._source.read_into(name, destination)
+        if stored == "less one":
+            destination.add_(1.0)
+
+    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+        return self._source.encoded(name) if self._stored(name) == "as it is" else None
+
+    def __enter__(self) -> ArrangedSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._source.__exit__(*error)
