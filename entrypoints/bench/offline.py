@@ -24,9 +24,13 @@ def run_records(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> tu
     from engine import SamplingParams
 
     def wanted(request: BenchRequest) -> SamplingParams:
-        searches = {"use_beam_search": True, "best_of": request.beams} if request.beams else {}
         return SamplingParams(
-            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, **searches
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            use_beam_search=request.beams > 0,
+            best_of=request.beams or None,
         )
 
     params = [wanted(request) for request in requests]
