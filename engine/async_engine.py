@@ -10,17 +10,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
-from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache
+from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
 from engine.errors import CoreDiedError, EngineError
-from engine.frontend.admission import Admission, AdmittedRequest, Prompt, default_sampling_params, parse_prompt
+from engine.frontend.admission import (
+    PIN_PARAMS,
+    Admission,
+    AdmittedRequest,
+    PinnedPrefixes,
+    Prompt,
+    default_sampling_params,
+    parse_prompt,
+)
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import ChatMessage, Tokenizer
 from engine.models.description import ModelDescription
@@ -80,6 +88,7 @@ class _Started:
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name)
         self.metrics.stats = CoreStats(compiling=ready.compiling)
+        self.pinned = PinnedPrefixes()
         self.streams: dict[str, _News] = {}
         self.receiver: asyncio.Task[None] | None = None
         self.death: CoreDiedError | None = None
@@ -140,6 +149,13 @@ class AsyncEngine:
         engine = await self._started()
         self.check_health()
         admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
+        async with aclosing(self._stream(engine, admitted, arrival, delta)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _stream(
+        self, engine: _Started, admitted: AdmittedRequest, arrival: float, delta: bool
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.check_health()
         name = admitted.request_id
         engine.processor.add(admitted, now=arrival, delta=delta)
@@ -162,6 +178,23 @@ class AsyncEngine:
         finally:
             del engine.streams[name]
             self._end(engine, *engine.processor.remove(name, time.monotonic()))
+
+    async def pin_prefix(self, name: str, prefix: Prompt) -> int:
+        """As `LLM.pin_prefix`; raises as `generate`."""
+        engine = await self._started()
+        engine.pinned.check_new(name)
+        admitted = await self._admit(engine, prefix, PIN_PARAMS, None, 0, None, pin=name)
+        async for _ in self._stream(engine, admitted, time.monotonic(), delta=False):
+            pass
+        return engine.pinned.add(name, len(admitted.prompt_token_ids))
+
+    def unpin_prefix(self, name: str) -> None:
+        self.check_health()
+        self._require().pinned.remove(name)
+        self._require().client.send(UnpinPrefix(name=name))
+
+    def pinned_prefixes(self) -> dict[str, int]:
+        return self._require().pinned.list()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests where they stand: their streams end with finish_reason "abort". Unknown ids are ignored."""
@@ -315,6 +348,7 @@ class AsyncEngine:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        pin: str | None = None,
     ) -> AdmittedRequest:
         parsed = parse_prompt(prompt)
         token_ids = parsed.token_ids
@@ -327,6 +361,7 @@ class AsyncEngine:
             params if params is not None else default_sampling_params(engine.model.generation_defaults),
             priority=priority,
             cache_salt=cache_salt if cache_salt is not None else parsed.cache_salt,
+            pin=pin,
         )
 
     async def _receive(self, engine: _Started) -> None:

@@ -26,9 +26,17 @@ from engine.config import (
     Preemption,
 )
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
-from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache
+from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache, UnpinPrefix
 from engine.errors import CoreDiedError, EngineError, InvalidRequestError
-from engine.frontend.admission import Admission, AdmittedRequest, Prompt, default_sampling_params, parse_prompt
+from engine.frontend.admission import (
+    PIN_PARAMS,
+    Admission,
+    AdmittedRequest,
+    PinnedPrefixes,
+    Prompt,
+    default_sampling_params,
+    parse_prompt,
+)
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import ChatMessage, Tokenizer
 from engine.request import RequestOutput, SamplingParams
@@ -107,6 +115,7 @@ class LLM:
         self._tokenizer = Tokenizer.load(self.config.model.tokenizer, Path(self.config.compile.cache_dir))
         self._admission = Admission(self.config, self._tokenizer)
         self._processor = OutputProcessor(self._tokenizer)
+        self._pinned = PinnedPrefixes()
         self._client = client_factory(self.config)
         self.ready = self._client.start()
 
@@ -130,6 +139,30 @@ class LLM:
         """Return once no compilation goes on behind the serving engine. `generate` does not wait for it: until then
         steps run eagerly, which is slower; benchmarks call this first."""
         self._alive().wait_compiled()
+
+    def pin_prefix(self, name: str, prefix: Prompt) -> int:
+        """Compute a prefix and keep its KV, whole blocks of it, until `unpin_prefix`: prompts that begin with it start
+        behind it, and eviction never takes it. Returns its number of tokens. Raises `InvalidRequestError`."""
+        self._alive()
+        self._pinned.check_new(name)
+        parsed = parse_prompt(prefix)
+        ids = parsed.token_ids if parsed.token_ids is not None else self._tokenizer.encode_batch([parsed.text or ""])[0]
+        admitted = self._admission.admit(
+            f"pin:{name}", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
+        )
+        [output] = self._run([admitted], time.monotonic(), use_tqdm=False)
+        if output.outputs[0].finish_reason == "error":
+            raise InvalidRequestError(f"the prefix {name!r} was not pinned: {output.outputs[0].stop_reason}", "prompt")
+        return self._pinned.add(name, len(ids))
+
+    def unpin_prefix(self, name: str) -> None:
+        """What was pinned is cached like any other prefix from now on. Raises `InvalidRequestError`."""
+        self._pinned.remove(name)
+        self._alive().send(UnpinPrefix(name=name))
+
+    def pinned_prefixes(self) -> dict[str, int]:
+        """Names and numbers of tokens."""
+        return self._pinned.list()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes before the next request runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 from entrypoints.options import add_engine_options, engine_args
 
@@ -29,6 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="SECONDS",
         help="how long SIGTERM and Ctrl-C let running requests go on before they are ended",
+    )
+    parser.add_argument(
+        "--pinned-prefixes",
+        type=Path,
+        metavar="FILE",
+        help="prefixes to compute and keep from the start: JSON lines, each with name and prompt or messages",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)

@@ -125,6 +125,8 @@ class BusyScheduler:
     def stats(self) -> CoreStats:
         return CoreStats(running=len(self._requests), steps=self._steps)
 
+    def unpin(self, name: str) -> None: ...
+
     def reset_prefix_cache(self) -> int:
         return 0
 

@@ -26,6 +26,7 @@ from engine.core.wire import (
     Shutdown,
     StepOutputs,
     ToCore,
+    UnpinPrefix,
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.executor.interface import Executor
@@ -76,6 +77,8 @@ class StepScheduler(Protocol):
     def stats(self) -> CoreStats: ...
 
     def reset_prefix_cache(self) -> object: ...
+
+    def unpin(self, name: str) -> None: ...
 
 
 class CoreLoop:
@@ -206,6 +209,10 @@ class CoreLoop:
                 return self._add(message)
             case AbortRequests():
                 return self._scheduler.abort(message.request_ids)
+            case UnpinPrefix():
+                self._scheduler.unpin(message.name)
+                self._has_news = True
+                return []
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
             case Shutdown():

@@ -44,6 +44,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """a search instead of samples: its best sequence is returned under `request_id`, the next under the followers' ids,
     whose parameters do not count; tokens come with the end, all at once"""
 
+    pin: str | None = None
+    """keep the whole blocks of the prompt under this name when they are computed, until `UnpinPrefix`"""
+
     @property
     def request_ids(self) -> list[str]:
         """Of all samples, in order."""
@@ -62,7 +65,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_pre
     """Forget every cached block that no sequence uses."""
 
 
-ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache
+class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
+    """A pinned prefix becomes an ordinary cached one. An unknown name is ignored."""
+
+    name: str
+
+
+ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,7 +104,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
-    """blocks held by sequences (cached but unreferenced blocks count as free)"""
+    """blocks held by sequences and pins (cached but unreferenced blocks count as free)"""
+    kv_blocks_pinned: int = 0
     steps: int = 0
     preemptions: int = 0
     """sequences"""

@@ -125,6 +125,7 @@ class Admission:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        pin: str | None = None,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError` naming the field at fault; changes nothing then."""
         self._check_prompt(prompt_token_ids)
@@ -150,6 +151,7 @@ class Admission:
             cache_salt=cache_salt,
             followers=others,
             beams=_beams(params),
+            pin=pin,
         )
         return AdmittedRequest(
             request_id=request_id,
@@ -238,6 +240,39 @@ class Admission:
                 if ids:
                     spellings[tuple(ids)] = None
         return [list(ids) for ids in spellings]
+
+
+PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""of the request that computes a prefix to pin"""
+
+
+class PinnedPrefixes:
+    """The names that the front end has pinned, and how many tokens each holds."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def check_new(self, name: str) -> None:
+        """Raises `InvalidRequestError` for a name that is empty or in use."""
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError("the name of a pinned prefix must be a string that is not empty", "name")
+        if name in self._tokens:
+            raise InvalidRequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
+
+    def add(self, name: str, num_tokens: int) -> int:
+        """Returns `num_tokens`."""
+        self._tokens[name] = num_tokens
+        return num_tokens
+
+    def remove(self, name: str) -> None:
+        """Raises `InvalidRequestError` for a name that is not pinned."""
+        if name not in self._tokens:
+            known = ", ".join(self._tokens) or "none"
+            raise InvalidRequestError(f"no prefix named {name!r} is pinned; pinned: {known}", "name")
+        del self._tokens[name]
+
+    def list(self) -> dict[str, int]:
+        return dict(self._tokens)
 
 
 def _beams(params: SamplingParams) -> BeamParams | None:

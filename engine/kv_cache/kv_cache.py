@@ -108,6 +108,11 @@ class KVCache:
         """Blocks that one sequence holds at most, over all layer groups, until ``num_tokens`` tokens are computed."""
         return sum(self._most(num_tokens, window) for window in self.windows)
 
+    def blocks_kept(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` computed tokens hold, over all layer groups, once windows have moved on."""
+        count = -(-num_tokens // self.block_size)
+        return sum(count - start for start in self._starts(num_tokens))
+
     def blocks_beyond(self, start: int, num_tokens: int) -> int:
         """Of `blocks_for`, those that it takes beside the full blocks of its first ``start`` tokens, which it
         shares."""

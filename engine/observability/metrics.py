@@ -7,11 +7,17 @@ All names carry the label ``model_name``.
 | pageloom_num_requests_running | gauge | sequences in the running batch |
 | pageloom_num_requests_waiting | gauge | sequences that wait to be scheduled |
 | pageloom_kv_cache_usage_ratio | gauge | KV blocks held by sequences, of all (0 to 1) |
+| pageloom_kv_blocks_pinned | gauge | KV blocks of pinned prefixes, part of those held |
+| pageloom_host_kv_blocks_used | gauge | blocks of the host tier held by swapped sequences |
+| pageloom_host_kv_blocks_cached | gauge | blocks of the host tier that can be found by a prefix |
 | pageloom_prefix_cache_queries_total | counter | prompt tokens looked up in the prefix cache |
 | pageloom_prefix_cache_hits_total | counter | of those, tokens that were found |
 | pageloom_prompt_tokens_total | counter | prompt tokens processed |
 | pageloom_generation_tokens_total | counter | tokens generated |
 | pageloom_preemptions_total | counter | sequences preempted |
+| pageloom_preemptions_swapped_total | counter | of those, sequences whose blocks went to the host tier |
+| pageloom_kv_blocks_swapped_out_total | counter | blocks copied to the host tier: of sequences, and evicted prefixes |
+| pageloom_kv_blocks_swapped_in_total | counter | blocks copied back |
 | pageloom_engine_steps_total | counter | steps of the core |
 | pageloom_compiling | gauge | 1 while steps run eagerly because pieces still compile behind them |
 | pageloom_compile_failed | gauge | 1 if they could not be compiled and steps stay eager |
@@ -97,6 +103,9 @@ class _CoreCollector(Collector):
             ("num_requests_running", "Sequences in the running batch", stats.running),
             ("num_requests_waiting", "Sequences that wait to be scheduled", stats.waiting),
             ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", usage),
+            ("kv_blocks_pinned", "KV blocks of pinned prefixes", stats.kv_blocks_pinned),
+            ("host_kv_blocks_used", "Host blocks held by swapped sequences", stats.host_blocks_used),
+            ("host_kv_blocks_cached", "Host blocks that can be found", stats.host_blocks_cached),
             ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),
             ("compile_failed", "Pieces could not be compiled: steps stay eager", int(stats.compile_failed)),
         )
@@ -106,6 +115,9 @@ class _CoreCollector(Collector):
             ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generated_tokens),
             ("preemptions", "Sequences preempted", stats.preemptions),
+            ("preemptions_swapped", "Of those, swapped to host memory", stats.preemptions_swapped),
+            ("kv_blocks_swapped_out", "KV blocks copied to host memory", stats.blocks_swapped_out),
+            ("kv_blocks_swapped_in", "KV blocks copied from host memory", stats.blocks_swapped_in),
             ("engine_steps", "Steps of the core", stats.steps),
             ("compiles_after_ready", "Compilations after compiled pieces took over", stats.compiles_after_ready),
         )

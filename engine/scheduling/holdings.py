@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from engine.kv_cache.kv_cache import Growth, KVCache
 from engine.kv_cache.swapping import swap_in
+from engine.scheduling.pins import Pins
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_set import RunningSet
 from engine.scheduling.sequence import Sequence, Status
@@ -18,6 +19,7 @@ class Holdings:
     def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts) -> None:
         self.kv = kv
         self.costs = costs
+        self.pins = Pins(kv)
         self.rows = RunningSet(num_rows)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
@@ -94,6 +96,7 @@ class Holdings:
                 del self.live[request_id]
             return
         self._stop(seq)
+        self.pins.settle(seq)
         seq.siblings.remove(seq)
         followers, seq.followers = seq.followers, []
         for follower in followers:

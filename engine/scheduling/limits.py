@@ -8,8 +8,9 @@ from engine.errors import InvalidRequestError
 from engine.kv_cache.kv_cache import KVCache
 
 
-def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig, kv: KVCache) -> None:
-    """`max_total`: tokens at which each of its samples ends. Raises `InvalidRequestError`."""
+def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig, kv: KVCache, pinned: int) -> int:
+    """Returns the blocks that the request may hold at once. `max_total`: tokens at which each of its samples ends;
+    `pinned`: blocks that it can not have. Raises `InvalidRequestError`."""
     prompt_len = len(request.prompt_token_ids)
     if prompt_len == 0:
         raise InvalidRequestError("the prompt must hold at least one token", "prompt")
@@ -29,10 +30,11 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
         )
     # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt.
     own = kv.blocks_beyond(prompt_len, max_total - 1)
-    need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks
+    need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks - pinned
     if need > total:
         raise InvalidRequestError(
             f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "
             f"but there are {total} (raise --kv-cache-memory, or lower max_tokens)",
             "max_tokens" if kv.blocks_for(prompt_len) <= total else "prompt",
         )
+    return need

@@ -44,6 +44,8 @@ class Outcomes:
         """Its KV is not to be trusted: the next request with this prefix computes it itself."""
         self._held.kv.forget(seq.blocks)
         self._held.end(seq)
+        if seq.pin is not None:
+            self._held.pins.release(seq.pin)
         delta = SequenceDelta(
             request_id=seq.request_id,
             cached_tokens=seq.newly_cached,

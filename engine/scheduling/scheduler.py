@@ -64,17 +64,23 @@ class Scheduler:
         for request_id in request.request_ids:
             if request_id in self._live:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
-        check_servable(request, max_total, self._config, self._kv)
+        need = check_servable(request, max_total, self._config, self._kv, self._held.pins.num_blocks)
         if self.num_waiting >= self._config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait already (--max-waiting {self._config.max_waiting})")
+        if request.pin is not None:
+            prompt_len = len(request.prompt_token_ids)
+            self._held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, self._live.values())
         if request.beams is not None:
-            self._held.queue(self._open_beams(request, request.beams, max_total), [])
+            first = self._open_beams(request, request.beams, max_total)
+            first.max_blocks = need
+            self._held.queue(first, [])
             return
         leader = self._open(request, request.request_id, request.params, max_total)
         others = [self._open(request, each.request_id, each.params, max_total) for each in request.followers]
         samples = [leader, *others]
         for seq in samples:
-            seq.siblings = samples
+            seq.siblings, seq.max_blocks = samples, need
+        leader.pin = request.pin
         self._live.update(zip(request.request_ids, samples, strict=True))
         self._held.queue(leader, others)
 
@@ -267,6 +273,8 @@ class Scheduler:
             if seq.certain_to_end and seq.group is None:
                 self._ending.append(seq)
         self._kv.register(seq.blocks, seq.tokens)
+        if seq.pin is not None:
+            self._held.pins.keep(seq)
         if seq.followers:
             self._fork_followers(draft, seq, samples)
 
@@ -318,6 +326,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self._held.num_waiting
 
+    def unpin(self, name: str) -> None:
+        """A pinned prefix becomes an ordinary cached one; unknown names are ignored."""
+        self._held.pins.release(name)
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns their number."""
         return self._kv.reset_prefix_cache()
@@ -330,6 +342,7 @@ class Scheduler:
             waiting=self.num_waiting,
             kv_blocks_total=kv.total,
             kv_blocks_used=kv.used,
+            kv_blocks_pinned=self._held.pins.num_blocks,
             steps=self._num_steps,
             preemptions=self._held.preemptions,
             preemptions_swapped=self._held.swapped,

@@ -39,11 +39,13 @@ class Sequence:
         "in_flight",
         "key",
         "leader",
+        "max_blocks",
         "max_total",
         "moved",
         "new_row",
         "next_prompt_logprob",
         "params",
+        "pin",
         "prompt_len",
         "request_id",
         "rewrite_from",
@@ -71,6 +73,10 @@ class Sequence:
         self.max_total = max_total
         """tokens at which it ends with "length" """
         self.blocks = blocks
+        self.max_blocks = 0
+        """what its request may hold at once, by itself"""
+        self.pin: str | None = None
+        """what its prompt is to be kept as"""
         self.tokens = tokens
         self.prompt_len = len(self.tokens)
         self.stop_token_ids = frozenset(params.stop_token_ids)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import AsyncEngine
 from engine.errors import CoreDiedError, InvalidRequestError
-from entrypoints.server import errors
+from entrypoints.server import errors, prefixes
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import ServerContext
@@ -59,6 +59,7 @@ def create_app(
     context = ServerContext(engine, served_name)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
+    prefixes.add_routes(app, context)
     _operation_routes(app, context)
     if api_key is not None:
         app.add_middleware(ApiKeyGuard, key=api_key)

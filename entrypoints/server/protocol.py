@@ -200,6 +200,23 @@ class TokenizeRequest(BaseModel):
         return self
 
 
+class PinRequest(BaseModel):
+    """A name, and either `prompt` (text or token ids) or the `messages` that conversations begin with."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _refusal("prompt", "give either prompt or messages")
+        return self
+
+
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None

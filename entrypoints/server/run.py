@@ -24,6 +24,7 @@ import uvloop
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError
 from entrypoints.server.app import create_app
+from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
 
@@ -130,10 +131,12 @@ class Server(uvicorn.Server):
 
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
-    status. Of `options` it reads api_key, allowed_origins, shutdown_timeout and log_level."""
+    status. Of `options` it reads api_key, allowed_origins, shutdown_timeout, pinned_prefixes and log_level."""
     try:
         with _sigterm_cancels():
             await engine.start()
+            if options.pinned_prefixes is not None:
+                logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         config = uvicorn.Config(
             create_app(engine, engine.served_name, options.api_key, options.allowed_origins),
             http="httptools",

@@ -1,5 +1,5 @@
-"""64 mixed requests (greedy, sampled, n of a prompt, beams, shared prefixes) get the same tokens however short memory is
-and however preempted sequences come back. One float32 model with full attention, one with sliding layers beside it."""
+"""64 mixed requests (greedy, sampled, n of a prompt, beams, shared prefixes) get the same tokens however short memory
+is and however preempted sequences come back. Models: one with full attention, one with sliding layers beside it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_named_workloads_are_those_that_the_peers_ran(
 
 
 def test_an_unknown_workload_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"W9.*W1, W2, W3, W4, W5, W6$"):
+    with pytest.raises(ValueError, match=r"W9.*W1, W2, W3, W4, W5, W6, W7$"):
         workload("W9")
 
 
