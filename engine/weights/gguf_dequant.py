@@ -43,6 +43,16 @@ def dequantize_into(encoded: torch.Tensor, encoding: GGMLQuantizationType, desti
         flat[start * block_elements :][: values.numel()].copy_(values.view(-1))
 
 
+def q5_0_as_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 22] → [..., 34]: the same values, bit for bit, since five bits less 16 are an int8 and the scale
+    stays."""
+    bits = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    fifth = bits.flatten(-2).unflatten(-1, (2, 16)) << 4
+    packed = blocks[..., 6:]
+    levels = (torch.stack((packed & 15, packed >> 4), dim=-2) | fifth).flatten(-2) - 16  # wraps, as int8 bytes do
+    return torch.cat((blocks[..., :2], levels), dim=-1)
+
+
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """The float16 at byte `start` of each block, as float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
@@ -98,11 +108,16 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return low.add_(high << 4).sub_(32.0).view(-1, 16, 16).mul_(scales[..., None])
 
 
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _q8_0(q5_0_as_q8_0(blocks))
+
+
 _Decoder = Callable[[torch.Tensor], torch.Tensor]
 _DECODERS: dict[GGMLQuantizationType, _Decoder] = {
     GGMLQuantizationType.Q8_0: _q8_0,
     GGMLQuantizationType.Q4_0: _q4_0,
     GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q5_0: _q5_0,
     GGMLQuantizationType.Q4_K: _q4_k,
     GGMLQuantizationType.Q5_K: _q5_k,
     GGMLQuantizationType.Q6_K: _q6_k,

@@ -27,11 +27,15 @@ from engine.models.packed import (
     PackedLinear,
     RowNorm,
 )
+from engine.weights.gguf_dequant import q5_0_as_q8_0
 from engine.weights.source import Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
 _HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
 """of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
+
+_Q5_0, _Q8_0, _Q5_0_BYTES = 6, 8, 22
+"""ggml's numbers; five bits run as eight, of which one more would cost what it saves"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ class Packer:
         encoded = source.encoded(part.name)
         if encoded is not None:
             encoding, blocks = encoded
+            if encoding == _Q5_0:
+                encoding, blocks = _Q8_0, q5_0_as_q8_0(blocks.unflatten(1, (-1, _Q5_0_BYTES))).flatten(1)
             format = FORMAT_OF_GGUF.get(encoding)
             if format is not None:
                 return _Encoded(format, blocks)

@@ -33,7 +33,7 @@ class GreedyOracle:
             # One pass yields an argmax after the last known token and after each guessed one but the last.
             guessed = list(guess[len(tokens) : self._count - 1])
             ids = torch.tensor([[*prompt, *tokens, *guessed]])
-            logits = self._model(input_ids=ids, use_cache=False).logits[0, len(prompt) + len(tokens) - 1 :]
+            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(guessed) + 1).logits[0]
             for i, token in enumerate(logits.argmax(-1).tolist()):
                 tokens.append(token)
                 if i < len(guessed) and token != guessed[i]:

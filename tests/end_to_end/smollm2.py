@@ -6,9 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from by_transformers import model_by_transformers
+from transformers import PreTrainedModel
 
 
 def smollm2_path() -> str:
@@ -19,11 +18,4 @@ def smollm2_path() -> str:
 
 
 def smollm2_by_transformers() -> PreTrainedModel:
-    """In float32, as `from_pretrained(gguf_file=...)` would load it, but without the accelerate package."""
-    file = Path(smollm2_path())
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
-    model.tie_weights()
-    return model
+    return model_by_transformers(Path(smollm2_path()))

@@ -10,7 +10,10 @@ import torch
 from dense_attention import DenseAttention
 from tiny_models import make_model, save
 
-import attention_backends.op  # noqa: F401 - registers pageloom::attention
+from attention_backends.op import ATTENTION_OP
+from compilation.split import Piece, split
+from compilation.structure import structural_hash
+from compilation.trace import trace
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.weights.loader import load_weights
@@ -54,6 +57,20 @@ def layer_operations(graph: torch.fx.Graph) -> list[list[str]]:
 
 def _holds_node(value: object) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(item, torch.fx.Node) for item in value)
+
+
+@pytest.mark.parametrize(
+    "case", ["gemma3_windows", "gemma3_windows_untied", "gemma2_windows", "opt_norms_after", "gpt2"]
+)
+def test_layers_of_every_family_are_the_same_piece(case: str, tmp_path: Path) -> None:
+    """Gemma 3's layers with and without a window differ in the rows of another rope table: an input like any other."""
+    model = Decoder(describe(save(make_model(case), tmp_path)).spec, dtype=torch.float32)
+    model.set_attention(ATTENTION)
+    with torch.no_grad():
+        steps = split(trace(model, (torch.zeros(5, dtype=torch.int64), torch.arange(5))), frozenset({ATTENTION_OP}))
+    pieces = [structural_hash(step.module.graph) for step in steps if isinstance(step, Piece)]
+    assert len(pieces) == model.spec.num_layers + 1
+    assert len(set(pieces)) == 3 and len(set(pieces[1:-1])) == 1
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_bias_windows", "qwen2_tied_windows"])

@@ -38,6 +38,11 @@ def q4_1(block: bytes) -> list[float]:
     return [half(block, 0) * value + half(block, 2) for value in nibbles(block[4:])]
 
 
+def q5_0(block: bytes) -> list[float]:
+    high = int.from_bytes(block[2:6], "little")
+    return [half(block, 0) * ((value | (high >> at & 1) << 4) - 16) for at, value in enumerate(nibbles(block[6:]))]
+
+
 def six_bit_pair(packed: bytes, sub_block: int) -> tuple[int, int]:
     """Scale and minimum of one of eight sub-blocks: the first four whole, the rest split over two places."""
     if sub_block < 4:
@@ -97,11 +102,21 @@ DEFINITIONS: dict[str, Callable[[bytes], list[float]]] = {
     "Q4_0": q4_0,
     "Q4_1": q4_1,
     "Q4_K": q4_k,
+    "Q5_0": q5_0,
     "Q5_K": q5_k,
     "Q6_K": q6_k,
 }
-HALVES = {"F16": [0], "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
-LIBRARY_ONLY = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"]
+HALVES = {
+    "F16": [0],
+    "Q8_0": [0],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
+LIBRARY_ONLY = ["Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"]
 
 
 def random_blocks(name: str, count: int) -> np.ndarray:

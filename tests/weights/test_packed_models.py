@@ -123,6 +123,16 @@ def test_a_gguf_file_runs_from_its_blocks(name: str, tied: bool, tmp_path: Path,
     assert weight_bytes(model) <= 1.1 * matrices, "not inflated (but for padding of 199 tokens to panels of 32)"
 
 
+def test_blocks_of_five_bits_run_as_eight(tmp_path: Path, ops: LinearOps) -> None:
+    path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q5_0)
+    model = packed(path, ops, "gguf")
+    formats = {module.format for module in model.modules() if isinstance(module, (PackedLinear, PackedEmbedding))}
+    assert formats == {Format.Q8_0}
+    values = decoded(model)
+    for name, parameter in dense(path, torch.float32).named_parameters():
+        assert torch.equal(values.get_parameter(name), parameter), name
+
+
 def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: LinearOps) -> None:
     path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_0)
     description = describe(path)
