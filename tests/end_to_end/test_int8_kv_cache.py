@@ -59,7 +59,7 @@ def test_a_block_takes_what_the_ledger_is_told(model_path: Path) -> None:
         backend = CpuBackend()
         backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, spec.head_dim))
         attention = PagedAttention(backend, attention_layers(spec), dtype)
-        attention.allocate(3, 16, torch.device("cpu"))
+        attention.allocate(3, 0, 16, torch.device("cpu"))
         sizes[dtype] = attention.block_bytes(16)
         assert sizes[dtype] == 16 * kv_bytes_per_token(spec, str(dtype).removeprefix("torch."))
     assert sizes[torch.int8] == sizes[torch.bfloat16] // 2 + 2 * spec.num_layers * spec.num_kv_heads * 16 * 4

@@ -72,8 +72,8 @@ def test_an_attention_block_equals_transformers() -> None:
     sinks = [layer.sinks for layer in layers if layer.sinks is not None]
     chosen = select("cpu", torch.float32, 32, BLOCK, True, False, name="reference", needs_sinks=True).backend
     attention = PagedAttention(chosen, attention_layers(model.spec, sinks), torch.float32)
-    attention.allocate(TOKENS // BLOCK + 1, BLOCK, torch.device("cpu"))
-    attention.begin_step(one_prompt())
+    attention.allocate(TOKENS // BLOCK + 1, 0, BLOCK, torch.device("cpu"))
+    attention.begin_step([one_prompt()])
     assert model.rope is not None
     hidden = torch.randn(TOKENS, CONFIG.hidden_size)
     with torch.inference_mode():
