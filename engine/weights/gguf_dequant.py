@@ -47,7 +47,7 @@ def q5_0_as_q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 22] → [..., 34]: the same values, bit for bit, since five bits less 16 are an int8 and the scale
     stays."""
     bits = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    fifth = bits.flatten(-2).unflatten(-1, (2, 16)) << 4
+    fifth = bits.view(*blocks.shape[:-1], 2, 16) << 4
     packed = blocks[..., 6:]
     levels = (torch.stack((packed & 15, packed >> 4), dim=-2) | fifth).flatten(-2) - 16  # wraps, as int8 bytes do
     return torch.cat((blocks[..., :2], levels), dim=-1)

@@ -162,7 +162,7 @@ class Packer:
         if encoded is not None:
             encoding, blocks = encoded
             if encoding == _Q5_0:
-                encoding, blocks = _Q8_0, q5_0_as_q8_0(blocks.unflatten(1, (-1, _Q5_0_BYTES))).flatten(1)
+                encoding, blocks = _Q8_0, q5_0_as_q8_0(blocks.view(len(blocks), -1, _Q5_0_BYTES)).flatten(1)
             format = FORMAT_OF_GGUF.get(encoding)
             if format is not None:
                 return _Encoded(format, blocks)

@@ -27,6 +27,8 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 100},
     "Qwen2": {},
     "Qwen3": {"head_dim": 32},
+    "Gemma2": {"head_dim": 32, "sliding_window": 100},
+    "OPT": {"ffn_dim": 96, "init_std": 0.3},
 }
 
 

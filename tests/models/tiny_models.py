@@ -73,6 +73,7 @@ CASES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama_tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama_biases": lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama_gelu": lambda: LlamaConfig(**SHAPE, hidden_act="gelu"),
     "llama_head_dim": lambda: LlamaConfig(**SHAPE, head_dim=32),
     "llama_linear_rope": lambda: LlamaConfig(
         **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
