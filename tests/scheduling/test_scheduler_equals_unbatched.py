@@ -67,14 +67,14 @@ def loops(draw: st.DrawFn) -> Loop:
     enough = sum(most_blocks(26, window, block_size, budget) for window in windows)
     return Loop(
         depth=draw(st.sampled_from([0, 1, 1, 2])),
-        num_blocks=enough + draw(st.integers(0, 20)),
+        num_blocks=enough + draw(st.integers(0, 3) | st.integers(0, 20)),
         block_size=block_size,
         rows=draw(st.integers(1, 6)),
         budget=budget,
         windows=windows,
-        num_host_blocks=draw(st.just(0) | st.integers(1, 40)),
-        preemption=draw(st.sampled_from(["auto", "recompute", "swap"])),
-        swap_block_s=draw(st.sampled_from([0.0, 0.0001, 0.01])),
+        num_host_blocks=draw(st.sampled_from([0, 1, 4, 16, 40, 80])),
+        preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"])),
+        swap_block_s=draw(st.sampled_from([0.0, 0.00001, 0.0001, 0.01])),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
