@@ -1,4 +1,5 @@
-"""`engine-bench`: latency, throughput and serving benchmarks. The last line of the output is one JSON object."""
+"""`engine-bench`: latency, throughput and serving benchmarks, profiles, the paper's evaluation. The last line of the
+output is one JSON object."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import sys
 
 from entrypoints.bench import profile
+from entrypoints.bench.paper import command as paper
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
 
 _RANDOM_ONLY = {
@@ -60,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     throughput.set_defaults(parser=throughput)
 
     profile.add_command(commands)
+    paper.add_command(commands)
 
     serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
     serve.add_argument("--base-url", default="http://127.0.0.1:8000")
@@ -79,9 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    if options.command == "profile":
+    checks = {"profile": profile.check, "paper": paper.check}
+    if options.command in checks:
         try:
-            profile.check(options)
+            checks[options.command](options)
         except ValueError as error:
             options.parser.error(str(error))
     elif getattr(options, "workload", None):
@@ -104,6 +108,8 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
         return http_load.serve(options)
     if options.command == "profile":
         return profile.profile(options)
+    if options.command == "paper":
+        return paper.paper(options)
     if options.command == "throughput" and options.workload:
         from entrypoints.bench.workloads import workload
 
