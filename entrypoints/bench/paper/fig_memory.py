@@ -9,13 +9,13 @@ from entrypoints.bench.paper.cost import OPT_13B
 from entrypoints.bench.paper.figure import Figure, Json, Panel, Series, Study, Table, exactly, verdict
 from entrypoints.bench.paper.lengths import ALPACA, SHAREGPT
 from entrypoints.bench.paper.simulate import Outcome, Simulation
-from entrypoints.bench.paper.sustained import GIVE_UP_S
 from entrypoints.bench.paper.systems import ORCA, OURS, Setup
 from entrypoints.bench.paper.traces import plain
 
 _PARTS = ("token states", "reserved", "internal", "external & others")
 _SLACK = 3.0
 """points"""
+_GIVE_UP_S = 0.8
 
 
 def memory_use(study: Study) -> Figure:
@@ -26,7 +26,7 @@ def memory_use(study: Study) -> Figure:
     rows = []
     for system in (*ORCA, OURS):
         study.progress(f"Fig. 2: {system}")
-        outcome = Simulation(Setup(system, OPT_13B), workload, jobs, warm_up_s=20.0).run()
+        outcome = Simulation(Setup(system, OPT_13B), workload, jobs, warm_up_s=study.scale.backlog / 40).run()
         found[system] = _parts(outcome, reserves=system != OURS)
         paper = published.MEMORY[system]
         shares = [f"{ours:.1f} ({theirs:.1f})" for ours, theirs in zip(found[system], paper)]
@@ -88,7 +88,7 @@ def batched_requests(study: Study) -> Figure:
         found: dict[str, float] = {}
         for system in (*ORCA, OURS):
             study.progress(f"Fig. 13: {lengths.name}, {system}")
-            run = Simulation(Setup(system, OPT_13B), workload, jobs, 4 * GIVE_UP_S, warm_up_s=seconds / 6)
+            run = Simulation(Setup(system, OPT_13B), workload, jobs, _GIVE_UP_S, warm_up_s=seconds / 6)
             found[system] = run.run().batched
         run = Simulation(Setup(OURS, OPT_13B), workload, jobs, warm_up_s=seconds / 6)
         run.cost = replace(run.cost, separate_prompts=True)

@@ -20,6 +20,7 @@ _OTHERS = ("#1f4e79", "#f2a45c", "#c44e52", "#c7c7c7", "#72b7b2", "#b279a2")
 _BARS = ("#1f4e79", "#b8c4d6", "#f2a45c")
 _MARKERS = "osv^Dx"
 _COLUMNS = 3
+_LOG_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def require_matplotlib() -> None:
@@ -72,6 +73,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.tick_params(labelsize=8)
     if panel.log_y:
         axes.set_yscale("log")
+        axes.set_yticks(_LOG_TICKS, [f"{tick:g}" for tick in _LOG_TICKS])
+        values = [y for series in panel.series for y in series.y]
+        axes.set_ylim(min(values) * 0.8, max(values) * 1.2)
+        axes.minorticks_off()
     else:
         axes.set_ylim(bottom=0, top=panel.y_max)
     for side in ("top", "right"):

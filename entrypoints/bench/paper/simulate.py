@@ -6,6 +6,7 @@ Plan and result alternate in lockstep, as in the paper's engine: what a step cos
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
@@ -17,9 +18,11 @@ from engine.step import RowParams, StepPlan, StepResult
 from entrypoints.bench.paper.candidates import SPREAD, BeamAnswers, Candidates
 from entrypoints.bench.paper.cost import StepCost
 from entrypoints.bench.paper.reservation import ReservingKVCache
-from entrypoints.bench.paper.systems import TOKEN_BUDGET, Setup
+from entrypoints.bench.paper.systems import Setup
 from entrypoints.bench.paper.traces import Job, Workload
 
+Execute = Callable[[StepPlan], tuple[float, StepResult]]
+"""a step's seconds and its result"""
 _CHECK_EVERY = 128
 """steps between looks at whether the run is lost already"""
 
@@ -93,7 +96,8 @@ class _Live:
 
 @dataclass
 class Simulation:
-    """One run. `give_up_above`: stop as soon as the mean normalised latency is certain to be above it."""
+    """One run; with `execute` a real one, whose clock stands still while there is nothing to do. `give_up_above`: stop
+    as soon as the mean normalised latency is certain to be above it."""
 
     setup: Setup
     workload: Workload
@@ -102,6 +106,8 @@ class Simulation:
     warm_up_s: float = 0.0
     """nothing is metered before"""
     spread: float = SPREAD
+    execute: Execute | None = None
+    """who computes the steps; None: nobody, and the cost model tells their time"""
     now: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +116,7 @@ class Simulation:
         self.cost: StepCost = setup.cost(self.workload, self.spread)
         config = SchedulerConfig(
             max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=TOKEN_BUDGET,
+            max_num_batched_tokens=setup.token_budget,
             max_model_len=setup.server.max_model_len,
             max_waiting=len(self.jobs) * self.workload.samples,
         )
@@ -125,6 +131,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Raises EngineError when requests are left that can never start."""
         coming = deque(enumerate(self.jobs))
+        execute = self.execute or self._pretend
         gave_up = False
         while not gave_up and (coming or self._live):
             while coming and coming[0][1].arrival_s <= self.now:
@@ -135,11 +142,11 @@ class Simulation:
                     raise EngineError(f"{len(self._live)} requests are left and none can start")
                 self.now = coming[0][1].arrival_s
                 continue
-            seconds = self.cost.of_plan(plan)
+            seconds, result = execute(plan)
             if self.now >= self.warm_up_s and (coming or self.scheduler.num_waiting):
                 self.meter.observe(plan, self.kv, seconds)
             self.now += seconds
-            for delta in self.scheduler.complete(self._answer(plan)):
+            for delta in self.scheduler.complete(result):
                 if delta.finish_reason is not None:
                     self._end(delta)
             self._steps += 1
@@ -173,10 +180,10 @@ class Simulation:
             followers = [Follower(request_id=name, params=params) for name in names[1:]]
             self.scheduler.add(_request(names[0], job, params, followers=followers))
 
-    def _answer(self, plan: StepPlan) -> StepResult:
+    def _pretend(self, plan: StepPlan) -> tuple[float, StepResult]:
         tokens = [7] * sum(row.samples for row in plan.rows)
         logprobs = {} if self._beams is None else self._beams.of(plan)
-        return StepResult(step_id=plan.step_id, token_ids=tokens, logprobs=logprobs)
+        return self.cost.of_plan(plan), StepResult(step_id=plan.step_id, token_ids=tokens, logprobs=logprobs)
 
     def _end(self, delta: SequenceDelta) -> None:
         index = int(delta.request_id.partition(".")[0])

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from entrypoints.bench.paper.figure import Scale
 from entrypoints.bench.paper.simulate import Simulation
 from entrypoints.bench.paper.static_batches import run_static
 from entrypoints.bench.paper.systems import STATIC, Setup
 from entrypoints.bench.paper.traces import Workload
 
-BOUND_S = 0.2
-"""mean seconds per token up to which a rate counts as sustained. In the paper curves are told apart where they leave
-the axis, at 1 s/token in one hour. Above its capacity c a system's queue grows for as long as requests come, so its
-mean latency at rate r grows with the trace's length T, as (1 - c/r) T/2; traces of five minutes cross
-0.2 s/token at an overload of 15 to 20 %, those of one hour cross 1 s/token at 10 %. It lifts all systems alike."""
 HOUR_BOUND_S = 1.0
-GIVE_UP_S = 2 * BOUND_S
-"""a run certain to be above it is not finished"""
 _STEP = 1.15
 _SMALLEST = 0.02
 """of the guess: below it the search gives up"""
@@ -38,7 +32,7 @@ class Curve:
     """highest rate found whose latency is within the bound; 0 if there is none"""
 
 
-def search(latency: Callable[[float], float], guess: float, tolerance: float, bound: float = BOUND_S) -> Curve:
+def search(latency: Callable[[float], float], guess: float, tolerance: float, bound: float) -> Curve:
     """Bracket the rate at which `latency` crosses `bound`, beginning at `guess`, then bisect until the bracket is
     narrower than `tolerance` (relative). The curve holds every rate that was looked at, and some lower ones."""
     seen: dict[float, float] = {}
@@ -59,8 +53,7 @@ def search(latency: Callable[[float], float], guess: float, tolerance: float, bo
     while high / low > 1 + tolerance:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
-    for share in (0.4, 0.75):
-        holds(low * share)
+    holds(low / 2)
     return _curve(seen, low)
 
 
@@ -68,7 +61,7 @@ def _curve(seen: dict[float, float], sustained: float) -> Curve:
     return Curve([Point(rate, seen[rate]) for rate in sorted(seen)], sustained)
 
 
-def curve(setup: Setup, workload: Workload, seconds: float, tolerance: float, seed: int) -> Curve:
+def curve(setup: Setup, workload: Workload, seconds: float, scale: Scale, seed: int) -> Curve:
     """Simulated, with traces of so many seconds, and given up when certain to be far above the bound. Static batches
     cost nothing to simulate, so they have the paper's own measure: an hour, and 1 s/token."""
     guess = setup.guess(workload, seed)
@@ -77,9 +70,10 @@ def curve(setup: Setup, workload: Workload, seconds: float, tolerance: float, se
         def hour(rate: float) -> float:
             return run_static(setup, workload.jobs(rate, 3600, seed)).normalised_latency_s
 
-        return search(hour, guess, tolerance, bound=HOUR_BOUND_S)
+        return search(hour, guess, scale.tolerance, bound=HOUR_BOUND_S)
 
     def latency(rate: float) -> float:
-        return Simulation(setup, workload, workload.jobs(rate, seconds, seed), GIVE_UP_S).run().normalised_latency_s
+        jobs = workload.jobs(rate, seconds, seed)
+        return Simulation(setup, workload, jobs, scale.give_up_s).run().normalised_latency_s
 
-    return search(latency, guess, tolerance)
+    return search(latency, guess, scale.tolerance, scale.bound_s)

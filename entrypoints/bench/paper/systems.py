@@ -33,6 +33,7 @@ class Setup:
     prefix_caching: bool = False
     """the paper's engine keeps nothing between requests but prefixes that are set beforehand (§6.4)"""
     max_num_seqs: int = MAX_NUM_SEQS
+    token_budget: int = TOKEN_BUDGET
 
     @property
     def num_blocks(self) -> int:
