@@ -12,7 +12,7 @@ from entrypoints.bench.paper.systems import OURS, Setup
 from entrypoints.bench.paper.traces import plain
 
 _SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_LOAD = 0.6
+_LOAD = 0.5
 """of what is sustained: near it, those preempted and started again have little but their prompts, and share more"""
 _SLACK = 3.0
 """points, for beams"""
@@ -22,7 +22,7 @@ def saved_share(study: Study, lengths: Lengths, width: int, beams: bool, spread:
     """In %, averaged over time while requests arrive."""
     study.progress(f"Fig. 15: {lengths.name}, {'beam width' if beams else 'samples'} {width}, spread {spread:g}")
     workload = plain(lengths, width, beams)
-    setup, seconds = Setup(OURS, OPT_13B), study.scale.seconds(lengths, OPT_13B)
+    setup, seconds = Setup(OURS, OPT_13B), 2 * study.scale.seconds(lengths, OPT_13B)
     jobs = workload.jobs(_LOAD * setup.guess(workload, study.seed), seconds, study.seed)
     outcome = Simulation(setup, workload, jobs, warm_up_s=seconds / 6, spread=spread).run()
     return 100 * outcome.saved
