@@ -12,7 +12,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, PrefixHit, SequenceBlocks
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, SequenceBlocks
+from engine.kv_cache.prefix import PrefixHit
 from entrypoints.bench.paper.buddy import BuddyAllocator, chunk_size
 
 Policy = Callable[[int, int, int], int]
@@ -84,12 +85,14 @@ class ReservingKVCache(KVCache):
         return ReservedBlocks(super().open(salt), *expected)
 
     def match_prefix(self, blocks: SequenceBlocks, tokens: Tokens[int], limit: int) -> PrefixHit:
-        """Nothing is ever found. `num_free`, what starting takes of the pool, says only whether there is a chunk: less
-        than any room if there is, more than any if not."""
-        units = self._units(blocks)
+        """Nothing is ever found. `num_free` says only whether there is a chunk: less than any room if there is, more
+        than any if not."""
         enough = self.pool.num_blocks * 2
-        num_free = -enough if self._buddy.fits(units) else enough
-        return PrefixHit(num_tokens=0, query_tokens=0, tables=[[]], num_free=num_free)
+        num_free = -enough if self._buddy.fits(self._units(blocks)) else enough
+        return PrefixHit(num_tokens=0, query_tokens=0, tables=[[]], starts=[0], num_free=[num_free])
+
+    def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
+        return hit.num_free[0]
 
     def adopt(self, blocks: SequenceBlocks, hit: PrefixHit) -> None:
         """The sequence starts: its chunk is taken."""
