@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from entrypoints.bench.paper.figure import DEFAULT, QUICK, Figure, Study
 from entrypoints.options import engine_args, refuse_without_effect
+
+if TYPE_CHECKING:  # not at the top: --help is instant
+    from entrypoints.bench.paper.figure import Figure, Study
 
 MODES = ("simulated", "real")
 FIGURES = ("2", "12", "13", "14", "15", "16", "17", "18b", "19")
@@ -58,6 +61,7 @@ def check(options: argparse.Namespace) -> None:
 
 def paper(options: argparse.Namespace) -> list[dict[str, object]]:
     """Run, write, and tell what was written."""
+    from entrypoints.bench.paper.figure import DEFAULT, QUICK, Study
     from entrypoints.bench.paper.report import write
 
     start = time.monotonic()
