@@ -44,16 +44,12 @@ def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
 
 def blocks_to_go_on(members: list[Sequence], kv: KVCache) -> int:
     """What sequences whose blocks are on the host take from the pool to be swapped in and computed to their next
-    tokens: a shared block that is not full is copied for each that writes to it."""
+    tokens. Each needs its own for a block that is not full."""
     assert kv.host is not None
     need = blocks_to_swap_in(kv, kv.host, [member.blocks for member in members])
-    for member in members:
-        partly_filled = member.computed % kv.block_size > 0 and len(members) > 1
-        need += kv.blocks_beyond(member.computed, len(member.tokens)) - kv.num_groups * (
-            member.computed % kv.block_size > 0
-        )
-        need += kv.num_groups * partly_filled
-    return need
+    filling = {table[-1] for member in members if member.computed % kv.block_size for table in member.blocks.tables}
+    need += sum(kv.blocks_beyond(member.computed, len(member.tokens)) for member in members) - len(filling)
+    return min(need, sum(kv.blocks_for(len(member.tokens)) for member in members))
 
 
 def prefix_limit(seq: Sequence, kv: KVCache) -> int:

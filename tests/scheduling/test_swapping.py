@@ -1,0 +1,49 @@
+"""What was swapped out comes back, though the pool has no more room than one request needs."""
+
+from __future__ import annotations
+
+import pytest
+from replaying_executor import generate, search
+from scheduler_loop import Loop
+
+from engine.core.wire import BeamParams
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9])
+def test_a_half_computed_prompt_with_a_window_comes_back_to_a_pool_that_just_holds_it(num_blocks: int) -> None:
+    """It takes what it holds at most, not what it held and all that follows."""
+    loop = Loop(
+        depth=0, num_blocks=num_blocks, block_size=1, budget=2, windows=(5,), num_host_blocks=16, preemption="swap"
+    )
+    loop.add("early", [0], 8)
+    loop.add("late", [1] * 10, 2)
+    loop.run()
+    assert loop.scheduler.stats().preemptions_swapped > 0
+    assert loop.tokens["late"] == generate([1] * 10, 12, set())[0]
+    loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5])
+def test_beams_come_back_to_a_pool_that_just_holds_them(width: int, prompt_len: int) -> None:
+    """Only a last block that they share is copied for each."""
+    swapped = 0
+    for tokens, others in ((tokens, others) for tokens in range(2, 8) for others in range(2, 12)):
+        probe = Loop(block_size=4).kv
+        own = probe.blocks_beyond(prompt_len, prompt_len + tokens - 1)
+        loop = Loop(
+            depth=0,
+            num_blocks=max(probe.blocks_for(prompt_len + tokens - 1) + (width - 1) * own, probe.blocks_for(others)),
+            block_size=4,
+            num_host_blocks=64,
+            preemption="swap",
+            caching=False,
+        )
+        loop.add("early", [0], others)
+        prompt, beams = [1] * prompt_len, BeamParams(width=width)
+        loop.add("late", prompt, tokens, beams=beams)
+        loop.run()
+        swapped += loop.scheduler.stats().preemptions_swapped
+        assert loop.tokens["late"] == search(prompt, prompt_len + tokens, set(), beams)[0].token_ids
+        loop.assert_nothing_leaked()
+    assert swapped > 0, "the test must swap"
