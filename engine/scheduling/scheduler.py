@@ -219,16 +219,21 @@ class Scheduler:
         return hit
 
     def _swap_in(self, draft: StepDraft, seq: Sequence) -> bool:
-        """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; if there is
-        room. Where nothing runs, those followers wait by themselves that do not fit."""
+        """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
+        before there is room. Where nothing runs there will not be more: those followers wait by themselves that do not
+        fit, and what cannot be split gives up its host blocks to be computed again."""
         room = self._kv.pool.num_free - (self._watermark if self._running else 0)
         if self._running and self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
             return False
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
         while (need := blocks_to_go_on(members, self._kv)) > room or len(members) > self._rows.num_free:
-            if self._running or seq.group is not None or len(members) == 1:
+            if self._running:
                 self._blocked = (seq, room)
                 return False
+            if seq.group is not None or len(members) == 1:
+                for member in members:
+                    self._kv.free(member.blocks)
+                return True
             follower = members.pop()
             seq.followers.remove(follower)
             self._held.unfollow(follower)

@@ -7,6 +7,7 @@ from replaying_executor import generate, search
 from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
+from engine.scheduling import scheduler
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])
@@ -47,3 +48,18 @@ def test_beams_come_back_to_a_pool_that_just_holds_them(width: int, prompt_len: 
         assert loop.tokens["late"] == search(prompt, prompt_len + tokens, set(), beams)[0].token_ids
         loop.assert_nothing_leaked()
     assert swapped > 0, "the test must swap"
+
+
+@pytest.mark.parametrize("beams", [None, BeamParams(width=2)])
+def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPatch, beams: BeamParams | None) -> None:
+    """An estimate of the room that is too high costs time, not the request."""
+    loop = Loop(depth=0, num_blocks=9, block_size=4, num_host_blocks=64, preemption="swap", caching=False)
+    monkeypatch.setattr(scheduler, "blocks_to_go_on", lambda members, kv: 1 + kv.pool.num_blocks)
+    loop.add("early", [0] * 8, 16)
+    loop.add("late", [1] * 6, 12, beams=beams)
+    loop.run()
+    assert loop.scheduler.stats().preemptions_swapped > 0
+    assert loop.scheduler.stats().blocks_swapped_in == 0
+    alone = search([1] * 6, 18, set(), beams)[0].token_ids if beams else generate([1] * 6, 18, set())[0]
+    assert loop.tokens["late"] == alone
+    loop.assert_nothing_leaked()
