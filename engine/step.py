@@ -51,7 +51,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     params: RowParams
 
 
-class BlockAppend(msgspec.Struct, frozen=True, kw_only=True):
+class BlockAppend(msgspec.Struct, frozen=True, gc=False):
     """Write `block_ids` into the row's block table of layer group `group`, from entry `start` on."""
 
     row: int
@@ -60,7 +60,7 @@ class BlockAppend(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: list[int]
 
 
-class TokenRewrite(msgspec.Struct, frozen=True, kw_only=True):
+class TokenRewrite(msgspec.Struct, frozen=True, gc=False):
     """What a row holds from `start` on is replaced: its sequence took over another one's history (beams)."""
 
     row: int
@@ -68,7 +68,7 @@ class TokenRewrite(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
-class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     row: int
     computed: int
     """tokens whose KV exists before this step = position of the first query token"""

@@ -1,26 +1,33 @@
-"""What a step costs the scheduler: flat in the number of waiting requests and in the length of the contexts.
+"""What a step costs the scheduler: flat in the number of waiting requests and in the length of the contexts; and how
+much with many sequences, a part of them beams.
 
-Runs without a model: plan, answer at once, complete, one step ahead as the core does. Prints microseconds per step
-(median over steps) and, as the last line, JSON. Usage: ``python tools/bench_scheduler.py [--rows 64] [--steps 300]``.
+Runs without a model: plan, answer at once, complete, one step ahead as the core does; with beams in lockstep, so that
+every step computes and chooses for all of them. Prints microseconds per step (median over steps) and, as the last line,
+JSON. Usage: ``python tools/bench_scheduler.py [--rows 64] [--steps 300]``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import random
 import statistics
 import time
 
 from engine.config import SchedulerConfig
-from engine.core.wire import AddRequest
+from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
-from engine.step import RowParams, StepPlan, StepResult
+from engine.step import RowParams, StepPlan, StepResult, TokenLogprobs
 
 WAITING = (10, 100, 1_000, 10_000, 100_000)
 CONTEXT = (1_000, 10_000, 30_000, 100_000)
 BLOCK_SIZE = 16
 BUDGET = 8192
+MIXED = ((64, 0), (1_000, 0), (0, 50), (800, 50))
+"""(plain sequences, searches of `WIDTH` beams)"""
+WIDTH = 4
 
 
 def main() -> None:
@@ -40,6 +47,10 @@ def main() -> None:
     for context in CONTEXT:
         by_context[context] = measure(args.rows, args.steps, waiting=10, context=context)
         print(f"{10:>9} waiting, context {context:>8}: {by_context[context]:8.1f} us")
+    mixed = {}
+    for plain, searches in MIXED:
+        mixed[f"{plain}+{searches}x{WIDTH}"] = figure = measure_mixed(plain, searches, args.steps)
+        print(f"{plain:>9} sequences and {searches:>2} searches of {WIDTH} beams: {figure:8.1f} us")
     ratio_waiting = by_waiting[WAITING[-1]] / by_waiting[WAITING[0]]
     ratio_context = by_context[CONTEXT[-1]] / by_context[CONTEXT[0]]
     print(f"\n{WAITING[-1]} waiting cost {ratio_waiting:.2f}x of {WAITING[0]} waiting")
@@ -49,6 +60,7 @@ def main() -> None:
         "steps": args.steps,
         "us_per_step_by_waiting": by_waiting,
         "us_per_step_by_context": by_context,
+        "us_per_step_with_beams": mixed,
         "ratio_waiting": round(ratio_waiting, 3),
         "ratio_context": round(ratio_context, 3),
     }
@@ -88,6 +100,67 @@ def measure(rows: int, steps: int, *, waiting: int, context: int) -> float:
     if scheduler.num_waiting != waiting or len(pending.rows) != rows:
         raise SystemExit("the measured steps were not the steady decode steps that they should be")
     return statistics.median(costs) * 1e6
+
+
+def measure_mixed(plain: int, searches: int, steps: int) -> float:
+    """Median microseconds of a step in which `plain` sequences and `searches` searches decode; contexts of 200 tokens
+    and more."""
+    draw = random.Random(0)
+    rows = plain + searches * WIDTH
+    config = SchedulerConfig(
+        max_num_seqs=rows, max_num_batched_tokens=BUDGET, max_model_len=4096, max_waiting=plain + searches
+    )
+    kv = KVCache(rows * (300 + 2 * steps) // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=True)
+    scheduler = Scheduler(config, kv)
+    for index in range(plain + searches):
+        followers = [Follower(request_id=f"{index}.{i}", params=RowParams(seed=i)) for i in range(1, WIDTH)]
+        beams = index >= plain
+        request = AddRequest(
+            request_id=str(index),
+            prompt_token_ids=[index] + [1] * draw.randrange(200, 232),
+            params=RowParams(seed=index),
+            max_tokens=3000,
+            followers=followers if beams else [],
+            beams=BeamParams(width=WIDTH) if beams else None,
+        )
+        scheduler.add(request)
+    answers = _Answers(draw)
+    costs: list[float] = []
+    while len(costs) < steps:
+        start = time.perf_counter()
+        plan = _plan(scheduler)
+        planned = time.perf_counter()
+        result = answers.of(plan)
+        answered = time.perf_counter()
+        scheduler.complete(result)
+        if len(plan.rows) == rows and all(row.query_len == 1 for row in plan.rows):
+            costs.append(time.perf_counter() - answered + planned - start)
+        elif costs:
+            raise SystemExit("the measured steps were not the steady decode steps that they should be")
+        else:
+            gc.freeze()  # as the core does
+    return statistics.median(costs) * 1e6
+
+
+class _Answers:
+    """A token for everybody, and candidates with random probabilities for beams: about a third of them is dropped in
+    every step."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._beams: set[int] = set()
+        self._draw = draw
+        self._candidates = []
+        for _ in range(500):
+            logprobs = sorted((-draw.expovariate(0.6) for _ in range(2 * WIDTH)), reverse=True)
+            tokens = draw.sample(range(1000), 2 * WIDTH)
+            self._candidates.append(TokenLogprobs([tokens[0], *tokens], [logprobs[0], *logprobs], 1))
+
+    def of(self, plan: StepPlan) -> StepResult:
+        self._beams -= {new.row for new in plan.added if new.params.logprobs is None}
+        self._beams |= {new.row for new in plan.added if new.params.logprobs is not None}
+        rows = [row.row for row in plan.rows if row.samples]
+        found = {row: self._draw.choice(self._candidates) for row in rows if row in self._beams}
+        return StepResult(step_id=plan.step_id, token_ids=[7] * len(rows), logprobs=found)
 
 
 def _plan(scheduler: Scheduler) -> StepPlan:

@@ -74,7 +74,7 @@ class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
 ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
 
 
-class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What is new for one request since its last delta. Exactly one delta per request has a finish_reason."""
 
     request_id: str

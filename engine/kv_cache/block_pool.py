@@ -9,7 +9,7 @@ Source of the idea: Kwon et al., "Efficient Memory Management for Large Language
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from engine.errors import EngineError
 
@@ -49,10 +49,13 @@ class BlockPool:
 
         Raises `EngineError` when none is free: callers compare with `num_free` first.
         """
-        block = self._next[self.num_blocks]
-        if block == self.num_blocks:
-            raise EngineError(f"all {self.num_blocks} KV blocks are in use")
-        self._unlink(block)
+        sentinel = self.num_blocks
+        block = self._next[sentinel]
+        if block == sentinel:
+            raise EngineError(f"all {sentinel} KV blocks are in use")
+        after = self._next[block]
+        self._next[sentinel], self._prev[after] = after, sentinel
+        self.num_free -= 1
         key = self._key_of[block]
         if key is not None:
             del self._block_of[key]
@@ -67,6 +70,21 @@ class BlockPool:
         if self.ref_counts[block] == 0:
             self._unlink(block)
         self.ref_counts[block] += 1
+
+    def acquire_all(self, blocks: list[int]) -> None:
+        """One more owner of each; somebody holds them all."""
+        counts = self.ref_counts
+        for block in blocks:
+            counts[block] += 1
+
+    def release_all(self, blocks: Iterable[int]) -> None:
+        """`release` of each, in this order."""
+        counts = self.ref_counts
+        for block in blocks:
+            if counts[block] > 1:
+                counts[block] -= 1
+            else:
+                self.release(block)
 
     def release(self, block: int) -> None:
         """One owner less. The last one makes it free: last to be evicted if cached, first to be handed out if not."""

@@ -40,6 +40,12 @@ class HashChain:
             digests.append(hashlib.blake2b(parent + block.tobytes(), digest_size=_DIGEST_BYTES).digest())
         return digests[index]
 
+    def become(self, other: HashChain, common: int, num_blocks: int) -> None:
+        """The sequence has the tokens of another one of its salt from now on, in ``num_blocks`` blocks; they have been
+        alike in the first ``common`` ones."""
+        known = min(common, len(self.digests))
+        self.digests[known:] = other.digests[known:num_blocks]
+
     def fork(self, num_blocks: int) -> HashChain:
         """A chain that agrees in the first ``num_blocks`` blocks; what was hashed beyond may differ in the fork."""
         other = HashChain.__new__(HashChain)

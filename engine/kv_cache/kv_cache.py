@@ -24,7 +24,7 @@ from engine.layer_groups import first_kept, most_blocks
 class SequenceBlocks:
     """What the cache knows of one sequence. Owned by the sequence, changed only by `KVCache`."""
 
-    __slots__ = ("chain", "counted", "num_registered", "num_tokens", "on_host", "starts", "tables")
+    __slots__ = ("chain", "counted", "num_registered", "num_tokens", "on_host", "quiet_until", "starts", "tables")
 
     def __init__(self, num_groups: int, chain: HashChain) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -35,6 +35,9 @@ class SequenceBlocks:
         """the tables name blocks of the host tier"""
         self.num_tokens = 0
         """tokens whose KV is written, or will be by a step that is planned"""
+        self.quiet_until = 0
+        """up to as many tokens an append changes nothing but `num_tokens`: the last block is its own, and no window has
+        moved on by a block"""
         self.num_registered = 0
         """leading blocks that went through the prefix index already"""
         self.chain = chain
@@ -46,7 +49,7 @@ class SequenceBlocks:
         return len(self.tables[0])
 
 
-class Growth(msgspec.Struct, frozen=True, kw_only=True):
+class Growth(msgspec.Struct, frozen=True, gc=False):
     """What an append changed: block-table entries from ``start`` on, one list per layer group."""
 
     start: int
@@ -180,29 +183,47 @@ class KVCache:
         Blocks that none of these tokens sees, nor any later one, are given back. A partly filled last block that others
         hold too is replaced by a copy first.
         """
+        if upto_tokens <= blocks.quiet_until:
+            blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
+            return NO_GROWTH
         pool, tables = self.pool, blocks.tables
         if self.slides:
             self._give_back(blocks)
         have = len(tables[0])
         new_entries = max(-(-upto_tokens // self.block_size) - have, 0)
-        shared: list[list[int]] = []
-        if blocks.num_tokens % self.block_size and upto_tokens > blocks.num_tokens:
-            shared = [table for table in tables if pool.ref_counts[table[-1]] > 1]
-        if not new_entries and not shared:
-            blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
-            return NO_GROWTH
-        if new_entries * self.num_groups + len(shared) > pool.num_free:
+        copied = self._shared_ends(blocks) if upto_tokens > blocks.num_tokens else ()
+        if new_entries * len(tables) + len(copied) > pool.num_free:
             return None
+        blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
         copies = []
-        for table in shared:
+        for table in copied:
             source, table[-1] = table[-1], pool.allocate()
             pool.release(source)
             copies.append((source, table[-1]))
         for table in tables:
-            table.extend(pool.allocate() for _ in range(new_entries))
-        blocks.num_tokens = upto_tokens
-        start = have - 1 if shared else have
-        return Growth(start=start, block_ids=[table[start:] for table in tables], copies=copies)
+            for _ in range(new_entries):
+                table.append(pool.allocate())
+        blocks.quiet_until = self._quiet_until(blocks)
+        start = have - 1 if copies else have
+        if start == have + new_entries:
+            return NO_GROWTH
+        return Growth(start, [table[start:] for table in tables], copies)
+
+    def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
+        """Tables whose last block is to be written and is not the sequence's alone."""
+        if blocks.num_tokens % self.block_size == 0:
+            return ()
+        counts = self.pool.ref_counts
+        return [table for table in blocks.tables if counts[table[-1]] > 1]
+
+    def _quiet_until(self, blocks: SequenceBlocks) -> int:
+        """Until its last block is full, or a window leaves a block behind."""
+        end = len(blocks.tables[0]) * self.block_size
+        if not self.slides:
+            return end
+        windows = zip(self.windows, blocks.starts, strict=True)
+        slides = [(start + 1) * self.block_size + window - 1 for window, start in windows if window is not None]
+        return min(end, *slides)
 
     def _give_back(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
@@ -235,13 +256,47 @@ class KVCache:
         fork = SequenceBlocks(self.num_groups, source.chain.fork(full))
         fork.starts = self._starts(common)
         for table, blocks, start in zip(fork.tables, source.tables, fork.starts, strict=True):
-            for block in blocks[start:count]:
-                self.pool.acquire(block)
+            self.pool.acquire_all(blocks[start:count])
             table.extend(blocks[:count])
+        source.quiet_until = 0  # its last block may be shared now
         fork.num_tokens = common
         fork.num_registered = min(source.num_registered, full)
         fork.counted = True
         return fork
+
+    def take_over(self, blocks: SequenceBlocks, source: SequenceBlocks) -> Growth:
+        """`blocks` gives up its history for all of `source`'s, as `free` and `fork` would. What both have in common is
+        not touched, and where both have as many tokens, a partly filled last block of its own is kept for a copy of
+        the source's. Returns what changes where `blocks` was told already."""
+        full, filled = divmod(source.num_tokens, self.block_size)
+        in_step = blocks.starts == source.starts
+        common, keeps_last = (full if in_step else 0), filled > 0 and in_step and blocks.num_tokens == source.num_tokens
+        counts = self.pool.ref_counts
+        for own, new in zip(blocks.tables, source.tables):
+            if own[:common] != new[:common]:
+                common = _alike(own, new, common)
+            if keeps_last and not (len(own) == len(new) == full + 1 and counts[own[full]] == 1):
+                keeps_last = False
+        if not keeps_last:
+            source.quiet_until = 0  # its last block may be shared now
+        if not keeps_last or common < full:
+            self._exchange(blocks, source, common, full if keeps_last else None)
+            blocks.chain.become(source.chain, common, full)
+        blocks.num_tokens, blocks.num_registered = source.num_tokens, source.num_registered
+        blocks.quiet_until = source.quiet_until
+        blocks.counted = True
+        if not keeps_last:
+            return Growth(common, [table[common:] for table in blocks.tables], [])
+        changed = [table[common:] for table in blocks.tables] if common < full else []
+        return Growth(common, changed, [(new[full], own[full]) for own, new in zip(blocks.tables, source.tables)])
+
+    def _exchange(self, blocks: SequenceBlocks, source: SequenceBlocks, common: int, end: int | None) -> None:
+        """Entries ``common`` to ``end`` for those of ``source``; None: to the end of either."""
+        for group, (own, new) in enumerate(zip(blocks.tables, source.tables, strict=True)):
+            self.pool.acquire_all(new[max(source.starts[group], common) : end])
+            self.pool.release_all(reversed(own[max(blocks.starts[group], common) : end]))
+            own[common:end] = new[common:end]
+        blocks.starts = source.starts.copy()
 
     def register(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
         """Make the blocks findable that are full and whose tokens are known: up to min(num_tokens, len(tokens)).
@@ -275,7 +330,7 @@ class KVCache:
             table.clear()
         blocks.starts = [0] * self.num_groups
         blocks.on_host = False
-        blocks.num_tokens = blocks.num_registered = 0
+        blocks.num_tokens = blocks.num_registered = blocks.quiet_until = 0
 
     def forget(self, blocks: SequenceBlocks) -> None:
         """Nothing that this sequence computed or used is found again (its KV is not to be trusted); before or after
@@ -303,3 +358,15 @@ class KVCache:
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
         )
+
+
+def _alike(one: list[int], other: list[int], most: int) -> int:
+    """Length of the longest common prefix, but `most` at most; quick where it is nearly that long."""
+    length = most = min(len(one), len(other), most)
+    back = 1
+    while one[:length] != other[:length]:
+        most, length = length, max(length - back, 0)
+        back *= 2
+    while length < most and one[length] == other[length]:
+        length += 1
+    return length

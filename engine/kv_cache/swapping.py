@@ -8,7 +8,7 @@ import msgspec
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.kv_cache import Growth, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -17,13 +17,13 @@ class Leaving(msgspec.Struct, frozen=True):
     blocks: SequenceBlocks
     num_tokens: int
     """those with KV; what was appended beyond for a step that does not come is dropped"""
-    growth: Growth
-    """that append: its copies are not made"""
+    copies: list[tuple[int, int]] = []
+    """(source, destination) among its blocks that the device was not told of"""
 
 
 def swap_out(kv: KVCache, host: HostTier, group: Sequence[Leaving]) -> bool:
     """Whether the tier had room for all of them; else nothing has changed."""
-    sources = {destination: source for one in group for source, destination in one.growth.copies}
+    sources = {destination: source for one in group for source, destination in one.copies}
     entries = [_held_entries(one, kv.block_size) for one in group]
     names = {block: kv.pool.key_of(block) for tables in entries for table in tables for block in table}
     found = {block: host.find(key) for block, key in names.items() if key is not None}
@@ -102,3 +102,4 @@ def _move(
         for block in reversed(old[start:]):
             here.release(block)
         blocks.tables[index] = old[:start] + moved
+    blocks.quiet_until = 0

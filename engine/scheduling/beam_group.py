@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.core.wire import SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
-from engine.scheduling.beam_search import BeamSearch, Candidates, Choice
+from engine.scheduling.beam_search import BeamSearch, Choice
 from engine.scheduling.sequence import Sequence
 from engine.step import TokenLogprobs
 
@@ -24,53 +24,55 @@ class BeamGroup:
         """those that carry a beam, in the order of the last choices"""
         self.spare_rows: list[int] = []
         """reserved for members that carry none yet, or not again yet"""
-        self._candidates: dict[Sequence, Candidates] = {}
-
-    def waits(self, member: Sequence) -> bool:
-        """Nothing of it can be computed before the next choice."""
-        return member.in_flight > 0 or member in self._candidates
+        self._found: dict[Sequence, TokenLogprobs] = {}
 
     def bring(self, member: Sequence, found: TokenLogprobs) -> bool:
         """A beam's candidates. Returns whether all beams have theirs."""
-        self._candidates[member] = list(zip(found.token_ids[1:], found.logprobs[1:], strict=True))
-        return len(self._candidates) == len(self.beams)
+        self._found[member] = found
+        return len(self._found) == len(self.beams)
 
     @property
     def at_rest(self) -> bool:
         """Every beam has its tokens, and no step is under way that would bring candidates."""
-        return not self._candidates and not any(member.in_flight for member in self.members)
+        return not self._found and not any(member.in_flight for member in self.members)
 
     def drop_candidates(self) -> None:
         """The beams will be computed again."""
-        self._candidates.clear()
+        self._found.clear()
+        for member in self.members:
+            member.waits = False
 
     def choose(self) -> list[Choice] | None:
         """None: the search is over."""
-        candidates = [self._candidates[beam] for beam in self.beams]
-        self._candidates.clear()
-        return self.search.advance(candidates, [beam.tokens[beam.prompt_len :] for beam in self.beams])
+        beams = self.beams
+        candidates = [self._found[beam] for beam in beams]
+        self._found.clear()
+        return self.search.advance(candidates, lambda beam: beams[beam].tokens[beams[beam].prompt_len :])
 
     def follow(self, choices: list[Choice], kv: KVCache) -> list[Sequence]:
         """Give every choice a sequence that has its tokens and shares its parent's blocks. Returns those that carried a
         beam, or were to, and do not any more; their blocks are given back."""
-        parents = [self.beams[choice.parent] for choice in choices]
-        carriers: list[Sequence | None] = []
-        for i, parent in enumerate(parents):
-            carriers.append(parent if parent not in parents[:i] else None)
-        spare = [member for member in self.members if member not in parents]
+        beams = self.beams
+        dropped = set(range(len(beams))).difference([choice.parent for choice in choices])
+        spare = [beams[index] for index in dropped]
+        if len(beams) < len(self.members):
+            spare += [member for member in self.members if member not in beams]
+        followed: set[int] = set()
+        self.beams = []
+        for index, token in choices:
+            beam = parent = beams[index]
+            if index not in followed:
+                followed.add(index)
+                beam.rewrite_from = beam.computed
+            else:
+                beam = spare.pop()
+                _take_over(beam, parent, kv)
+            beam.tokens.append(token)
+            beam.waits = False
+            self.beams.append(beam)
         for member in spare:
             kv.free(member.blocks)
-        beams = [carrier or spare.pop(0) for carrier in carriers]
-        for beam, parent in zip(beams, parents, strict=True):
-            if beam is not parent:
-                beam.blocks = kv.fork(parent.blocks)
-                beam.tokens, beam.computed = parent.tokens.copy(), parent.computed
-                beam.rewrite_from, beam.moved = beam.prompt_len, True
-        for beam, choice in zip(beams, choices, strict=True):
-            if not beam.moved:
-                beam.rewrite_from = len(beam.tokens)
-            beam.tokens.append(choice.token)
-        self.beams = beams
+            member.waits = False
         return spare
 
     def results(self, cached_tokens: int) -> list[SequenceDelta]:
@@ -90,3 +92,11 @@ class BeamGroup:
             )
         missing = self.request_ids[len(deltas) :]  # of a vocabulary that has not as many sequences
         return deltas + [SequenceDelta(request_id=request_id, finish_reason="length") for request_id in missing]
+
+
+def _take_over(beam: Sequence, parent: Sequence, kv: KVCache) -> None:
+    """The beam's own history was dropped, it goes on with the parent's up to what is computed."""
+    beam.moved = kv.take_over(beam.blocks, parent.blocks)
+    beam.rewrite_from = max(beam.prompt_len, beam.moved.start * kv.block_size)
+    beam.tokens[beam.rewrite_from :] = parent.tokens[beam.rewrite_from : parent.computed]
+    beam.computed = parent.computed

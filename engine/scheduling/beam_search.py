@@ -6,14 +6,13 @@ log-probabilities only; who runs the beams keeps their KV.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from heapq import nlargest
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from engine.core.wire import BeamParams
-
-Candidates = Tokens[tuple[int, float]]
-"""(token, log-probability), most likely first"""
+from engine.step import TokenLogprobs
 
 
 class Choice(NamedTuple):
@@ -52,33 +51,42 @@ class BeamSearch:
         """Candidates that each beam must bring: with all stop tokens among them, enough are left to go on."""
         return candidates_of(self._params.width, len(self._stop))
 
-    def advance(self, candidates: Tokens[Candidates], generated: Tokens[list[int]]) -> list[Choice] | None:
-        """`candidates[i]`, `generated[i]`: of beam i, in the order of the last choices (at first one beam). None: the
-        search is over."""
+    def advance(self, candidates: Tokens[TokenLogprobs], generated: Callable[[int], list[int]]) -> list[Choice] | None:
+        """`candidates[i]` (but its first entry), `generated(i)`: of beam i, in the order of the last choices (at first
+        one beam). None: the search is over."""
         width = self._params.width
         self._length += 1
         at_limit = self._length >= self._limit
-        # (score, -beam, -rank): of equals the earlier beam and the likelier token
-        pool = nlargest(
-            self.num_candidates,
-            (
-                (self._scores[beam] + logprob, -beam, -rank, token)
-                for beam, found in enumerate(candidates)
-                for rank, (token, logprob) in enumerate(found)
-            ),
-        )
-        self._finish(
-            [
-                (score, [*generated[-beam], token])
-                for score, beam, _, token in pool[:width]
-                if at_limit or token in self._stop
-            ]
-        )
-        going_on = [] if at_limit else [entry for entry in pool if entry[3] not in self._stop][:width]
-        if not going_on or self._is_over(going_on[0][0]):
+        # Merge what the beams bring, best first; of equals the earlier beam and the likelier token.
+        scores = self._scores
+        heap = [(-scores[beam] - found.logprobs[1], beam, 1) for beam, found in enumerate(candidates)]
+        heapify(heap)
+        going_on: list[Choice] = []
+        going_scores: list[float] = []
+        ended = []
+        for place in range(self.num_candidates):
+            if not heap or len(going_on) == width:
+                break
+            negative, beam, rank = heap[0]
+            found = candidates[beam]
+            token = found.token_ids[rank]
+            if at_limit or token in self._stop:
+                if place < width:
+                    ended.append((-negative, [*generated(beam), token]))
+            else:
+                going_on.append(Choice(beam, token))
+                going_scores.append(-negative)
+            rank += 1
+            if rank < len(found.logprobs):
+                heapreplace(heap, (-scores[beam] - found.logprobs[rank], beam, rank))
+            else:
+                heappop(heap)
+        if ended:
+            self._finish(ended)
+        if not going_on or (len(self.finished) == width and self._is_over(going_scores[0])):
             return None
-        self._scores = [score for score, *_ in going_on]
-        return [Choice(-beam, token) for _, beam, _, token in going_on]
+        self._scores = going_scores
+        return going_on
 
     def _finish(self, ended: list[tuple[float, list[int]]]) -> None:
         penalty = self._length**self._params.length_penalty
@@ -87,9 +95,7 @@ class BeamSearch:
         self.finished = merged[: self._params.width]
 
     def _is_over(self, best_running: float) -> bool:
-        """All places are taken, and by the rule of `early_stopping` no running beam will take one."""
-        if len(self.finished) < self._params.width:
-            return False
+        """By the rule of `early_stopping` no running beam will take one of the places, which are taken all."""
         if self._params.early_stopping is True:
             return True
         longest = self._params.early_stopping == "never" and self._params.length_penalty > 0

@@ -77,6 +77,7 @@ class Holdings:
 
     def leave_device(self, seq: Sequence) -> None:
         self.rows.leave(seq)
+        self.kv.register(seq.blocks, seq.tokens)
         self.kv.free(seq.blocks)
 
     def unfollow(self, follower: Sequence) -> None:

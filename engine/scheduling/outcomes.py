@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from engine.core.wire import SequenceDelta
@@ -9,7 +11,7 @@ from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.steps_in_flight import Rows
+from engine.scheduling.steps_in_flight import PlannedRows, Rows
 from engine.step import ScheduledRow, StepResult, TokenLogprobs
 
 
@@ -19,9 +21,30 @@ class Outcomes:
         self.generated_tokens = 0
         """since the start"""
 
-    def of(self, rows: Rows, result: StepResult) -> list[SequenceDelta]:
+    def of(self, rows: PlannedRows, result: StepResult) -> list[SequenceDelta]:
         """`rows`: of the plan that has this result, with their owners at the time."""
         tokens = iter(result.token_ids)
+        if result.faults:
+            return self._of_each(rows.all, tokens, result)
+        return self._of_steady(rows.steady, tokens) + self._of_each(rows.others, tokens, result)
+
+    def _of_steady(self, sequences: list[Sequence], tokens: Iterator[int]) -> list[SequenceDelta]:
+        """They have brought one token each, not their last one but for a stop token, and nothing else."""
+        deltas = []
+        finished = Status.FINISHED
+        for seq, token in zip(sequences, tokens):
+            seq.in_flight -= 1
+            if seq.status is finished:
+                continue
+            if token in seq.stop_token_ids:
+                deltas.append(self._deliver(seq, token))
+                continue
+            seq.tokens.append(token)
+            deltas.append(SequenceDelta(request_id=seq.request_id, token_ids=[token]))
+        self.generated_tokens += len(deltas)
+        return deltas
+
+    def _of_each(self, rows: Rows, tokens: Iterator[int], result: StepResult) -> list[SequenceDelta]:
         deltas = []
         for seq, row in rows:
             token = None
@@ -33,7 +56,8 @@ class Outcomes:
             if row.row in result.faults:
                 deltas += self._fault(seq, row)
             elif seq.group is not None:
-                deltas += self._choose(seq, seq.group, result.logprobs[row.row]) if row.samples else []
+                if row.samples and seq.status is Status.RUNNING and seq.group.bring(seq, result.logprobs[row.row]):
+                    deltas += self._choose(seq.group)
             else:
                 delta = self._advance(seq, row, token, result)
                 if delta is not None:
@@ -42,31 +66,29 @@ class Outcomes:
 
     def _fault(self, seq: Sequence, row: ScheduledRow) -> list[SequenceDelta]:
         """Its KV is not to be trusted: the next request with this prefix computes it itself."""
-        self._held.kv.forget(seq.blocks)
+        cached_tokens = seq.newly_cached
         self._held.end(seq)
+        self._held.kv.forget(seq.blocks)
         if seq.pin is not None:
             self._held.pins.release(seq.pin)
         delta = SequenceDelta(
             request_id=seq.request_id,
-            cached_tokens=seq.newly_cached,
+            cached_tokens=cached_tokens,
             finish_reason="error",
             error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
             error_kind="fault",
         )
         return [delta] if seq.group is None else [replace(delta, request_id=each) for each in seq.group.request_ids]
 
-    def _choose(self, beam: Sequence, group: BeamGroup, found: TokenLogprobs) -> list[SequenceDelta]:
-        """A beam's candidates are here; with those of all beams it is decided how each goes on, or that the search is
-        over."""
-        if beam.status is not Status.RUNNING or not group.bring(beam, found):
-            return []
+    def _choose(self, group: BeamGroup) -> list[SequenceDelta]:
+        """The candidates of all beams are here: it is decided how each goes on, or that the search is over."""
         choices = group.choose()
         if choices is not None:
             self._held.rows.settle(group, group.follow(choices, self._held.kv))
             return []
         deltas = group.results(group.members[0].cached_tokens or 0)
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)
-        self._held.end(beam)
+        self._held.end(group.members[0])
         return deltas
 
     def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
@@ -76,26 +98,36 @@ class Outcomes:
             prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
         if token is None and not prompt_logprobs:
             return None
-        finish_reason, stopped = self._append_token(seq, token) if token is not None else (None, False)
-        logprobs = result.logprobs.get(row.row) if token is not None else None
+        if token is None:
+            return SequenceDelta(
+                request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens
+            )
+        self.generated_tokens += 1
+        logprobs = result.logprobs.get(row.row)
+        return self._deliver(seq, token, [logprobs] if logprobs is not None else [], prompt_logprobs, cached_tokens)
+
+    def _deliver(
+        self,
+        seq: Sequence,
+        token: int,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        cached_tokens: int = 0,
+    ) -> SequenceDelta:
+        """The sequence has one token more, and may end with it."""
+        stopped = seq.ends_with(token)
+        seq.tokens.append(token)
+        finish_reason: FinishReason | None = "stop" if stopped else None
+        if not stopped and len(seq.tokens) >= seq.max_total:
+            finish_reason = "length"
+        if finish_reason is not None:
+            self._held.end(seq)
         return SequenceDelta(
             request_id=seq.request_id,
-            token_ids=[token] if token is not None else [],
-            logprobs=[logprobs] if logprobs is not None else [],
-            prompt_logprobs=prompt_logprobs,
+            token_ids=[token],
+            logprobs=logprobs or [],
+            prompt_logprobs=prompt_logprobs or [],
             finish_reason=finish_reason,
             stop_token_id=token if stopped else None,
             cached_tokens=cached_tokens,
         )
-
-    def _append_token(self, seq: Sequence, token: int) -> tuple[FinishReason | None, bool]:
-        """Returns why the sequence ended, if it did, and whether this token ended it."""
-        stopped = seq.ends_with(token)
-        seq.tokens.append(token)
-        self.generated_tokens += 1
-        # A block that a planned step fills with this token is findable from now on, even if the sequence ends here.
-        self._held.kv.register(seq.blocks, seq.tokens)
-        if not stopped and len(seq.tokens) < seq.max_total:
-            return None, False
-        self._held.end(seq)
-        return ("stop" if stopped else "length"), stopped

@@ -45,9 +45,11 @@ def try_swap_out(
         return False
     if not costs.prefers_swap(*_held_by(kv, victims)):
         return False
-    return swap_out(
-        kv, kv.host, [Leaving(seq.blocks, seq.computed, growths.get(seq, (0, NO_GROWTH))[1]) for seq in victims]
-    )
+    leaving = []
+    for seq in victims:
+        _, growth = growths.get(seq, (0, NO_GROWTH))
+        leaving.append(Leaving(seq.blocks, seq.computed, [*seq.moved.copies, *growth.copies]))
+    return swap_out(kv, kv.host, leaving)
 
 
 def _held_by(kv: KVCache, victims: Sequence[Seq]) -> tuple[int, int]:

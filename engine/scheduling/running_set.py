@@ -41,7 +41,7 @@ class RunningSet:
         (self._free if seq.group is None else seq.group.spare_rows).append(seq.row)
         if not seq.new_row:
             self._released.append(seq.row)
-        seq.row, seq.new_row = -1, False
+        seq.row, seq.new_row, seq.steady = -1, False, False
 
     def settle(self, group: BeamGroup, idle: list[Sequence]) -> None:
         """After a choice: members that are `idle` leave, those that carry a beam for the first time enter."""

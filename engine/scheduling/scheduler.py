@@ -125,7 +125,7 @@ class Scheduler:
         rows = draft.rows
         if not rows:
             return None
-        plan = draft.plan(self._num_steps, self._rows.take_released(), self._kv.take_transfers())
+        plan = draft.plan(self._num_steps, rows, self._rows.take_released(), self._kv.take_transfers())
         self._steps.push(self._num_steps, rows)
         self._num_steps += 1
         return plan
@@ -141,31 +141,58 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
+        decoding, prefilling = self._split_running(draft)
         preempted = False
-        for decoding in (True, False):
-            if not decoding and draft.tentative:
+        for sequences in (decoding, prefilling):
+            if sequences is prefilling and (draft.tentative or draft.steady):
                 self._spare_those_who_decode(draft)
-            index = 0
-            while index < len(self._running) and draft.budget > 0:
-                seq = self._running[index]
-                index += 1
-                remaining = seq.remaining
-                if (remaining == 1) is not decoding or seq.waits:
-                    continue
-                query_len = min(remaining, draft.budget)
-                while (growth := self._kv.append(seq.blocks, seq.computed + query_len)) is None:
-                    # The last to be preempted is the sequence itself, so this ends.
-                    victims = self._held.preempt_latest(draft.tentative)
-                    for victim in victims:
-                        draft.give_back(victim)
-                    preempted = True
-                    if seq in victims:
-                        break
-                else:
-                    draft.take(seq, query_len, growth)
+            for seq in sequences:
+                # Those that a sequence before them has preempted run no more.
+                if draft.budget > 0 and seq.status is Status.RUNNING:
+                    query_len = 1 if sequences is decoding else min(seq.remaining, draft.budget)
+                    growth = self._kv.append(seq.blocks, seq.computed + query_len)
+                    if growth is None:
+                        preempted = True
+                        growth = self._make_room(draft, seq, query_len)
+                    if growth is not None:
+                        draft.tentative[seq] = (query_len, growth)
+                        draft.budget -= query_len
         for seq, (query_len, growth) in draft.tentative.items():
-            self._place(draft, seq, query_len, growth)
+            if seq.steady:
+                draft.grow(seq, growth)
+                self._kv.register(seq.blocks, seq.tokens)
+            else:
+                self._place(draft, seq, query_len, growth)
+        self._ending += draft.place_steady()
         return preempted
+
+    def _split_running(self, draft: StepDraft) -> tuple[list[Sequence], list[Sequence]]:
+        """Steady sequences that need no block go to the draft as they are; returns, in order, the others that decode
+        and those that do not. Where the budget might not do for all, the order decides who decodes."""
+        steady = draft.steady
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        may_be_steady = len(self._running) <= draft.budget
+        for seq in self._running:
+            if seq.steady:
+                quiet = may_be_steady and seq.computed < seq.blocks.quiet_until
+                (steady if quiet else decoding).append(seq)
+            elif not seq.waits:
+                (decoding if seq.remaining == 1 else prefilling).append(seq)
+        draft.budget -= len(steady)
+        return decoding, prefilling
+
+    def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
+        """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
+        while True:
+            victims = self._held.preempt_latest(draft.tentative)
+            for victim in victims:
+                draft.give_back(victim)
+            if seq in victims:
+                return None
+            growth = self._kv.append(seq.blocks, seq.computed + query_len)
+            if growth is not None:
+                return growth
 
     def _spare_those_who_decode(self, draft: StepDraft) -> None:
         """They wait for the whole step, so prompts get less of it."""
@@ -266,21 +293,21 @@ class Scheduler:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len
         draft.start_row(seq)
+        self._kv.register(seq.blocks, seq.tokens)
         self._place(draft, seq, query_len, NO_GROWTH)
 
     def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
-        twins = any(is_twin(follower, seq) for follower in seq.followers)
-        samples = draft.place(seq, query_len, growth, may_fork=bool(twins and self._rows.num_free))
-        seq.computed += query_len
-        if samples:
-            seq.in_flight += 1
-            if seq.certain_to_end and seq.group is None:
-                self._ending.append(seq)
-        self._kv.register(seq.blocks, seq.tokens)
+        followers = seq.followers
+        may_fork = bool(followers and self._rows.num_free) and any(is_twin(each, seq) for each in followers)
+        samples = draft.place(seq, query_len, growth, may_fork)
+        if samples and seq.group is None and seq.certain_to_end:
+            self._ending.append(seq)
+        if growth is not NO_GROWTH or query_len > 1:
+            self._kv.register(seq.blocks, seq.tokens)
         if seq.pin is not None:
             self._held.pins.keep(seq)
-        if seq.followers:
+        if followers:
             self._fork_followers(draft, seq, samples)
 
     def _fork_followers(self, draft: StepDraft, seq: Sequence, samples: bool) -> None:
@@ -305,7 +332,7 @@ class Scheduler:
                 draft.start_row(follower)
                 continue
             draft.fork(follower)
-            follower.in_flight = 1
+            follower.sampled()
             if follower.certain_to_end:
                 self._ending.append(follower)
 
@@ -315,7 +342,7 @@ class Scheduler:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
         `seconds`: what it took, if that is known."""
         rows = self._steps.pop(result)
-        computed = sum(row.query_len for _, row in rows)
+        computed = rows.num_tokens
         if seconds and computed >= 2 * len(rows):
             self._costs.observe(computed, seconds)
         return self._outcomes.of(rows, result)

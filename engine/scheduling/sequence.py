@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from engine.kv_cache.kv_cache import SequenceBlocks
+from engine.kv_cache.kv_cache import NO_GROWTH, SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class Sequence:
         "row",
         "siblings",
         "status",
+        "steady",
         "stop_token_ids",
         "tokens",
+        "waits",
     )
 
     def __init__(
@@ -102,8 +104,12 @@ class Sequence:
         """the device knows nothing of its row yet"""
         self.rewrite_from: int | None = None
         """the device holds other tokens than these from here on (beams)"""
-        self.moved = False
-        """the device holds another block table"""
+        self.moved = NO_GROWTH
+        """what the device was not told of its block table (beams)"""
+        self.steady = False
+        """it decodes, a token in every step: until it leaves, only its growth and its end need be looked at"""
+        self.waits = False
+        """it is one of several beams: nothing of it can be computed before the next choice among them"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
 
@@ -123,10 +129,11 @@ class Sequence:
         first = len(self.tokens) == self.prompt_len and self.next_prompt_logprob == 1
         return (self.cached_tokens or 0) if first else 0
 
-    @property
-    def waits(self) -> bool:
-        """It is one of several beams, and the next choice among them is outstanding."""
-        return self.group is not None and self.group.waits(self)
+    def sampled(self) -> None:
+        """A step was planned that samples its next token."""
+        self.in_flight += 1
+        self.waits = self.group is not None
+        self.steady = not (self.waits or self.followers or self.params.logprobs is not None)
 
     @property
     def prefix_limit(self) -> int:

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.kv_cache import Growth, KVCache
 from engine.kv_cache.prefix import is_on_host
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
 
@@ -202,6 +202,29 @@ class KVCacheMachine(RuleBasedStateMachine):
         if then == "swap":
             self.swap([fork, seq] if full % 2 else [fork])
 
+    @rule(pick=picks, other=picks, then=st.sampled_from(["append", "append", "append", "swap", "free"]))
+    def take_over(self, pick: int, other: int, then: str) -> None:
+        """A beam goes on with another one's history, or with that leaves for the host, or ends."""
+        self.model.between_plans()
+        source = self.any_on_device(other)
+        seqs = [seq for seq in self.seqs if seq.salt == source.salt and seq is not source and not seq.on_host]
+        if not seqs:
+            return
+        seq = newest(seqs, pick)
+        alike = seq.blocks.starts == source.blocks.starts
+        seq.growth = self.kv.take_over(seq.blocks, source.blocks)
+        copies = self.model.take_over(seq, source, alike)
+        self.done["take over"] += 1
+        self.done["last block kept"] += bool(copies)
+        assert seq.growth.copies == copies
+        assert all(ids == table[seq.growth.start :] for ids, table in zip(seq.growth.block_ids, seq.blocks.tables))
+        if then == "swap":
+            self.swap([seq, source])
+        if not seq.on_host and (then != "append" or not self.append_to(seq, [1], known=False)):
+            self.end(seq)
+        elif not seq.on_host:
+            seq.growth = Growth(seq.growth.start, seq.growth.block_ids, [*copies, *seq.growth.copies])
+
     @precondition(lambda self: self.seqs)
     @rule(pick=picks, preempt=st.booleans(), twice=st.booleans())
     def free(self, pick: int, preempt: bool, twice: bool) -> None:
@@ -243,7 +266,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if host is None:
             return
         model.decide()
-        leaving = [Leaving(seq.blocks, len(seq.tokens), seq.growth) for seq in group]
+        leaving = [Leaving(seq.blocks, len(seq.tokens), seq.growth.copies) for seq in group]
         old = [[table[: -(-len(seq.tokens) // self.size)] for table in seq.tables] for seq in group]
         blocks = {block for tables in old for table in tables for block in table if block != GONE}
         need = model.missing_on_host(blocks)
@@ -355,12 +378,13 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.kv.host.pool.num_used == 0, "after all sequences end every block of the host is free"
 
 
-RULES = ("append", "fork", "free", "reuse", "swap", "swap in", "tell")
-RARE = ("block found on the host", "swapped append with a copy", "swapped group that shares", "swap out refused")
+RULES = ("append", "fork", "free", "reuse", "swap", "swap in", "take over", "tell")
+RARE = ("block found on the host", "swapped append with a copy", "swapped group that shares")
+RARE += ("last block kept", "swap out refused")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_no_block_leaks_in_100_000_steps() -> None:
     done: Counter[str] = Counter()
     few = settings(

@@ -43,13 +43,15 @@ def sample(slots: list[int], seed: int) -> int:
     return (state >> 17) % VOCAB
 
 
-def candidates(slots: list[int], count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens after what the slots hold, best first."""
+def candidates(slots: list[int], count: int) -> TokenLogprobs:
+    """The likeliest tokens after what the slots hold, best first, behind the one that is sampled: the best."""
     state = 5
     for slot in slots:
         state = _mix(state, slot)
     scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB)]
-    return sorted(scores, key=lambda one: -one[1])[:count]
+    best = sorted(scores, key=lambda one: -one[1])[:count]
+    tokens, logprobs = zip(*best[:1], *best)
+    return TokenLogprobs(token_ids=list(tokens), logprobs=list(logprobs), rank=1)
 
 
 def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams) -> list[Hypothesis]:
@@ -58,7 +60,7 @@ def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams)
     texts: list[list[int]] = [[]]
     while True:
         brought = [candidates(digests(prompt + text), found.num_candidates) for text in texts]
-        choices = found.advance(brought, texts)
+        choices = found.advance(brought, texts.__getitem__)
         if choices is None:
             return found.finished
         texts = [[*texts[choice.parent], choice.token] for choice in choices]
@@ -134,11 +136,8 @@ class ReplayingExecutor:
                 continue
             token = sample(known, state.seed)
             if state.num_candidates is not None:
-                best = candidates(known, state.num_candidates)
-                token = best[0][0]
-                logprobs[row.row] = TokenLogprobs(
-                    token_ids=[token, *(t for t, _ in best)], logprobs=[best[0][1], *(p for _, p in best)], rank=1
-                )
+                logprobs[row.row] = candidates(known, state.num_candidates)
+                token = logprobs[row.row].token_ids[0]
             if POISON in state.tokens.values():
                 faults.append(row.row)
                 token = 0

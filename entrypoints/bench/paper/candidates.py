@@ -83,9 +83,7 @@ def turnover(width: int, spread: float = SPREAD, steps: int = 256) -> float:
         search = BeamSearch(BeamParams(width=width), frozenset(), steps + 1)
         texts: list[list[int]] = [[]]
         for step in range(steps):
-            found = [source.take(step) for _ in texts]
-            brought = [list(zip(one.token_ids[1:], one.logprobs[1:])) for one in found]
-            choices = search.advance(brought, texts)
+            choices = search.advance([source.take(step) for _ in texts], texts.__getitem__)
             assert choices is not None, "a search without stop tokens ended before its limit"
             moved += 0 if step == 0 else width - len({choice.parent for choice in choices})
             texts = [[] for _ in choices]
