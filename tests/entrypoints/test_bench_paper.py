@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import save_model
 
-from engine.config import EngineArgs, SchedulerConfig
+from engine.config import EngineArgs, Preemption, SchedulerConfig
 from engine.core.wire import AddRequest
 from engine.scheduling.scheduler import Scheduler
 from engine.step import RowParams, StepResult
@@ -26,7 +26,7 @@ from entrypoints.bench.paper.device import LENGTHS, Device, calibrate, english
 from entrypoints.bench.paper.figure import QUICK, Published, Study, verdict
 from entrypoints.bench.paper.lengths import ALPACA, SHAREGPT, LengthFit
 from entrypoints.bench.paper.reservation import ReservingKVCache, reserve_max, reserve_oracle, reserve_pow2
-from entrypoints.bench.paper.simulate import Simulation
+from entrypoints.bench.paper.simulate import Outcome, Simulation
 from entrypoints.bench.paper.static_batches import batch_seconds, run_static
 from entrypoints.bench.paper.sustained import search
 from entrypoints.bench.paper.systems import ORCA, OURS, STATIC, Setup
@@ -156,6 +156,38 @@ def test_the_virtual_clock_adds_up_to_what_a_hand_computes() -> None:
     assert outcome.steps == 3 and not outcome.gave_up
     assert outcome.meter.seconds == pytest.approx(1.5), "metered while requests are to come or wait"
     assert outcome.batched == pytest.approx(1.0) and outcome.token_share == pytest.approx(4 / 64)
+
+
+class _SecondCost(StepCost):
+    def of(self, rows: int, tokens: int, context: float) -> float:
+        return 1.0
+
+
+def _pressed(preemption: Preemption, server: Server = _TOY) -> tuple[Simulation, Outcome]:
+    """Four requests that need 8 blocks each in the end, in a pool of 16."""
+    jobs = [Job(0.0, [1] * 8, 24) for _ in range(4)]
+    run = Simulation(Setup(OURS, server, block_size=4, preemption=preemption), plain(ALPACA), jobs)
+    run.cost = _SecondCost(server, block_size=4)
+    return run, run.run()
+
+
+def test_the_virtual_clock_is_charged_for_every_block_that_is_swapped() -> None:
+    run, swap = _pressed("swap")
+    assert swap.swapped == swap.preemptions > 0
+    assert swap.makespan_s - swap.steps == pytest.approx(run.cost.swap(swap.blocks_moved), rel=1e-6)
+    assert run.scheduler.stats().generated_tokens == 4 * 24
+    assert run.kv.host is not None and run.kv.host.pool.num_used == 0
+    _, recompute = _pressed("recompute")
+    assert recompute.preemptions > 0 and recompute.swapped == recompute.blocks_moved == 0
+    assert recompute.makespan_s == recompute.steps
+
+
+def test_auto_swaps_only_over_a_link_that_is_fast() -> None:
+    """A token of a prompt takes a sixteenth of a second or more; so much KV takes over a second a block."""
+    assert _pressed("auto")[1].swapped > 0
+    heavy = replace(_TOY, hidden=10**9, kv_memory=64 * 4e9)
+    slow = _pressed("auto", heavy)[1]
+    assert slow.preemptions > 0 and slow.swapped == 0
 
 
 def test_a_run_is_given_up_only_when_its_mean_is_certain_to_be_above_the_bound() -> None:

@@ -79,7 +79,7 @@ def paper(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def simulated(study: Study, wanted: list[str]) -> list[Figure]:
-    from entrypoints.bench.paper import fig_blocks, fig_memory, fig_rates, fig_sharing
+    from entrypoints.bench.paper import fig_blocks, fig_memory, fig_rates, fig_recovery, fig_sharing
 
     makers: dict[str, Callable[[Study], Figure]] = {
         "2": fig_memory.memory_use,
@@ -90,7 +90,7 @@ def simulated(study: Study, wanted: list[str]) -> list[Figure]:
         "16": fig_rates.shared_prefix,
         "17": fig_rates.chatbot,
         "18b": fig_blocks.block_size,
-        "19": fig_blocks.recovery,
+        "19": fig_recovery.recovery,
     }
     return [makers[name](study) for name in FIGURES if name in wanted]
 

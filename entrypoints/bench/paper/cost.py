@@ -29,8 +29,9 @@ SMALL_BLOCK_TOKENS = 3.0
 to read as large ones (assumed; relative to blocks of 16, which `PAGED_PENALTY` is of)"""
 ALL_REDUCE_S = 40e-6
 """one all-reduce of few tokens over NVLink; two a layer"""
-PCIE_BYTES_PER_S = 16e9
-"""of large copies between device and host: half of what PCIe 4.0 x16 has (assumed)"""
+PCIE_BYTES_PER_S = 13e9
+"""of large copies between device and host: PCIe 4.0 x16 has 31.5e9 by its data sheet; fitted to the paper's §7.3, by
+which recomputing is at most 1.2x of swapping"""
 TRANSFER_S = 3e-6
 """of each copy's start (assumed); a swapped block is one for the keys and one for the values of every layer"""
 HOST_S = 7e-3

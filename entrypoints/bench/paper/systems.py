@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from engine.config import Preemption
 from engine.kv_cache.kv_cache import KVCache
 from entrypoints.bench.paper.buddy import chunk_size
 from entrypoints.bench.paper.candidates import turnover
@@ -34,6 +35,8 @@ class Setup:
     """the paper's engine keeps nothing between requests but prefixes that are set beforehand (§6.4)"""
     max_num_seqs: int = MAX_NUM_SEQS
     token_budget: int = TOKEN_BUDGET
+    preemption: Preemption = "recompute"
+    """of ours; a baseline never takes back what it reserved"""
 
     @property
     def num_blocks(self) -> int:
@@ -41,7 +44,9 @@ class Setup:
 
     def kv_cache(self) -> KVCache:
         if self.system == OURS:
-            return KVCache(self.num_blocks, self.block_size, self.prefix_caching)
+            # The paper, 4.5: never more blocks are swapped than the device has.
+            num_host_blocks = 0 if self.preemption == "recompute" else self.num_blocks
+            return KVCache(self.num_blocks, self.block_size, self.prefix_caching, num_host_blocks=num_host_blocks)
         return ReservingKVCache(self.num_blocks, self.block_size)
 
     def reservation(self, job: Job) -> tuple[int, int]:
