@@ -26,6 +26,7 @@ from entrypoints.bench.paper.device import LENGTHS, Device, calibrate, english
 from entrypoints.bench.paper.figure import QUICK, Published, Study, verdict
 from entrypoints.bench.paper.lengths import ALPACA, SHAREGPT, LengthFit
 from entrypoints.bench.paper.reservation import ReservingKVCache, reserve_max, reserve_oracle, reserve_pow2
+from entrypoints.bench.paper.saturated import saturated
 from entrypoints.bench.paper.simulate import Outcome, Simulation
 from entrypoints.bench.paper.static_batches import batch_seconds, run_static
 from entrypoints.bench.paper.sustained import search
@@ -34,7 +35,8 @@ from entrypoints.bench.paper.traces import Job, Workload, chat, plain, with_pref
 
 
 @pytest.mark.parametrize(
-    ("fit", "mean"), [(SHAREGPT.prompt, 161), (SHAREGPT.output, 338), (ALPACA.prompt, 19), (ALPACA.output, 58)]
+    ("fit", "mean"),
+    [(SHAREGPT.prompt, 161.31), (SHAREGPT.output, 337.99), (ALPACA.prompt, 19.31), (ALPACA.output, 58.45)],
 )
 def test_lengths_have_the_published_means(fit: LengthFit, mean: float) -> None:
     assert fit.mean_at(fit.mu) == pytest.approx(mean, rel=1e-6)
@@ -224,6 +226,22 @@ def test_small_blocks_and_pages_cost_more_to_read() -> None:
     assert by_size[2] == pytest.approx(1.23 * StepCost(OPT_13B, paged=False).seconds_per_context_token)
 
 
+def test_a_prefix_that_is_read_once_costs_one_row_its_reading() -> None:
+    cost = replace(StepCost(OPT_13B), read_once=100)
+    reading = StepCost(OPT_13B).of(3, 3, 3 * 140) - StepCost(OPT_13B).of(3, 3, 100 + 3 * 40)
+    assert StepCost(OPT_13B).of(3, 3, 3 * 140) - cost.of(3, 3, 3 * 140) == pytest.approx(reading)
+    assert cost.of(1, 1, 140) == pytest.approx(StepCost(OPT_13B).of(1, 1, 140))
+
+
+def test_steps_under_load_hold_what_memory_holds() -> None:
+    """Seven chunks of 2,048 tokens fit OPT-13B's slots, so Max has seven requests in every step while others wait."""
+    study = Study(QUICK, 0, lambda text: None)
+    found = saturated(study, Setup(ORCA[0], OPT_13B), plain(SHAREGPT))
+    assert found.batched == pytest.approx(7, abs=0.3)
+    assert found.tokens_per_s == pytest.approx(found.batched / found.step_s)
+    assert 0 < found.reading_s < found.step_s
+
+
 @pytest.mark.parametrize("guess", [0.5, 2.0, 9.0])
 def test_the_search_brackets_the_rate_at_which_the_bound_is_crossed(guess: float) -> None:
     found = search(lambda rate: rate / 10, guess=guess, tolerance=0.01, bound=0.3)
@@ -277,6 +295,7 @@ def test_a_quick_run_writes_all_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert data["figures"]["fig02"]["ours"]["token states"] > 90
     for figure in ("2", "12", "13", "14", "15", "16", "17", "18b", "19"):
         assert f"## Fig. {figure}:" in text
+    assert text.count("Where the paper's values are from.") == len(keys)
     written = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert written == ({f"paper_{key}.png" for key in keys} if plots else set())
 

@@ -102,6 +102,8 @@ class StepCost:
     """of all contexts, what is copied in every step because it cannot be shared (beams)"""
     separate_prompts: bool = False
     """prompts run in steps of their own, between which all who decode wait: what the paper's engine did then"""
+    read_once: int = 0
+    """tokens at the start of every context whose KV is read once a step, not once a row"""
 
     @property
     def seconds_per_context_token(self) -> float:
@@ -124,6 +126,7 @@ class StepCost:
         products = 2 * server.parameters * tokens / (MATH_EFFICIENCY * server.flops)
         reduces = 2 * server.layers * ALL_REDUCE_S if server.num_gpus > 1 else 0.0
         host = server.host_s + rows * server.host_per_row_s
+        context -= self.read_once * max(0, rows - 1)
         reading = context * (self.seconds_per_context_token + self.copied_share * self.seconds_per_copied_token)
         return host + max(weights, products) + reading + reduces
 

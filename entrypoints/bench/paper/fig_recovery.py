@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine.config import Preemption
 from entrypoints.bench.paper import published
@@ -82,9 +81,8 @@ def _under_pressure(study: Study, mode: Preemption, sizes: Sequence[int], apart:
     found = {}
     for size in sizes:
         study.progress(f"Fig. 19: {mode}, blocks of {size}{', prompts apart' if apart else ''}")
-        run = Simulation(Setup(OURS, OPT_13B, size, preemption=mode), workload, jobs, _GIVE_UP_S)
-        run.cost = replace(run.cost, separate_prompts=apart)
-        found[size] = run.run()
+        setup = Setup(OURS, OPT_13B, size, preemption=mode, prompts_apart=apart)
+        found[size] = Simulation(setup, workload, jobs, _GIVE_UP_S).run()
     return found
 
 

@@ -39,6 +39,10 @@ class Meter:
     used_blocks: float = 0.0
     final_slots: float = 0.0
     policy_slots: float = 0.0
+    steps: int = 0
+    step_rows: int = 0
+    context: int = 0
+    """rows, and tokens whose KV is read, summed over steps"""
 
     def observe(self, plan: StepPlan, kv: KVCache, seconds: float) -> None:
         size = kv.block_size
@@ -47,6 +51,9 @@ class Meter:
             length = row.computed + row.query_len
             tokens += length
             blocks += -(-length // size)
+        self.steps += 1
+        self.step_rows += len(plan.rows)
+        self.context += tokens
         self.seconds += seconds
         self.rows += seconds * len(plan.rows)
         self.token_states += seconds * tokens

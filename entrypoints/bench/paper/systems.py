@@ -37,6 +37,10 @@ class Setup:
     token_budget: int = TOKEN_BUDGET
     preemption: Preemption = "recompute"
     """of ours; a baseline never takes back what it reserved"""
+    prompts_apart: bool = False
+    """prompts run in steps of their own, as in the paper's engine"""
+    read_once: int = 0
+    """see `StepCost`"""
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +61,10 @@ class Setup:
 
     def cost(self, workload: Workload, spread: float) -> StepCost:
         """Ours reads pages; a system that cannot share copies what beams take over from each other."""
-        cost = StepCost(self.server, self.block_size, paged=self.system == OURS)
+        paged = self.system == OURS
+        cost = StepCost(
+            self.server, self.block_size, paged, separate_prompts=self.prompts_apart, read_once=self.read_once
+        )
         if workload.beams and self.system != OURS:
             return replace(cost, copied_share=_turnover(workload.samples, spread))
         return cost
