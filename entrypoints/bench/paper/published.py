@@ -45,6 +45,9 @@ PREFIX: dict[int, Published] = {1: exactly(1.67, "x", 2), 5: exactly(3.58, "x", 
 CHAT_OVER_ORCA = exactly(2.0, "x")
 """§6.5, over all three"""
 
+GOOD_BLOCK_SIZES = {"ShareGPT": "16 to 128", "Alpaca": "16 and 32"}
+"""§7.2"""
+
 RECOMPUTE_OVER_SWAP = Published(0.0, 1.2, "x")
 COMPARABLE = Published(0.9, 1.1, "x")
 """§7.3: recomputing is "never higher than 20% of swapping's latency", which is read as at most 1.2x of it; from 16 to
