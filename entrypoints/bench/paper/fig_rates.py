@@ -63,6 +63,8 @@ def parallel_and_beams(study: Study) -> Figure:
             "A baseline runs each sample as a request of its own, with its own chunk and prompt. Its beams do not wait "
             "for each other, and they copy KV that they take over from another (how many do: as ours' candidates have "
             "it).",
+            f"Traces are of {study.scale.alpaca_s / 2:g} s here, half as long as in Fig. 12, for they have more "
+            "sequences; that lifts all rates alike.",
         ],
         data=data,
     )
