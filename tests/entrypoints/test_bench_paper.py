@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import save_model
 
-from engine.config import EngineArgs, SchedulerConfig
+from engine.config import EngineArgs, Preemption, SchedulerConfig
 from engine.core.wire import AddRequest
 from engine.scheduling.scheduler import Scheduler
 from engine.step import RowParams, StepResult
@@ -26,7 +26,8 @@ from entrypoints.bench.paper.device import LENGTHS, Device, calibrate, english
 from entrypoints.bench.paper.figure import QUICK, Published, Study, verdict
 from entrypoints.bench.paper.lengths import ALPACA, SHAREGPT, LengthFit
 from entrypoints.bench.paper.reservation import ReservingKVCache, reserve_max, reserve_oracle, reserve_pow2
-from entrypoints.bench.paper.simulate import Simulation
+from entrypoints.bench.paper.saturated import saturated
+from entrypoints.bench.paper.simulate import Outcome, Simulation
 from entrypoints.bench.paper.static_batches import batch_seconds, run_static
 from entrypoints.bench.paper.sustained import search
 from entrypoints.bench.paper.systems import ORCA, OURS, STATIC, Setup
@@ -34,7 +35,8 @@ from entrypoints.bench.paper.traces import Job, Workload, chat, plain, with_pref
 
 
 @pytest.mark.parametrize(
-    ("fit", "mean"), [(SHAREGPT.prompt, 161), (SHAREGPT.output, 338), (ALPACA.prompt, 19), (ALPACA.output, 58)]
+    ("fit", "mean"),
+    [(SHAREGPT.prompt, 161.31), (SHAREGPT.output, 337.99), (ALPACA.prompt, 19.31), (ALPACA.output, 58.45)],
 )
 def test_lengths_have_the_published_means(fit: LengthFit, mean: float) -> None:
     assert fit.mean_at(fit.mu) == pytest.approx(mean, rel=1e-6)
@@ -158,6 +160,38 @@ def test_the_virtual_clock_adds_up_to_what_a_hand_computes() -> None:
     assert outcome.batched == pytest.approx(1.0) and outcome.token_share == pytest.approx(4 / 64)
 
 
+class _SecondCost(StepCost):
+    def of(self, rows: int, tokens: int, context: float) -> float:
+        return 1.0
+
+
+def _pressed(preemption: Preemption, server: Server = _TOY) -> tuple[Simulation, Outcome]:
+    """Four requests that need 8 blocks each in the end, in a pool of 16."""
+    jobs = [Job(0.0, [1] * 8, 24) for _ in range(4)]
+    run = Simulation(Setup(OURS, server, block_size=4, preemption=preemption), plain(ALPACA), jobs)
+    run.cost = _SecondCost(server, block_size=4)
+    return run, run.run()
+
+
+def test_the_virtual_clock_is_charged_for_every_block_that_is_swapped() -> None:
+    run, swap = _pressed("swap")
+    assert swap.swapped == swap.preemptions > 0
+    assert swap.makespan_s - swap.steps == pytest.approx(run.cost.swap(swap.blocks_moved), rel=1e-6)
+    assert run.scheduler.stats().generated_tokens == 4 * 24
+    assert run.kv.host is not None and run.kv.host.pool.num_used == 0
+    _, recompute = _pressed("recompute")
+    assert recompute.preemptions > 0 and recompute.swapped == recompute.blocks_moved == 0
+    assert recompute.makespan_s == recompute.steps
+
+
+def test_auto_swaps_only_over_a_link_that_is_fast() -> None:
+    """A token of a prompt takes a sixteenth of a second or more; so much KV takes over a second a block."""
+    assert _pressed("auto")[1].swapped > 0
+    heavy = replace(_TOY, hidden=10**9, kv_memory=64 * 4e9)
+    slow = _pressed("auto", heavy)[1]
+    assert slow.preemptions > 0 and slow.swapped == 0
+
+
 def test_a_run_is_given_up_only_when_its_mean_is_certain_to_be_above_the_bound() -> None:
     workload = plain(ALPACA)
     jobs = workload.jobs(40.0, 10.0, seed=3)
@@ -190,6 +224,22 @@ def test_small_blocks_and_pages_cost_more_to_read() -> None:
     by_size = [StepCost(OPT_13B, size).seconds_per_context_token for size in (1, 4, 16, 64)]
     assert by_size == sorted(by_size, reverse=True)
     assert by_size[2] == pytest.approx(1.23 * StepCost(OPT_13B, paged=False).seconds_per_context_token)
+
+
+def test_a_prefix_that_is_read_once_costs_one_row_its_reading() -> None:
+    cost = replace(StepCost(OPT_13B), read_once=100)
+    reading = StepCost(OPT_13B).of(3, 3, 3 * 140) - StepCost(OPT_13B).of(3, 3, 100 + 3 * 40)
+    assert StepCost(OPT_13B).of(3, 3, 3 * 140) - cost.of(3, 3, 3 * 140) == pytest.approx(reading)
+    assert cost.of(1, 1, 140) == pytest.approx(StepCost(OPT_13B).of(1, 1, 140))
+
+
+def test_steps_under_load_hold_what_memory_holds() -> None:
+    """Seven chunks of 2,048 tokens fit OPT-13B's slots, so Max has seven requests in every step while others wait."""
+    study = Study(QUICK, 0, lambda text: None)
+    found = saturated(study, Setup(ORCA[0], OPT_13B), plain(SHAREGPT))
+    assert found.batched == pytest.approx(7, abs=0.3)
+    assert found.tokens_per_s == pytest.approx(found.batched / found.step_s)
+    assert 0 < found.reading_s < found.step_s
 
 
 @pytest.mark.parametrize("guess", [0.5, 2.0, 9.0])
@@ -245,6 +295,7 @@ def test_a_quick_run_writes_all_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert data["figures"]["fig02"]["ours"]["token states"] > 90
     for figure in ("2", "12", "13", "14", "15", "16", "17", "18b", "19"):
         assert f"## Fig. {figure}:" in text
+    assert text.count("Where the paper's values are from.") == len(keys)
     written = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert written == ({f"paper_{key}.png" for key in keys} if plots else set())
 

@@ -79,18 +79,18 @@ def paper(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def simulated(study: Study, wanted: list[str]) -> list[Figure]:
-    from entrypoints.bench.paper import fig_blocks, fig_memory, fig_rates, fig_sharing
+    from entrypoints.bench.paper import fig_basic, fig_blocks, fig_memory, fig_rates, fig_recovery, fig_sharing
 
     makers: dict[str, Callable[[Study], Figure]] = {
         "2": fig_memory.memory_use,
-        "12": fig_rates.basic_sampling,
+        "12": fig_basic.basic_sampling,
         "13": fig_memory.batched_requests,
         "14": fig_rates.parallel_and_beams,
         "15": fig_sharing.memory_saved,
         "16": fig_rates.shared_prefix,
         "17": fig_rates.chatbot,
         "18b": fig_blocks.block_size,
-        "19": fig_blocks.recovery,
+        "19": fig_recovery.recovery,
     }
     return [makers[name](study) for name in FIGURES if name in wanted]
 
@@ -113,7 +113,7 @@ def real(study: Study, options: argparse.Namespace) -> list[Figure]:
 
 def _about(options: argparse.Namespace) -> list[str]:
     """How the figures came about: the command, what is real, what is modelled, what was fitted."""
-    from entrypoints.bench.paper import candidates, cost, lengths
+    from entrypoints.bench.paper import candidates, cost, lengths, published
 
     command = "engine-bench paper" + (" --quick" if options.quick else "") + f" --seed {options.seed}"
     if options.mode == "real":
@@ -143,4 +143,5 @@ def _about(options: argparse.Namespace) -> list[str]:
         "requests that OPT-13B batches at 2/s (Fig. 13a); the spreads of the lengths, to Fig. 2 and 13; the model of "
         f"beam candidates (spread {candidates.SPREAD:g}, surer after {candidates.SURER_AFTER} tokens), to Fig. 15. "
         "Everything else follows.",
+        published.SETTING,
     ]

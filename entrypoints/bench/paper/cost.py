@@ -29,8 +29,9 @@ SMALL_BLOCK_TOKENS = 3.0
 to read as large ones (assumed; relative to blocks of 16, which `PAGED_PENALTY` is of)"""
 ALL_REDUCE_S = 40e-6
 """one all-reduce of few tokens over NVLink; two a layer"""
-PCIE_BYTES_PER_S = 16e9
-"""of large copies between device and host: half of what PCIe 4.0 x16 has (assumed)"""
+PCIE_BYTES_PER_S = 13e9
+"""of large copies between device and host: PCIe 4.0 x16 has 31.5e9 by its data sheet; fitted to the paper's §7.3, by
+which recomputing is at most 1.2x of swapping"""
 TRANSFER_S = 3e-6
 """of each copy's start (assumed); a swapped block is one for the keys and one for the values of every layer"""
 HOST_S = 7e-3
@@ -101,6 +102,8 @@ class StepCost:
     """of all contexts, what is copied in every step because it cannot be shared (beams)"""
     separate_prompts: bool = False
     """prompts run in steps of their own, between which all who decode wait: what the paper's engine did then"""
+    read_once: int = 0
+    """tokens at the start of every context whose KV is read once a step, not once a row"""
 
     @property
     def seconds_per_context_token(self) -> float:
@@ -123,6 +126,7 @@ class StepCost:
         products = 2 * server.parameters * tokens / (MATH_EFFICIENCY * server.flops)
         reduces = 2 * server.layers * ALL_REDUCE_S if server.num_gpus > 1 else 0.0
         host = server.host_s + rows * server.host_per_row_s
+        context -= self.read_once * max(0, rows - 1)
         reading = context * (self.seconds_per_context_token + self.copied_share * self.seconds_per_copied_token)
         return host + max(weights, products) + reading + reduces
 

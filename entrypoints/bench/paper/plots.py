@@ -17,6 +17,7 @@ _COLOURS = {
     "FasterTransformer": "#9d755d",
 }
 _OTHERS = ("#1f4e79", "#f2a45c", "#c44e52", "#c7c7c7", "#72b7b2", "#b279a2")
+_LINES = ("#1f4e79", "#f2a45c", "#c44e52", "#72b7b2", "#b279a2", "#54a24b")
 _BARS = ("#1f4e79", "#b8c4d6", "#f2a45c")
 _MARKERS = "osv^Dx"
 _COLUMNS = 3
@@ -39,9 +40,10 @@ def draw(figure: Figure, path: Path) -> None:
     width = 7.6 if len(panels) == 1 else 3.9 * columns
     canvas = _matplotlib("figure").Figure(figsize=(width, 0.6 + 3.0 * rows), dpi=100, layout="constrained")
     grid = canvas.subplots(rows, columns, squeeze=False)
+    colours = _colours(panels)
     for index, axes in enumerate(grid.flat):
         if index < len(panels):
-            _draw_panel(axes, panels[index])
+            _draw_panel(axes, panels[index], colours)
         else:
             axes.set_axis_off()
     _legends(canvas, grid, panels)
@@ -63,8 +65,18 @@ def _matplotlib(module: str) -> Any:
     return importlib.import_module(f"matplotlib.{module}")
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
-    {"lines": _lines, "bars": _bars, "stacked": _stacked}[panel.kind](axes, panel)
+def _colours(panels: list[Panel]) -> dict[str, str]:
+    """Of lines, by name: the same in every panel, for they share a legend."""
+    names = dict.fromkeys(series.name for panel in panels if panel.kind == "lines" for series in panel.series)
+    others = [name for name in names if name not in _COLOURS]
+    return _COLOURS | {name: _LINES[index % len(_LINES)] for index, name in enumerate(others)}
+
+
+def _draw_panel(axes: Any, panel: Panel, colours: dict[str, str]) -> None:
+    if panel.kind == "lines":
+        _lines(axes, panel, colours)
+    else:
+        {"bars": _bars, "stacked": _stacked}[panel.kind](axes, panel)
     if panel.band is not None:
         axes.axhspan(*panel.band, color=_BARS[1], alpha=0.45, linewidth=0, zorder=0, label="the paper's range")
     axes.set_title(panel.title, fontsize=9)
@@ -83,14 +95,13 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _lines(axes: Any, panel: Panel, colours: dict[str, str]) -> None:
     for index, series in enumerate(panel.series):
-        colour = _COLOURS.get(series.name, _OTHERS[index % len(_OTHERS)])
         axes.plot(
             series.x,
             series.y,
             label=series.name,
-            color=colour,
+            color=colours[series.name],
             marker=_MARKERS[index % 6],
             markersize=3.5,
             linewidth=1.3,

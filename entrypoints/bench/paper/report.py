@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrypoints.bench.paper.figure import Figure, Table
+from entrypoints.bench.paper.published import SOURCES
 
 
 def write(figures: Sequence[Figure], out: Path, about: Sequence[str], settings: dict[str, object], plots: bool) -> None:
@@ -25,6 +26,8 @@ def write(figures: Sequence[Figure], out: Path, about: Sequence[str], settings: 
             draw(figure, out / f"paper_{figure.key}.png")
             parts.append(f"![{figure.title}](paper_{figure.key}.png)")
         parts += figure.remarks
+        if figure.key in SOURCES:
+            parts.append(f"Where the paper's values are from. {SOURCES[figure.key]}")
     (out / "paper.md").write_text("\n\n".join(parts) + "\n")
     data = {"settings": settings, "figures": {figure.key: _rounded(figure.data) for figure in figures}}
     (out / "paper.json").write_text(json.dumps(data, indent=1) + "\n")

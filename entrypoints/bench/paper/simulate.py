@@ -39,6 +39,10 @@ class Meter:
     used_blocks: float = 0.0
     final_slots: float = 0.0
     policy_slots: float = 0.0
+    steps: int = 0
+    step_rows: int = 0
+    context: int = 0
+    """rows, and tokens whose KV is read, summed over steps"""
 
     def observe(self, plan: StepPlan, kv: KVCache, seconds: float) -> None:
         size = kv.block_size
@@ -47,6 +51,9 @@ class Meter:
             length = row.computed + row.query_len
             tokens += length
             blocks += -(-length // size)
+        self.steps += 1
+        self.step_rows += len(plan.rows)
+        self.context += tokens
         self.seconds += seconds
         self.rows += seconds * len(plan.rows)
         self.token_states += seconds * tokens
@@ -70,6 +77,10 @@ class Outcome:
     preemptions: int
     steps: int
     num_slots: int
+    swapped: int = 0
+    """of the preempted sequences, those that went to the host"""
+    blocks_moved: int = 0
+    """to the host and back"""
 
     @property
     def batched(self) -> float:
@@ -119,8 +130,9 @@ class Simulation:
             max_num_batched_tokens=setup.token_budget,
             max_model_len=setup.server.max_model_len,
             max_waiting=len(self.jobs) * self.workload.samples,
+            preemption=setup.preemption,
         )
-        self.scheduler = Scheduler(config, self.kv)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s=2 * self.cost.swap(1))
         self.meter = Meter()
         beams = self.workload.beams and not isinstance(self.kv, ReservingKVCache)
         self._beams = BeamAnswers(Candidates(self.workload.samples, self.spread)) if beams else None
@@ -146,19 +158,22 @@ class Simulation:
             if self.now >= self.warm_up_s and (coming or self.scheduler.num_waiting):
                 self.meter.observe(plan, self.kv, seconds)
             self.now += seconds
-            for delta in self.scheduler.complete(result):
+            for delta in self.scheduler.complete(result, seconds):
                 if delta.finish_reason is not None:
                     self._end(delta)
             self._steps += 1
             if self.give_up_above is not None and self._steps % _CHECK_EVERY == 0:
                 gave_up = self._least() > self.give_up_above
+        stats = self.scheduler.stats()
         return Outcome(
             requests=len(self.jobs),
             normalised_latency_s=self._least(),
             gave_up=gave_up,
             makespan_s=self.now,
             meter=self.meter,
-            preemptions=self.scheduler.stats().preemptions,
+            preemptions=stats.preemptions,
+            swapped=stats.preemptions_swapped,
+            blocks_moved=stats.blocks_swapped_out + stats.blocks_swapped_in,
             steps=self._steps,
             num_slots=self.kv.pool.num_blocks * self.kv.block_size,
         )

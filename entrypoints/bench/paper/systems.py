@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from engine.config import Preemption
 from engine.kv_cache.kv_cache import KVCache
 from entrypoints.bench.paper.buddy import chunk_size
 from entrypoints.bench.paper.candidates import turnover
@@ -34,6 +35,12 @@ class Setup:
     """the paper's engine keeps nothing between requests but prefixes that are set beforehand (§6.4)"""
     max_num_seqs: int = MAX_NUM_SEQS
     token_budget: int = TOKEN_BUDGET
+    preemption: Preemption = "recompute"
+    """of ours; a baseline never takes back what it reserved"""
+    prompts_apart: bool = False
+    """prompts run in steps of their own, as in the paper's engine"""
+    read_once: int = 0
+    """see `StepCost`"""
 
     @property
     def num_blocks(self) -> int:
@@ -41,7 +48,9 @@ class Setup:
 
     def kv_cache(self) -> KVCache:
         if self.system == OURS:
-            return KVCache(self.num_blocks, self.block_size, self.prefix_caching)
+            # The paper, 4.5: never more blocks are swapped than the device has.
+            num_host_blocks = 0 if self.preemption == "recompute" else self.num_blocks
+            return KVCache(self.num_blocks, self.block_size, self.prefix_caching, num_host_blocks=num_host_blocks)
         return ReservingKVCache(self.num_blocks, self.block_size)
 
     def reservation(self, job: Job) -> tuple[int, int]:
@@ -52,7 +61,10 @@ class Setup:
 
     def cost(self, workload: Workload, spread: float) -> StepCost:
         """Ours reads pages; a system that cannot share copies what beams take over from each other."""
-        cost = StepCost(self.server, self.block_size, paged=self.system == OURS)
+        paged = self.system == OURS
+        cost = StepCost(
+            self.server, self.block_size, paged, separate_prompts=self.prompts_apart, read_once=self.read_once
+        )
         if workload.beams and self.system != OURS:
             return replace(cost, copied_share=_turnover(workload.samples, spread))
         return cost
