@@ -12,9 +12,10 @@ from engine.config import Preemption
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.swapping import Leaving, swap_out
 from engine.scheduling.sequence import Sequence as Seq
+from engine.scheduling.steps_in_flight import PlannedRows
 
 _MEMORY = 0.8
-"""weight of the past in the running mean of what a token of a prompt takes"""
+"""weight of the past in running means"""
 
 
 class PreemptionCosts:
@@ -22,18 +23,27 @@ class PreemptionCosts:
         """`swap_block_s`: a block to the host and back, measured; 0: unknown."""
         self._mode = mode
         self._swap_block_s = swap_block_s
-        self._token_s = 0.0
+        self._decodes_s = self._token_s = 0.0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed as many tokens, of prompts for the most part, has taken as long."""
-        token_s = seconds / num_tokens
-        self._token_s = _MEMORY * self._token_s + (1 - _MEMORY) * token_s if self._token_s else token_s
+    def observe(self, rows: PlannedRows, seconds: float) -> None:
+        """A step of these rows has taken as long. What a token of a prompt costs is what a step takes longer for it:
+        beside sequences that decode, a step reads the weights anyway."""
+        num_tokens = rows.num_tokens
+        if num_tokens == len(rows):
+            self._decodes_s = _mean(self._decodes_s, seconds)
+        elif num_tokens >= 2 * len(rows):
+            extra = seconds - self._decodes_s if rows.steady else seconds
+            self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - len(rows.steady)))
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         """Rather than computing `num_tokens` again, transfer `num_blocks`. Where one of both is not known, compute."""
         if self._mode != "auto":
             return self._mode == "swap"
         return 0.0 < num_blocks * self._swap_block_s < num_tokens * self._token_s
+
+
+def _mean(past: float, new: float) -> float:
+    return _MEMORY * past + (1 - _MEMORY) * new if past else new
 
 
 def try_swap_out(

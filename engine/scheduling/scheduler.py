@@ -342,9 +342,8 @@ class Scheduler:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
         `seconds`: what it took, if that is known."""
         rows = self._steps.pop(result)
-        computed = rows.num_tokens
-        if seconds and computed >= 2 * len(rows):
-            self._costs.observe(computed, seconds)
+        if seconds:
+            self._costs.observe(rows, seconds)
         return self._outcomes.of(rows, result)
 
     # -- state -------------------------------------------------------------------------------------------------------

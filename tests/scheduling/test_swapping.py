@@ -8,6 +8,9 @@ from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
 from engine.scheduling import scheduler
+from engine.scheduling.preemption import PreemptionCosts
+from engine.scheduling.steps_in_flight import PlannedRows
+from engine.step import ScheduledRow
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])
@@ -63,3 +66,20 @@ def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPat
     alone = search([1] * 6, 18, set(), beams)[0].token_ids if beams else generate([1] * 6, 18, set())[0]
     assert loop.tokens["late"] == alone
     loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("others, mixed_s, swaps", [(0, 0.1, True), (8, 0.1, True), (8, 0.03, False), (8, 0.01, False)])
+def test_a_prompt_costs_what_a_step_takes_longer_for_it(others: int, mixed_s: float, swaps: bool) -> None:
+    """Beside sequences that decode: they take 0.02 s anyway. 10 blocks are swapped in 0.05 s."""
+    costs = PreemptionCosts("auto", swap_block_s=0.005)
+    loop = Loop()
+    for name in map(str, range(others + 1)):
+        loop.add(name, [1])
+    steady = [loop.sequences[str(i)] for i in range(others)]
+    decodes = [ScheduledRow(i, 9, 1, samples=True) for i in range(others)]
+    prompt = [(loop.sequences[str(others)], ScheduledRow(others, 0, 100, samples=True))]
+    assert not costs.prefers_swap(100, 10), "nothing is known"
+    for _ in range(3):
+        costs.observe(PlannedRows(steady, decodes, []), 0.02)
+        costs.observe(PlannedRows(steady, decodes, prompt), mixed_s)
+    assert costs.prefers_swap(100, 10) is swaps

@@ -156,6 +156,6 @@ def _remarks(recompute: float) -> list[str]:
         "takes the tokens along in a step that reads the weights for others anyway. With prompts in steps of their "
         "own, as in the paper's engine, both are closer (last table).",
         "`auto` is the engine's default: it swaps where the transfers are estimated to take less than computing the "
-        "tokens again, from what steps with prompts took a token. That counts the whole step, with all that it does "
-        "for others, so `auto` swaps more often than it should wherever steps are mixed.",
+        "tokens again, from what steps took longer for a token of a prompt than those that only decode. Where prompts "
+        "are computed beside sequences that decode that is little, so it does not swap here.",
     ]
