@@ -3,6 +3,7 @@ socket."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -79,8 +80,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     request_id: str
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     """complete when the first token arrives: one per prompt token after the first; may come in several deltas"""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
 
 from msgspec.structs import replace
 
@@ -110,8 +111,8 @@ class Outcomes:
         self,
         seq: Sequence,
         token: int,
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
+        logprobs: Tokens[TokenLogprobs] = (),
+        prompt_logprobs: Tokens[TokenLogprobs] = (),
         cached_tokens: int = 0,
     ) -> SequenceDelta:
         """The sequence has one token more, and may end with it."""
@@ -125,8 +126,8 @@ class Outcomes:
         return SequenceDelta(
             request_id=seq.request_id,
             token_ids=[token],
-            logprobs=logprobs or [],
-            prompt_logprobs=prompt_logprobs or [],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_token_id=token if stopped else None,
             cached_tokens=cached_tokens,
