@@ -1,9 +1,10 @@
 """What a step costs the scheduler: flat in the number of waiting requests and in the length of the contexts; and how
 much with many sequences, a part of them beams.
 
-Runs without a model: plan, answer at once, complete, one step ahead as the core does; with beams in lockstep, so that
-every step computes and chooses for all of them. Prints microseconds per step (median over steps) and, as the last line,
-JSON. Usage: ``python tools/bench_scheduler.py [--rows 64] [--steps 300]``.
+Runs without a model: plan, answer at once, complete, one step ahead as the core does (a search then computes in every
+second step); with beams in lockstep, too, so that every step computes and chooses for all of them. Prints microseconds
+of CPU time per step (median over steps, with beams the mean) and, as the last line, JSON.
+Usage: ``python tools/bench_scheduler.py [--rows 64] [--steps 300]``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import random
 import statistics
 import time
+from collections import deque
 
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Follower
@@ -49,8 +51,12 @@ def main() -> None:
         print(f"{10:>9} waiting, context {context:>8}: {by_context[context]:8.1f} us")
     mixed = {}
     for plain, searches in MIXED:
-        mixed[f"{plain}+{searches}x{WIDTH}"] = figure = measure_mixed(plain, searches, args.steps)
-        print(f"{plain:>9} sequences and {searches:>2} searches of {WIDTH} beams: {figure:8.1f} us")
+        pair = [measure_mixed(plain, searches, args.steps, depth) for depth in (1, 0)]
+        mixed[f"{plain}+{searches}x{WIDTH}"] = pair
+        print(
+            f"{plain:>9} sequences and {searches:>2} searches of {WIDTH} beams: {pair[0]:8.1f} us, "
+            f"in lockstep {pair[1]:8.1f} us"
+        )
     ratio_waiting = by_waiting[WAITING[-1]] / by_waiting[WAITING[0]]
     ratio_context = by_context[CONTEXT[-1]] / by_context[CONTEXT[0]]
     print(f"\n{WAITING[-1]} waiting cost {ratio_waiting:.2f}x of {WAITING[0]} waiting")
@@ -92,25 +98,25 @@ def measure(rows: int, steps: int, *, waiting: int, context: int) -> float:
     costs = []
     for _ in range(steps):
         result = _answer(pending)
-        start = time.perf_counter()
+        start = time.thread_time()
         following = _plan(scheduler)
         scheduler.complete(result)
-        costs.append(time.perf_counter() - start)
+        costs.append(time.thread_time() - start)
         pending = following
     if scheduler.num_waiting != waiting or len(pending.rows) != rows:
         raise SystemExit("the measured steps were not the steady decode steps that they should be")
     return statistics.median(costs) * 1e6
 
 
-def measure_mixed(plain: int, searches: int, steps: int) -> float:
-    """Median microseconds of a step in which `plain` sequences and `searches` searches decode; contexts of 200 tokens
-    and more."""
+def measure_mixed(plain: int, searches: int, steps: int, depth: int) -> float:
+    """Mean microseconds of a step while `plain` sequences and `searches` searches decode, `depth` steps ahead; contexts
+    of 200 tokens and more."""
     draw = random.Random(0)
     rows = plain + searches * WIDTH
     config = SchedulerConfig(
         max_num_seqs=rows, max_num_batched_tokens=BUDGET, max_model_len=4096, max_waiting=plain + searches
     )
-    kv = KVCache(rows * (300 + 2 * steps) // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=True)
+    kv = KVCache(rows * (400 + steps) // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=True)
     scheduler = Scheduler(config, kv)
     for index in range(plain + searches):
         followers = [Follower(request_id=f"{index}.{i}", params=RowParams(seed=i)) for i in range(1, WIDTH)]
@@ -125,21 +131,27 @@ def measure_mixed(plain: int, searches: int, steps: int) -> float:
         )
         scheduler.add(request)
     answers = _Answers(draw)
-    costs: list[float] = []
-    while len(costs) < steps:
-        start = time.perf_counter()
-        plan = _plan(scheduler)
-        planned = time.perf_counter()
-        result = answers.of(plan)
-        answered = time.perf_counter()
-        scheduler.complete(result)
-        if len(plan.rows) == rows and all(row.query_len == 1 for row in plan.rows):
-            costs.append(time.perf_counter() - answered + planned - start)
-        elif costs:
-            raise SystemExit("the measured steps were not the steady decode steps that they should be")
-        else:
+    results: deque[StepResult] = deque()
+    computed, costs = 0, []
+    warm_up = 2 * (rows * 232 // BUDGET + 10)
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            gc.collect()
             gc.freeze()  # as the core does
-    return statistics.median(costs) * 1e6
+        start = time.thread_time()
+        plan = scheduler.plan()
+        planned = time.thread_time()
+        if plan is not None:
+            results.append(answers.of(plan))
+        answered = time.thread_time()
+        if plan is None or len(results) > depth:
+            scheduler.complete(results.popleft())
+        if step >= warm_up:
+            costs.append(time.thread_time() - answered + planned - start)
+            computed += len(plan.rows) if plan is not None else 0
+    if computed != steps * plain + steps * searches * WIDTH // (1 + depth):
+        raise SystemExit("the measured steps were not the steady decode steps that they should be")
+    return statistics.fmean(costs) * 1e6
 
 
 class _Answers:

@@ -85,7 +85,10 @@ class Outcomes:
         """The candidates of all beams are here: it is decided how each goes on, or that the search is over."""
         choices = group.choose()
         if choices is not None:
-            self._held.rows.settle(group, group.follow(choices, self._held.kv))
+            others = len(group.beams) < len(choices)
+            idle = group.follow(choices, self._held.kv)
+            if idle or others:
+                self._held.rows.settle(group, idle)
             return []
         deltas = group.results(group.members[0].cached_tokens or 0)
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)

@@ -178,7 +178,8 @@ class Scheduler:
                 quiet = may_be_steady and seq.computed < seq.blocks.quiet_until
                 (steady if quiet else decoding).append(seq)
             elif not seq.waits:
-                (decoding if seq.remaining == 1 else prefilling).append(seq)
+                decodes = seq.rewrite_from is not None or seq.remaining == 1
+                (decoding if decodes else prefilling).append(seq)
         draft.budget -= len(steady)
         return decoding, prefilling
 
@@ -301,12 +302,13 @@ class Scheduler:
         followers = seq.followers
         may_fork = bool(followers and self._rows.num_free) and any(is_twin(each, seq) for each in followers)
         samples = draft.place(seq, query_len, growth, may_fork)
-        if samples and seq.group is None and seq.certain_to_end:
-            self._ending.append(seq)
         if growth is not NO_GROWTH or query_len > 1:
             self._kv.register(seq.blocks, seq.tokens)
-        if seq.pin is not None:
-            self._held.pins.keep(seq)
+        if seq.group is None:
+            if samples and seq.certain_to_end:
+                self._ending.append(seq)
+            if seq.pin is not None:
+                self._held.pins.keep(seq)
         if followers:
             self._fork_followers(draft, seq, samples)
 

@@ -103,7 +103,7 @@ class Sequence:
         self.new_row = False
         """the device knows nothing of its row yet"""
         self.rewrite_from: int | None = None
-        """the device holds other tokens than these from here on (beams)"""
+        """a choice was made among beams: the device holds other tokens from here on; the last one is to be computed"""
         self.moved = NO_GROWTH
         """what the device was not told of its block table (beams)"""
         self.steady = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.scheduling.sequence import Sequence
@@ -13,7 +13,8 @@ Rows = list[tuple[Sequence, ScheduledRow]]
 """in the plan's order; a row's owner at planning time, which may have ended or moved since"""
 
 
-class PlannedRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
     """Of one plan, in its order: first those of steady sequences, each of which samples one token, not its last."""
 
     steady: list[Sequence]
