@@ -189,9 +189,11 @@ class KVCache:
         pool, tables = self.pool, blocks.tables
         if self.slides:
             self._give_back(blocks)
-        have = len(tables[0])
-        new_entries = max(-(-upto_tokens // self.block_size) - have, 0)
-        copied = self._shared_ends(blocks) if upto_tokens > blocks.num_tokens else ()
+        size, have = self.block_size, len(tables[0])
+        new_entries = max(-(-upto_tokens // size) - have, 0)
+        copied: Tokens[list[int]] = ()
+        if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
+            copied = self._shared_ends(blocks)
         if new_entries * len(tables) + len(copied) > pool.num_free:
             return None
         blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
@@ -203,27 +205,22 @@ class KVCache:
         for table in tables:
             for _ in range(new_entries):
                 table.append(pool.allocate())
-        blocks.quiet_until = self._quiet_until(blocks)
+        blocks.quiet_until = self._quiet_until(blocks) if self.slides else (have + new_entries) * size
         start = have - 1 if copies else have
         if start == have + new_entries:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
 
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
-        """Tables whose last block is to be written and is not the sequence's alone."""
-        if blocks.num_tokens % self.block_size == 0:
-            return ()
+        """Tables whose last, partly filled block is not the sequence's alone."""
         counts = self.pool.ref_counts
         return [table for table in blocks.tables if counts[table[-1]] > 1]
 
     def _quiet_until(self, blocks: SequenceBlocks) -> int:
         """Until its last block is full, or a window leaves a block behind."""
-        end = len(blocks.tables[0]) * self.block_size
-        if not self.slides:
-            return end
         windows = zip(self.windows, blocks.starts, strict=True)
         slides = [(start + 1) * self.block_size + window - 1 for window, start in windows if window is not None]
-        return min(end, *slides)
+        return min(len(blocks.tables[0]) * self.block_size, *slides)
 
     def _give_back(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
