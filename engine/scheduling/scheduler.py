@@ -161,6 +161,10 @@ class Scheduler:
             if seq.steady:
                 draft.grow(seq, growth)
                 self._kv.register(seq.blocks, seq.tokens)
+            elif seq.rewrite_from is not None and not seq.new_row:
+                draft.place_beam(seq, growth)
+                if growth is not NO_GROWTH:
+                    self._kv.register(seq.blocks, seq.tokens)
             else:
                 self._place(draft, seq, query_len, growth)
         self._ending += draft.place_steady()

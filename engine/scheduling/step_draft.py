@@ -112,6 +112,15 @@ class StepDraft:
         (self._decodes if samples and query_len == 1 and not may_fork else self._prefills).append((seq, row))
         return samples
 
+    def place_beam(self, seq: Sequence, growth: Growth) -> None:
+        """Final, as `place`: after a choice the beam computes its new token; its row is not new."""
+        self._tell(seq, growth)
+        computed = seq.computed
+        self._decodes.append((seq, ScheduledRow(seq.row, computed, 1, samples=True)))
+        seq.computed = computed + 1
+        seq.in_flight += 1
+        seq.waits = True
+
     def fork(self, seq: Sequence) -> None:
         """The sequence samples, too, from the logits of the one placed last, on a row of its own."""
         self.start_row(seq)
