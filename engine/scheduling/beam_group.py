@@ -53,7 +53,7 @@ class BeamGroup:
         """Give every choice a sequence that has its tokens and shares its parent's blocks. Returns those that carried a
         beam, or were to, and do not any more; their blocks are given back."""
         beams = self.beams
-        dropped = set(range(len(beams))).difference([choice.parent for choice in choices])
+        dropped = set(range(len(beams))).difference([parent for parent, _ in choices])
         spare = [beams[index] for index in dropped]
         if len(beams) < len(self.members):
             spare += [member for member in self.members if member not in beams]

@@ -14,12 +14,8 @@ from typing import NamedTuple
 from engine.core.wire import BeamParams
 from engine.step import TokenLogprobs
 
-
-class Choice(NamedTuple):
-    """One beam of the next step: which beam it continues, and the token that it appends."""
-
-    parent: int
-    token: int
+Choice = tuple[int, int]
+"""one beam of the next step: which beam it continues, and the token that it appends"""
 
 
 class Hypothesis(NamedTuple):
@@ -74,7 +70,7 @@ class BeamSearch:
                 if place < width:
                     ended.append((-negative, [*generated(beam), token]))
             else:
-                going_on.append(Choice(beam, token))
+                going_on.append((beam, token))
                 going_scores.append(-negative)
             rank += 1
             if rank < len(found.logprobs):

@@ -63,7 +63,7 @@ def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams)
         choices = found.advance(brought, texts.__getitem__)
         if choices is None:
             return found.finished
-        texts = [[*texts[choice.parent], choice.token] for choice in choices]
+        texts = [[*texts[parent], token] for parent, token in choices]
 
 
 def generate(

@@ -85,6 +85,6 @@ def turnover(width: int, spread: float = SPREAD, steps: int = 256) -> float:
         for step in range(steps):
             choices = search.advance([source.take(step) for _ in texts], texts.__getitem__)
             assert choices is not None, "a search without stop tokens ended before its limit"
-            moved += 0 if step == 0 else width - len({choice.parent for choice in choices})
+            moved += 0 if step == 0 else width - len({parent for parent, _ in choices})
             texts = [[] for _ in choices]
     return moved / _SEARCHES / (steps - 1) / width
