@@ -15,7 +15,11 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import overload
+
 import msgspec
+import numpy as np
 
 
 class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,9 +83,45 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     """true when this step reaches the last known token, so that a token is sampled at position computed + query_len"""
 
 
+class ScheduledRows(Sequence[ScheduledRow]):
+    """Many rows: decodes in columns, then the others."""
+
+    __slots__ = ("computed", "decodes", "others")
+
+    def __init__(self, decodes: np.ndarray, computed: np.ndarray, others: list[ScheduledRow]) -> None:
+        """`decodes`, `computed`: integers [decodes], the rows and what they have computed."""
+        self.decodes, self.computed, self.others = decodes, computed, others
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    def __iter__(self) -> Iterator[ScheduledRow]:
+        for row, computed in zip(self.decodes.tolist(), self.computed.tolist()):
+            yield ScheduledRow(row, computed, 1, samples=True)
+        yield from self.others
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ScheduledRow]: ...
+
+    def __getitem__(self, index: int | slice) -> ScheduledRow | list[ScheduledRow]:
+        return list(self)[index]
+
+    def columns(self) -> np.ndarray:
+        """int32 [4, rows]: row, computed, query length, whether it samples."""
+        n = len(self.decodes)
+        columns = np.ones((4, len(self)), dtype=np.int32)
+        columns[0, :n], columns[1, :n] = self.decodes, self.computed
+        if self.others:
+            columns[:, n:] = np.array([(r.row, r.computed, r.query_len, r.samples) for r in self.others]).T
+        return columns
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int
-    rows: list[ScheduledRow]
+    rows: Sequence[ScheduledRow]
     """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []

@@ -17,12 +17,13 @@ import resource
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Words
 from itertools import count, product
 from typing import get_args
 
 from engine.config import Preemption, SchedulerConfig
-from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, Delta, Follower, each_delta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.step import NewRow, RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
@@ -99,7 +100,7 @@ class Engine:
             policy=rng.choice(("fcfs", "priority")),
             preemption=preemption,
         )
-        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S)
+        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S, fewest_steady=rng.choice((1, 4)))
         self._device = Device(rng)
         self._rng = rng
         self._names = count()
@@ -176,8 +177,8 @@ class Engine:
             self._receive(self.scheduler.complete(self._device.run(due), due.num_tokens * TOKEN_S))
         return True
 
-    def _receive(self, deltas: list[SequenceDelta]) -> None:
-        for delta in deltas:
+    def _receive(self, deltas: Iterable[Delta]) -> None:
+        for delta in each_delta(deltas):
             if delta.request_id not in self._owed:
                 raise LeakError(f"{self.name}: request {delta.request_id} was told something after its end")
             self._owed[delta.request_id] -= len(delta.token_ids)

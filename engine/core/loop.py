@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -20,6 +20,7 @@ from engine.core.wire import (
     AbortRequests,
     AddRequest,
     CoreStats,
+    Delta,
     Phase,
     ResetPrefixCache,
     SequenceDelta,
@@ -68,11 +69,11 @@ class StepScheduler(Protocol):
 
     def add(self, request: AddRequest) -> None: ...
 
-    def abort(self, request_ids: list[str]) -> list[SequenceDelta]: ...
+    def abort(self, request_ids: list[str]) -> Sequence[Delta]: ...
 
     def plan(self) -> StepPlan | None: ...
 
-    def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]: ...
+    def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
 
     def stats(self) -> CoreStats: ...
 
@@ -166,7 +167,7 @@ class CoreLoop:
             self._in_flight += 1
         return plan
 
-    def _collect(self) -> list[SequenceDelta]:
+    def _collect(self) -> Sequence[Delta]:
         self.phase = "collect"
         self._observer.mark(step_profile.COLLECT)
         began = max(self._submitted.popleft(), self._collected)
@@ -178,8 +179,8 @@ class CoreLoop:
         self._observer.mark(step_profile.COMPLETE)
         return self._scheduler.complete(result, self._collected - began)
 
-    def _drain(self, wait: bool) -> list[SequenceDelta]:
-        deltas: list[SequenceDelta] = []
+    def _drain(self, wait: bool) -> list[Delta]:
+        deltas: list[Delta] = []
         waits_for_step = self._in_flight > 0 and self._nothing_to_do
         if waits_for_step or (wait and not self.has_work):
             self.phase = "collect" if waits_for_step else "idle"
@@ -196,7 +197,7 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged) -> list[SequenceDelta]:
+    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged) -> Sequence[Delta]:
         if message is STEP_DONE:
             self._finished += 1
             return []
@@ -221,7 +222,7 @@ class CoreLoop:
                 return [message]
         return []
 
-    def _add(self, request: AddRequest) -> list[SequenceDelta]:
+    def _add(self, request: AddRequest) -> Sequence[Delta]:
         """A refused request fails alone, as a delta of its own."""
         try:
             self._scheduler.add(request)

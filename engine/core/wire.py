@@ -3,7 +3,7 @@ socket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -75,7 +75,7 @@ class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
 ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
 
 
-class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta", gc=False):
     """What is new for one request since its last delta. Exactly one delta per request has a finish_reason."""
 
     request_id: str
@@ -96,6 +96,25 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """with finish_reason "error": why"""
     error_kind: str | None = None
     """"queue_full" | "invalid" | "fault": which exception the front end raises"""
+
+
+class TokenDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False):
+    """One token more for each of many requests: as good as a `SequenceDelta` of each that says nothing else."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+
+
+Delta = SequenceDelta | TokenDeltas
+
+
+def each_delta(deltas: Iterable[Delta]) -> Iterator[SequenceDelta]:
+    for delta in deltas:
+        if isinstance(delta, SequenceDelta):
+            yield delta
+        else:
+            for request_id, token in zip(delta.request_ids, delta.token_ids, strict=True):
+                yield SequenceDelta(request_id=request_id, token_ids=[token])
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +150,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
-    deltas: list[SequenceDelta]
+    deltas: list[Delta]
     stats: CoreStats
 
 

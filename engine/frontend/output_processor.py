@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from engine.core.wire import SequenceDelta
+from engine.core.wire import Delta, SequenceDelta, each_delta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.frontend.admission import AdmittedRequest
 from engine.frontend.sample import Sample, to_logprobs
@@ -100,10 +100,10 @@ class OutputProcessor:
         for sample in request.samples:
             self._owners[sample.core_id] = (request, sample)
 
-    def process(self, deltas: Iterable[SequenceDelta], now: float) -> Progress:
+    def process(self, deltas: Iterable[Delta], now: float) -> Progress:
         """Take in one step. Deltas of requests that are gone (aborted, stopped) are dropped."""
         progress = Progress(touched=[], aborts=[], finished=[])
-        for delta in deltas:
+        for delta in each_delta(deltas):
             owner = self._owners.get(delta.request_id)
             if owner is not None:
                 self._apply(delta, *owner, now, progress)

@@ -187,9 +187,18 @@ class KVCache:
             blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
             return NO_GROWTH
         pool, tables = self.pool, blocks.tables
+        size, have = self.block_size, len(tables[0])
+        if not self.slides and upto_tokens - 1 == blocks.num_tokens == have * size:
+            # One token more than full blocks: the usual growth, without what it can not need.
+            if pool.num_free < len(tables):
+                return None
+            blocks.num_tokens, blocks.quiet_until = upto_tokens, have * size + size
+            added = [[pool.allocate()] for _ in tables]
+            for table, ids in zip(tables, added):
+                table += ids
+            return Growth(have, added, [])
         if self.slides:
             self._give_back(blocks)
-        size, have = self.block_size, len(tables[0])
         new_entries = max(-(-upto_tokens // size) - have, 0)
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:

@@ -20,7 +20,7 @@ from engine.runner.kernels import InputBuffers, InputKernels, StepSizes
 from engine.runner.request_table import RequestTable
 from engine.runner.staging import BufferRing
 from engine.runner.streams import Streams
-from engine.step import ScheduledRow
+from engine.step import ScheduledRow, ScheduledRows
 
 ChooseRoute = Callable[[int, bool], Dispatch]
 """(tokens, whether every sequence has exactly one) → how the step runs"""
@@ -143,18 +143,27 @@ class BatchBuilder:
         n = len(rows)
         if n > self._table.max_rows:
             raise ValueError(f"a plan of {n} rows exceeds max_num_seqs ({self._table.max_rows})")
-        computed = [r.computed for r in rows]
-        query_lens = [r.query_len for r in rows]
+        columns = rows.columns() if isinstance(rows, ScheduledRows) else None
+        if columns is not None:
+            computed, query_lens = columns[1].tolist(), columns[2].tolist()
+        else:
+            computed = [r.computed for r in rows]
+            query_lens = [r.query_len for r in rows]
         num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
-        sample_rows = [r.row for r in rows if r.samples]
+        if columns is not None:
+            sample_rows = columns[0, columns[3] > 0].tolist()
+        else:
+            sample_rows = [r.row for r in rows if r.samples]
         one_token_each = num_tokens == n and 0 not in query_lens
         if one_token_each and len(sample_rows) == n:
             self._copy_decodes(sample_rows, computed)
             seq_lens = [c + 1 for c in computed]
         else:
-            self._copy(np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T)
+            if columns is None:
+                columns = np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T
+            self._copy(columns)
             seq_lens = [c + q for c, q in zip(computed, query_lens)]
         return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows)
 

@@ -20,7 +20,7 @@ class Holdings:
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
-        self.rows = RunningSet(num_rows)
+        self.rows = RunningSet(num_rows, kv.block_size)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
@@ -47,6 +47,9 @@ class Holdings:
         victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
         if len(victims) == len(self.running) and latest.group is None:
             victims = [latest]
+        for seq in victims:
+            if seq.steady:
+                self.rows.steady.leave(seq)
         swapped = try_swap_out(self.kv, self.costs, victims, growths)
         for seq in victims:
             self.rows.leave(seq)

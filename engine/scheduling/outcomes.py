@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
 from msgspec.structs import replace
 
-from engine.core.wire import SequenceDelta
+from engine.core.wire import Delta, SequenceDelta, TokenDeltas
 from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.steady_rows import SteadyStep
 from engine.scheduling.steps_in_flight import PlannedRows, Rows
 from engine.step import ScheduledRow, StepResult, TokenLogprobs
 
@@ -22,31 +22,35 @@ class Outcomes:
         self.generated_tokens = 0
         """since the start"""
 
-    def of(self, rows: PlannedRows, result: StepResult) -> list[SequenceDelta]:
+    def of(self, rows: PlannedRows, result: StepResult) -> list[Delta]:
         """`rows`: of the plan that has this result, with their owners at the time."""
-        tokens = iter(result.token_ids)
-        if result.faults:
-            return self._of_each(rows.all, tokens, result)
-        return self._of_steady(rows.steady, tokens) + self._of_each(rows.others, tokens, result)
+        if rows.steady is None:
+            return [*self._of_each(rows.others, result.token_ids, result)]
+        tokens, others = result.token_ids[: len(rows.steady)], result.token_ids[len(rows.steady) :]
+        return [
+            *self._of_steady(rows.steady, tokens, result.faults),
+            *self._of_each(rows.others, others, result),
+        ]
 
-    def _of_steady(self, sequences: list[Sequence], tokens: Iterator[int]) -> list[SequenceDelta]:
+    def _of_steady(self, step: SteadyStep, tokens: list[int], faults: list[int]) -> list[Delta]:
         """They have brought one token each, not their last one but for a stop token, and nothing else."""
-        deltas = []
-        finished = Status.FINISHED
-        for seq, token in zip(sequences, tokens):
+        request_ids, plain, special = self._held.rows.steady.take(step, tokens, faults)
+        deltas: list[Delta] = [TokenDeltas(request_ids=request_ids, token_ids=plain)] if plain else []
+        for seq, token, row in special:
             seq.in_flight -= 1
-            if seq.status is finished:
+            if seq.status is Status.FINISHED:
                 continue
-            if token in seq.stop_token_ids:
+            if row.row in faults:
+                deltas += self._fault(seq, row)
+            else:
                 deltas.append(self._deliver(seq, token))
-                continue
-            seq.tokens.append(token)
-            deltas.append(SequenceDelta(request_id=seq.request_id, token_ids=[token]))
-        self.generated_tokens += len(deltas)
+                self.generated_tokens += 1
+        self.generated_tokens += len(plain)
         return deltas
 
-    def _of_each(self, rows: Rows, tokens: Iterator[int], result: StepResult) -> list[SequenceDelta]:
+    def _of_each(self, rows: Rows, token_ids: list[int], result: StepResult) -> list[SequenceDelta]:
         deltas = []
+        tokens = iter(token_ids)
         for seq, row in rows:
             token = None
             if row.samples:
@@ -68,6 +72,9 @@ class Outcomes:
     def _fault(self, seq: Sequence, row: ScheduledRow) -> list[SequenceDelta]:
         """Its KV is not to be trusted: the next request with this prefix computes it itself."""
         cached_tokens = seq.newly_cached
+        if seq.steady:
+            self._held.rows.steady.leave(seq)
+            seq.in_flight -= 1  # the token that was no good
         self._held.end(seq)
         self._held.kv.forget(seq.blocks)
         if seq.pin is not None:

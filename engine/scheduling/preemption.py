@@ -32,8 +32,9 @@ class PreemptionCosts:
         if num_tokens == len(rows):
             self._decodes_s = _mean(self._decodes_s, seconds)
         elif num_tokens >= 2 * len(rows):
-            extra = seconds - self._decodes_s if rows.steady else seconds
-            self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - len(rows.steady)))
+            num_decodes = rows.num_decodes
+            extra = seconds - self._decodes_s if num_decodes else seconds
+            self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - num_decodes))
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         """Rather than computing `num_tokens` again, transfer `num_blocks`. Where one of both is not known, compute."""

@@ -6,12 +6,14 @@ from bisect import bisect_left, insort
 
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.steady_rows import SteadyRows
 
 
 class RunningSet:
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, block_size: int) -> None:
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
+        self.steady = SteadyRows(num_rows, block_size)
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
 
@@ -37,11 +39,14 @@ class RunningSet:
 
     def leave(self, seq: Sequence) -> None:
         """Its row is free, or its group's again."""
+        if seq.steady:
+            self.steady.leave(seq)
+        self.steady.vacate(seq.row)
         del self.sequences[bisect_left(self.sequences, seq.key, key=_key)]
         (self._free if seq.group is None else seq.group.spare_rows).append(seq.row)
         if not seq.new_row:
             self._released.append(seq.row)
-        seq.row, seq.new_row, seq.steady = -1, False, False
+        seq.row, seq.new_row = -1, False
 
     def settle(self, group: BeamGroup, idle: list[Sequence]) -> None:
         """After a choice: members that are `idle` leave, those that carry a beam for the first time enter."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from engine.config import SchedulerConfig
-from engine.core.wire import AddRequest, BeamParams, CoreStats, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, CoreStats, Delta, SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.prefix import PrefixHit
@@ -25,9 +25,11 @@ from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.outcomes import Outcomes
+from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import blocks_to_go_on, is_twin, own_blocks, prefix_limit, start_of
+from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
+from engine.scheduling.steady_rows import FEWEST_STEADY
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.step import RowParams, StepPlan, StepResult
@@ -36,8 +38,11 @@ from engine.step import RowParams, StepPlan, StepResult
 class Scheduler:
     """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one loop calls it."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCache, swap_block_s: float = 0.0) -> None:
-        """`swap_block_s`: seconds that a block takes to the host tier and back."""
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCache, swap_block_s: float = 0.0, fewest_steady: int = FEWEST_STEADY
+    ) -> None:
+        """`swap_block_s`: seconds that a block takes to the host tier and back. `fewest_steady`: sequences that must
+        run for those that decode to be planned in columns."""
         self._config = config
         self._kv = kv
         self._costs = PreemptionCosts(config.preemption, swap_block_s)
@@ -45,8 +50,6 @@ class Scheduler:
         self._outcomes = Outcomes(self._held)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
-        self._ending: list[Sequence] = []
-        """their last token was planned; what they hold is given back when the next step is planned"""
         self._steps = StepsInFlight()
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
@@ -55,6 +58,8 @@ class Scheduler:
         self._prompt_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
         self._watermark = kv.pool.num_blocks // 100
+        every_row_fits = config.max_num_seqs <= config.max_num_batched_tokens
+        self._placement = Placement(self._held, fewest_steady if every_row_fits else config.max_num_seqs + 1)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
-        self._retire_ending()
+        self._placement.retire_ending()
         draft = StepDraft(self._config.max_num_batched_tokens)
         if not self._schedule_running(draft):
             self._admit_waiting(draft)
@@ -130,24 +135,21 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _retire_ending(self) -> None:
-        """A sequence whose last token is in flight needs its row and blocks no more: later steps come later on the
-        device."""
-        for seq in self._ending:
-            if seq.status is Status.RUNNING:
-                self._held.leave_device(seq)
-                seq.status = Status.ENDING
-        self._ending.clear()
-
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
-        decoding, prefilling = self._split_running(draft)
+        steady = self._rows.steady
+        if steady:
+            steady.look_out()
+            draft.budget -= len(steady)
+        decoding, prefilling = self._split_running()
         preempted = False
         for sequences in (decoding, prefilling):
-            if sequences is prefilling and (draft.tentative or draft.steady):
+            if sequences is prefilling and (draft.tentative or steady):
                 self._spare_those_who_decode(draft)
             for seq in sequences:
                 # Those that a sequence before them has preempted run no more.
+                if seq.steady and self._grow_steady(draft, seq):
+                    continue
                 if draft.budget > 0 and seq.status is Status.RUNNING:
                     query_len = 1 if sequences is decoding else min(seq.remaining, draft.budget)
                     growth = self._kv.append(seq.blocks, seq.computed + query_len)
@@ -157,40 +159,49 @@ class Scheduler:
                     if growth is not None:
                         draft.tentative[seq] = (query_len, growth)
                         draft.budget -= query_len
+        if steady:
+            steady.go_on([seq for seq in draft.tentative if seq.steady])
+            draft.steady = steady.place()
         for seq, (query_len, growth) in draft.tentative.items():
             if seq.steady:
-                draft.grow(seq, growth)
-                self._kv.register(seq.blocks, seq.tokens)
+                if growth is not NO_GROWTH:
+                    draft.grow(seq, growth)
+                    self._kv.register(seq.blocks, seq.tokens)
             elif seq.rewrite_from is not None and not seq.new_row:
                 draft.place_beam(seq, growth)
                 if growth is not NO_GROWTH:
                     self._kv.register(seq.blocks, seq.tokens)
             else:
-                self._place(draft, seq, query_len, growth)
-        self._ending += draft.place_steady()
+                self._placement.place(draft, seq, query_len, growth)
         return preempted
 
-    def _split_running(self, draft: StepDraft) -> tuple[list[Sequence], list[Sequence]]:
-        """Steady sequences that need no block go to the draft as they are; returns, in order, the others that decode
-        and those that do not. Where the budget might not do for all, the order decides who decodes."""
-        steady = draft.steady
+    def _grow_steady(self, draft: StepDraft, seq: Sequence) -> bool:
+        """Room for the next token of a steady sequence; False: it goes on by itself, for there is none, or it ends."""
+        if seq.computed + 2 < seq.max_total:
+            growth = self._kv.append(seq.blocks, seq.computed + 1)
+            if growth is not None:
+                draft.tentative[seq] = (0, growth)
+                return True
+        self._rows.steady.leave(seq)
+        draft.budget += 1
+        return False
+
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """In order, those that decode and have to be looked at, and those that do not decode."""
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        may_be_steady = len(self._running) <= draft.budget
         for seq in self._running:
-            if seq.steady:
-                quiet = may_be_steady and seq.computed < seq.blocks.quiet_until
-                (steady if quiet else decoding).append(seq)
-            elif not seq.waits:
-                decodes = seq.rewrite_from is not None or seq.remaining == 1
+            if not seq.waits:
+                decodes = seq.steady or seq.rewrite_from is not None or seq.remaining == 1
                 (decoding if decodes else prefilling).append(seq)
-        draft.budget -= len(steady)
         return decoding, prefilling
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
         """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
         while True:
+            num_steady = len(self._rows.steady)
             victims = self._held.preempt_latest(draft.tentative)
+            draft.budget += num_steady - len(self._rows.steady)
             for victim in victims:
                 draft.give_back(victim)
             if seq in victims:
@@ -281,7 +292,7 @@ class Scheduler:
             if growth is None:
                 raise EngineError(f"request {member.request_id!r} was swapped in but has no room to go on")
             draft.budget -= query_len
-            self._place(draft, member, query_len, growth)
+            self._placement.place(draft, member, query_len, growth)
         return True
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
@@ -299,52 +310,11 @@ class Scheduler:
         draft.budget -= query_len
         draft.start_row(seq)
         self._kv.register(seq.blocks, seq.tokens)
-        self._place(draft, seq, query_len, NO_GROWTH)
-
-    def _place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
-        """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
-        followers = seq.followers
-        may_fork = bool(followers and self._rows.num_free) and any(is_twin(each, seq) for each in followers)
-        samples = draft.place(seq, query_len, growth, may_fork)
-        if growth is not NO_GROWTH or query_len > 1:
-            self._kv.register(seq.blocks, seq.tokens)
-        if seq.group is None:
-            if samples and seq.certain_to_end:
-                self._ending.append(seq)
-            if seq.pin is not None:
-                self._held.pins.keep(seq)
-        if followers:
-            self._fork_followers(draft, seq, samples)
-
-    def _fork_followers(self, draft: StepDraft, seq: Sequence, samples: bool) -> None:
-        """Those whose common tokens are computed now share their blocks, and a twin the logits, too, each on a row of
-        its own; those for which there is no row wait for one like anybody."""
-        for follower in seq.followers.copy():
-            twin, start = is_twin(follower, seq), start_of(follower, seq, self._kv.block_size)
-            if seq.computed < start or (twin and not samples):
-                continue
-            seq.followers.remove(follower)
-            if not self._rows.num_free and seq.group is None:
-                self._held.unfollow(follower)
-                continue
-            self._held.following -= 1
-            follower.leader = None
-            follower.blocks = self._kv.fork(seq.blocks, None if twin else start)
-            if follower.cached_tokens is None:
-                follower.cached_tokens = seq.cached_tokens
-            follower.computed = start
-            self._rows.enter(follower)
-            if not twin:
-                draft.start_row(follower)
-                continue
-            draft.fork(follower)
-            follower.sampled()
-            if follower.certain_to_end:
-                self._ending.append(follower)
+        self._placement.place(draft, seq, query_len, NO_GROWTH)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]:
+    def complete(self, result: StepResult, seconds: float = 0.0) -> list[Delta]:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
         `seconds`: what it took, if that is known."""
         rows = self._steps.pop(result)

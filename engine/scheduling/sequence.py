@@ -107,9 +107,10 @@ class Sequence:
         self.moved = NO_GROWTH
         """what the device was not told of its block table (beams)"""
         self.steady = False
-        """it decodes, a token in every step: until it leaves, only its growth and its end need be looked at"""
+        """it is among `SteadyRows`: what it has computed, its tokens in flight and the newest ones are there"""
         self.waits = False
-        """it is one of several beams: nothing of it can be computed before the next choice among them"""
+        """planning passes over it: it is steady, or one of several beams, of which nothing can be computed before the
+        next choice among them"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
 
@@ -133,7 +134,6 @@ class Sequence:
         """A step was planned that samples its next token."""
         self.in_flight += 1
         self.waits = self.group is not None
-        self.steady = not (self.waits or self.followers or self.params.logprobs is not None)
 
     @property
     def prefix_limit(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from engine.kv_cache.host_tier import Transfers
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.steady_rows import SteadyStep
 from engine.scheduling.steps_in_flight import PlannedRows, Rows
 from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan, TokenRewrite
 
@@ -20,7 +21,6 @@ class StepDraft:
         "_decodes",
         "_prefills",
         "_rewrites",
-        "_steady_rows",
         "budget",
         "steady",
         "tentative",
@@ -31,9 +31,8 @@ class StepDraft:
         """tokens that the step may still take"""
         self.tentative: dict[Sequence, tuple[int, Growth]] = {}
         """query length and growth of running sequences, in the order of decision; takes budget, changes no sequence"""
-        self.steady: list[Sequence] = []
-        """each computes one token and has room for it; once placed, those that do not end with it"""
-        self._steady_rows: list[ScheduledRow] = []
+        self.steady: SteadyStep | None = None
+        """as placed; None: there are none"""
         self._decodes: Rows = []
         self._prefills: Rows = []
         self._added: list[NewRow] = []
@@ -45,34 +44,10 @@ class StepDraft:
         """The sequence was preempted; if it had a share of this step, others may have it."""
         if seq in self.tentative:
             self.budget += self.tentative.pop(seq)[0]
-        elif seq in self.steady:
-            self.steady.remove(seq)
-            self.budget += 1
 
     def grow(self, seq: Sequence, growth: Growth) -> None:
-        """A steady sequence will be placed with the others."""
-        self.steady.append(seq)
+        """A steady sequence, which is placed with all of them."""
         self._append_blocks(seq, growth)
-
-    def place_steady(self) -> list[Sequence]:
-        """Final for all of them. Returns those whose last token is sampled by this step."""
-        going_on: list[Sequence] = []
-        ending: list[Sequence] = []
-        rows = self._steady_rows
-        for seq in self.steady:
-            computed = seq.computed
-            if computed + 2 >= seq.max_total:
-                ending.append(seq)
-                continue
-            going_on.append(seq)
-            rows.append(ScheduledRow(seq.row, computed, 1, samples=True))
-            seq.computed = seq.blocks.num_tokens = computed + 1
-            seq.in_flight += 1
-        for seq in ending:
-            seq.blocks.num_tokens = seq.computed + 1
-            self.place(seq, 1, NO_GROWTH, may_fork=False)
-        self.steady = going_on
-        return ending
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
@@ -136,7 +111,7 @@ class StepDraft:
     @property
     def rows(self) -> PlannedRows:
         """Decode rows first."""
-        return PlannedRows(self.steady, self._steady_rows, self._decodes + self._prefills)
+        return PlannedRows(self.steady, self._decodes + self._prefills)
 
     def plan(
         self, step_id: int, rows: PlannedRows, released: list[int], transfers: tuple[Transfers, Transfers]
@@ -144,7 +119,7 @@ class StepDraft:
         """`rows`: of this draft. `transfers`: to the host tier, and from it."""
         return StepPlan(
             step_id=step_id,
-            rows=rows.steady_rows + [row for _, row in rows.others],
+            rows=rows.scheduled,
             released=released,
             added=self._added,
             rewrites=self._rewrites,

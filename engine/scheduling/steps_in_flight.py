@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.scheduling.sequence import Sequence
-from engine.step import ScheduledRow, StepResult
+from engine.scheduling.steady_rows import SteadyStep
+from engine.step import ScheduledRow, ScheduledRows, StepResult
 
 Rows = list[tuple[Sequence, ScheduledRow]]
 """in the plan's order; a row's owner at planning time, which may have ended or moved since"""
@@ -15,22 +17,33 @@ Rows = list[tuple[Sequence, ScheduledRow]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """Of one plan, in its order: first those of steady sequences, each of which samples one token, not its last."""
+    """Of one plan, in its order."""
 
-    steady: list[Sequence]
-    steady_rows: list[ScheduledRow]
+    steady: SteadyStep | None
+    """each computes a token and samples one, not its last; None: there are none"""
     others: Rows
 
     @property
     def num_tokens(self) -> int:
-        return len(self.steady) + sum(row.query_len for _, row in self.others)
+        return self.num_steady + sum(row.query_len for _, row in self.others)
 
     @property
-    def all(self) -> Rows:
-        return [*zip(self.steady, self.steady_rows, strict=True), *self.others]
+    def num_steady(self) -> int:
+        return len(self.steady) if self.steady is not None else 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that compute a token and sample the next one."""
+        return self.num_steady + sum(row.query_len == 1 and row.samples for _, row in self.others)
+
+    @property
+    def scheduled(self) -> Tokens[ScheduledRow]:
+        """What the plan says of them."""
+        others = [row for _, row in self.others]
+        return others if self.steady is None else ScheduledRows(self.steady.rows, self.steady.computed, others)
 
     def __len__(self) -> int:
-        return len(self.steady) + len(self.others)
+        return self.num_steady + len(self.others)
 
 
 class StepsInFlight:
@@ -49,7 +62,7 @@ class StepsInFlight:
             expected = self._steps[0][0] if self._steps else "none"
             raise EngineError(f"the result of step {result.step_id} arrived, expected that of step {expected}")
         step_id, rows = self._steps.popleft()
-        planned = len(rows.steady) + sum(row.samples for _, row in rows.others)
+        planned = rows.num_steady + sum(row.samples for _, row in rows.others)
         if len(result.token_ids) != planned:
             raise EngineError(f"step {step_id} was to sample {planned} tokens, not {len(result.token_ids)}")
         return rows

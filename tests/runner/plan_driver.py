@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from attention_backends.interface import AttentionBackend
@@ -30,7 +31,7 @@ from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import PendingResult
 from engine.runner.streams import Streams
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, TokenLogprobs
+from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, ScheduledRows, StepPlan, TokenLogprobs
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 128, 4, 24, 60
 GONE = -1
@@ -202,7 +203,8 @@ class PlanDriver:
             s.planned += samples
         released, self.released = self.released, []
         by_row = {s.row: s for s in sequences if s.row is not None}
-        plan = StepPlan(step_id=self.steps, rows=scheduled, released=released, added=added, block_appends=appends)
+        rows = _in_columns(scheduled) if self.rng.random() < 0.5 else scheduled
+        plan = StepPlan(step_id=self.steps, rows=rows, released=released, added=added, block_appends=appends)
         return plan, by_row
 
     def _grow(self, s: Sequence, upto: int) -> list[BlockAppend]:
@@ -242,3 +244,13 @@ class PlanDriver:
             by_row[row].logprobs.append(entry)
         for row, entries in result.prompt_logprobs.items():
             by_row[row].prompt_logprobs += entries
+
+
+def _in_columns(rows: list[ScheduledRow]) -> ScheduledRows:
+    """The same rows, as a scheduler with many sequences plans them; in a plan, decodes come first."""
+    count = next((i for i, row in enumerate(rows) if row.query_len != 1 or not row.samples), len(rows))
+    decodes = np.array([(row.row, row.computed) for row in rows[:count]], dtype=np.int64).reshape(count, 2)
+    columns = ScheduledRows(decodes[:, 0], decodes[:, 1], rows[count:])
+    assert list(columns) == rows and len(columns) == len(rows)
+    assert columns.columns().T.tolist() == [[row.row, row.computed, row.query_len, row.samples] for row in rows]
+    return columns

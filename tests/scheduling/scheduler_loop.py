@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, Preemption, SchedulerConfig
-from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDelta, each_delta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -38,6 +38,7 @@ class Loop:
         num_host_blocks: int = 0,
         preemption: Preemption = "auto",
         swap_block_s: float = 0.0,
+        fewest_steady: int = 1,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -50,7 +51,7 @@ class Loop:
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
-        self.scheduler = Scheduler(config, self.kv, swap_block_s)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, fewest_steady)
         self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
@@ -120,8 +121,8 @@ class Loop:
             assert self.turn(), "work is left, nothing is in flight, and nothing was planned"
         raise AssertionError(f"not finished after {max_turns} turns")
 
-    def receive(self, deltas: list[SequenceDelta]) -> None:
-        for delta in deltas:
+    def receive(self, deltas: list[Delta]) -> None:
+        for delta in each_delta(deltas):
             name = delta.request_id
             assert delta.token_ids or delta.prompt_logprobs or delta.finish_reason, "a delta with nothing new"
             assert not self.ends[name], "a delta after the end"

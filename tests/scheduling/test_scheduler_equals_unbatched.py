@@ -79,6 +79,7 @@ def loops(draw: st.DrawFn) -> Loop:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
         mixed=draw(st.none() | st.integers(1, 24)),
+        fewest_steady=draw(st.sampled_from([1, 1, 3, 10])),
     )
 
 

@@ -75,11 +75,10 @@ def test_a_prompt_costs_what_a_step_takes_longer_for_it(others: int, mixed_s: fl
     loop = Loop()
     for name in map(str, range(others + 1)):
         loop.add(name, [1])
-    steady = [loop.sequences[str(i)] for i in range(others)]
-    decodes = [ScheduledRow(i, 9, 1, samples=True) for i in range(others)]
+    decodes = [(loop.sequences[str(i)], ScheduledRow(i, 9, 1, samples=True)) for i in range(others)]
     prompt = [(loop.sequences[str(others)], ScheduledRow(others, 0, 100, samples=True))]
     assert not costs.prefers_swap(100, 10), "nothing is known"
     for _ in range(3):
-        costs.observe(PlannedRows(steady, decodes, []), 0.02)
-        costs.observe(PlannedRows(steady, decodes, prompt), mixed_s)
+        costs.observe(PlannedRows(None, decodes), 0.02)
+        costs.observe(PlannedRows(None, decodes + prompt), mixed_s)
     assert costs.prefers_swap(100, 10) is swaps

@@ -19,7 +19,7 @@ from engine import LLM
 from engine.config import EngineArgs, EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.start import build_core
-from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore
+from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
 from engine.executor.in_process import InProcessExecutor, Pending
 from engine.runner.model_runner import ModelRunner
 from engine.step import LoadReport, RowParams, StepPlan, WarmUpReport
@@ -160,7 +160,7 @@ class SteadyDecode:
             client.send(request)
         waiting = set(self._ids)
         while waiting:
-            for delta in client.recv().deltas:
+            for delta in each_delta(client.recv().deltas):
                 if delta.error is not None:
                     raise RuntimeError(f"{delta.request_id}: {delta.error}")
                 waiting.discard(delta.request_id)

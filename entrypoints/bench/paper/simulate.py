@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import SchedulerConfig
-from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta
+from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta, each_delta
 from engine.errors import EngineError
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
@@ -158,7 +158,7 @@ class Simulation:
             if self.now >= self.warm_up_s and (coming or self.scheduler.num_waiting):
                 self.meter.observe(plan, self.kv, seconds)
             self.now += seconds
-            for delta in self.scheduler.complete(result, seconds):
+            for delta in each_delta(self.scheduler.complete(result, seconds)):
                 if delta.finish_reason is not None:
                     self._end(delta)
             self._steps += 1
