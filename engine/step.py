@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 import msgspec
@@ -148,12 +148,52 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """1-based rank of token_ids[0] in the vocabulary"""
 
 
+class RowLogprobs(Mapping[int, TokenLogprobs]):
+    """Sampled positions by row, as arrays; an entry is made when it is asked for."""
+
+    __slots__ = ("_index", "_logprobs", "_ranks", "_token_ids", "_widths")
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        ranks: np.ndarray,
+    ) -> None:
+        """`token_ids`: int64 [rows, columns], `logprobs`: float64 [rows, columns], of which `widths` count; `ranks`:
+        int64 [rows]. Nobody writes to them any more."""
+        self._index = {row: index for index, row in enumerate(rows)}
+        self._widths, self._token_ids, self._logprobs, self._ranks = widths, token_ids, logprobs, ranks
+
+    def __getitem__(self, row: int) -> TokenLogprobs:
+        index = self._index[row]
+        width = self._widths[index]
+        token_ids, logprobs = self._token_ids[index, :width].tolist(), self._logprobs[index, :width].tolist()
+        return TokenLogprobs(token_ids=token_ids, logprobs=logprobs, rank=int(self._ranks[index]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def alternatives(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows that asked for equally many, `most` of them at most: tokens int64 [rows, k] and log-probabilities
+        float64 [rows, k]."""
+        place = np.zeros(max(self._index) + 1, dtype=np.int64)
+        place[list(self._index)] = np.arange(len(self._index))
+        indices = place[rows]
+        width = min(self._widths[indices[0]], 1 + most)
+        return self._token_ids[indices, 1:width], self._logprobs[indices, 1:width]
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Lists align with the plan's rows that sample, in the plan's order."""
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = {}
+    logprobs: Mapping[int, TokenLogprobs] = {}
     """row → the sampled position, for rows that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that

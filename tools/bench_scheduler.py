@@ -17,11 +17,13 @@ import statistics
 import time
 from collections import deque
 
+import numpy as np
+
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
-from engine.step import RowParams, StepPlan, StepResult, TokenLogprobs
+from engine.step import RowLogprobs, RowParams, StepPlan, StepResult
 
 WAITING = (10, 100, 1_000, 10_000, 100_000)
 CONTEXT = (1_000, 10_000, 30_000, 100_000)
@@ -161,17 +163,22 @@ class _Answers:
     def __init__(self, draw: random.Random) -> None:
         self._beams: set[int] = set()
         self._draw = draw
-        self._candidates = []
+        tokens, logprobs = [], []
         for _ in range(500):
-            logprobs = sorted((-draw.expovariate(0.6) for _ in range(2 * WIDTH)), reverse=True)
-            tokens = draw.sample(range(1000), 2 * WIDTH)
-            self._candidates.append(TokenLogprobs([tokens[0], *tokens], [logprobs[0], *logprobs], 1))
+            likely = sorted((-draw.expovariate(0.6) for _ in range(2 * WIDTH)), reverse=True)
+            logprobs.append([likely[0], *likely])
+            tokens.append(draw.sample(range(1000), 2 * WIDTH + 1))
+        self._tokens, self._logprobs = np.array(tokens), np.array(logprobs)
 
     def of(self, plan: StepPlan) -> StepResult:
         self._beams -= {new.row for new in plan.added if new.params.logprobs is None}
         self._beams |= {new.row for new in plan.added if new.params.logprobs is not None}
         rows = [row.row for row in plan.rows if row.samples]
-        found = {row: self._draw.choice(self._candidates) for row in rows if row in self._beams}
+        beams = [row for row in rows if row in self._beams]
+        drawn = self._draw.choices(range(len(self._tokens)), k=len(beams))
+        ones = np.ones(len(beams), dtype=np.int64)
+        widths = [2 * WIDTH + 1] * len(beams)
+        found = RowLogprobs(beams, widths, self._tokens[drawn], self._logprobs[drawn], ones)
         return StepResult(step_id=plan.step_id, token_ids=[7] * len(rows), logprobs=found)
 
 

@@ -278,9 +278,13 @@ class KVCache:
         in_step = blocks.starts == source.starts
         common, keeps_last = (full if in_step else 0), filled > 0 and in_step and blocks.num_tokens == source.num_tokens
         counts = self.pool.ref_counts
-        for own, new in zip(blocks.tables, source.tables):
-            if own[:common] != new[:common]:
-                common = _alike(own, new, common)
+        for own, new, start in zip(blocks.tables, source.tables, blocks.starts):
+            # What is in a block depends on all that comes before it: where both hold one, they are alike up to there.
+            common = min(common, len(own))
+            while common > start and own[common - 1] != new[common - 1]:
+                common -= 1
+            if common <= start:
+                common = 0
             if keeps_last and not (len(own) == len(new) == full + 1 and counts[own[full]] == 1):
                 keeps_last = False
         if not keeps_last:
@@ -364,15 +368,3 @@ class KVCache:
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
         )
-
-
-def _alike(one: list[int], other: list[int], most: int) -> int:
-    """Length of the longest common prefix, but `most` at most; quick where it is nearly that long."""
-    length = most = min(len(one), len(other), most)
-    back = 1
-    while one[:length] != other[:length]:
-        most, length = length, max(length - back, 0)
-        back *= 2
-    while length < most and one[length] == other[length]:
-        length += 1
-    return length

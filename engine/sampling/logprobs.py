@@ -12,7 +12,7 @@ import torch
 
 from engine.sampling.draw import row_tiles
 from engine.sampling.order import top_ids
-from engine.step import TokenLogprobs
+from engine.step import RowLogprobs, TokenLogprobs
 
 
 class LogprobTensors(msgspec.Struct, frozen=True):
@@ -45,9 +45,11 @@ class LogprobTensors(msgspec.Struct, frozen=True):
             for i, p, rank, width in zip(ids, logprobs, ranks, self.widths, strict=True)
         ]
 
-    def to_host(self) -> dict[int, TokenLogprobs]:
-        """row → its entry. Waits like `to_list`."""
-        return dict(zip(self.rows, self.to_list(), strict=True))
+    def to_host(self) -> RowLogprobs:
+        """row → its entry. Waits like `to_list`; a copy, which later steps do not change."""
+        token_ids = self.token_ids.to("cpu", torch.int64, copy=True).numpy()
+        logprobs = self.logprobs.to("cpu", torch.float64).numpy()
+        return RowLogprobs(self.rows, self.widths, token_ids, logprobs, self.ranks.to("cpu", copy=True).numpy())
 
 
 def _pinned(source: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,16 @@ the parent's blocks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.core.wire import SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.beam_search import BeamSearch, Choice
 from engine.scheduling.sequence import Sequence
 from engine.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.scheduling.steady_searches import SearchTable
 
 
 class BeamGroup:
@@ -24,6 +29,9 @@ class BeamGroup:
         """those that carry a beam, in the order of the last choices"""
         self.spare_rows: list[int] = []
         """reserved for members that carry none yet, or not again yet"""
+        self.table: SearchTable | None = None
+        """where it is steady: its beams' order and newest tokens, its scores and length are there"""
+        self.slot = -1
         self._found: dict[Sequence, TokenLogprobs] = {}
 
     def bring(self, member: Sequence, found: TokenLogprobs) -> bool:

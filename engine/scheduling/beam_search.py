@@ -35,26 +35,28 @@ class BeamSearch:
 
     def __init__(self, params: BeamParams, stop_token_ids: frozenset[int], max_new_tokens: int) -> None:
         self._params = params
-        self._stop = stop_token_ids
-        self._limit = max_new_tokens
-        self._length = 0
-        self._scores = [0.0]
+        self.stop_token_ids = stop_token_ids
+        self.limit = max_new_tokens
+        self.length = 0
+        """tokens generated"""
+        self.scores = [0.0]
+        """of the beams that go on: sums of log-probabilities"""
         self.finished: list[Hypothesis] = []
         """at most `width`, best first"""
 
     @property
     def num_candidates(self) -> int:
         """Candidates that each beam must bring: with all stop tokens among them, enough are left to go on."""
-        return candidates_of(self._params.width, len(self._stop))
+        return candidates_of(self._params.width, len(self.stop_token_ids))
 
     def advance(self, candidates: Tokens[TokenLogprobs], generated: Callable[[int], list[int]]) -> list[Choice] | None:
         """`candidates[i]` (but its first entry), `generated(i)`: of beam i, in the order of the last choices (at first
         one beam). None: the search is over."""
         width = self._params.width
-        self._length += 1
-        at_limit = self._length >= self._limit
+        self.length += 1
+        at_limit = self.length >= self.limit
         # Merge what the beams bring, best first; of equals the earlier beam and the likelier token.
-        scores = self._scores
+        scores = self.scores
         heap = [(-scores[beam] - found.logprobs[1], beam, 1) for beam, found in enumerate(candidates)]
         heapify(heap)
         going_on: list[Choice] = []
@@ -66,7 +68,7 @@ class BeamSearch:
             negative, beam, rank = heap[0]
             found = candidates[beam]
             token = found.token_ids[rank]
-            if at_limit or token in self._stop:
+            if at_limit or token in self.stop_token_ids:
                 if place < width:
                     ended.append((-negative, [*generated(beam), token]))
             else:
@@ -81,12 +83,12 @@ class BeamSearch:
             self._finish(ended)
         if not going_on or (len(self.finished) == width and self._is_over(going_scores[0])):
             return None
-        self._scores = going_scores
+        self.scores = going_scores
         return going_on
 
     def _finish(self, ended: list[tuple[float, list[int]]]) -> None:
-        penalty = self._length**self._params.length_penalty
-        found = [Hypothesis(logprob / penalty, logprob, ids, ids[-1] in self._stop) for logprob, ids in ended]
+        penalty = self.length**self._params.length_penalty
+        found = [Hypothesis(logprob / penalty, logprob, ids, ids[-1] in self.stop_token_ids) for logprob, ids in ended]
         merged = sorted([*self.finished, *found], key=lambda one: -one.score)  # stable: of equals the earlier one
         self.finished = merged[: self._params.width]
 
@@ -95,7 +97,7 @@ class BeamSearch:
         if self._params.early_stopping is True:
             return True
         longest = self._params.early_stopping == "never" and self._params.length_penalty > 0
-        length = self._limit if longest else self._length
+        length = self.limit if longest else self.length
         best: float = best_running / length**self._params.length_penalty
         return best <= self.finished[-1].score
 

@@ -16,11 +16,11 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts) -> None:
+    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts, fewest_searches: int) -> None:
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
-        self.rows = RunningSet(num_rows, kv.block_size)
+        self.rows = RunningSet(num_rows, kv, fewest_searches)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
@@ -48,8 +48,7 @@ class Holdings:
         if len(victims) == len(self.running) and latest.group is None:
             victims = [latest]
         for seq in victims:
-            if seq.steady:
-                self.rows.steady.leave(seq)
+            self.rows.recall(seq)
         swapped = try_swap_out(self.kv, self.costs, victims, growths)
         for seq in victims:
             self.rows.leave(seq)

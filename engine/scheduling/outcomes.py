@@ -12,6 +12,7 @@ from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.steady_rows import SteadyStep
+from engine.scheduling.steady_searches import SearchesStep
 from engine.scheduling.steps_in_flight import PlannedRows, Rows
 from engine.step import ScheduledRow, StepResult, TokenLogprobs
 
@@ -24,13 +25,33 @@ class Outcomes:
 
     def of(self, rows: PlannedRows, result: StepResult) -> list[Delta]:
         """`rows`: of the plan that has this result, with their owners at the time."""
-        if rows.steady is None:
-            return [*self._of_each(rows.others, result.token_ids, result)]
-        tokens, others = result.token_ids[: len(rows.steady)], result.token_ids[len(rows.steady) :]
-        return [
-            *self._of_steady(rows.steady, tokens, result.faults),
-            *self._of_each(rows.others, others, result),
-        ]
+        deltas: list[Delta] = []
+        if rows.steady is not None:
+            deltas += self._of_steady(rows.steady, result.token_ids[: len(rows.steady)], result.faults)
+        for step in rows.searches:
+            for search in step.table.take(step, result):
+                deltas += self._of_search(step, search, result)
+        return deltas + self._of_each(rows.others, result.token_ids[rows.num_steady :], result)
+
+    def _of_search(self, step: SearchesStep, search: int, result: StepResult) -> list[SequenceDelta]:
+        """One of a step that has not simply gone on."""
+        beams: list[Sequence] = step.beams[search].tolist()
+        group = beams[0].group
+        assert group is not None
+        goes_on = step.holds(search)
+        if goes_on:
+            step.table.leave(group)
+        for beam in beams:
+            beam.in_flight -= 1
+        if not goes_on:
+            return []
+        rows = [step.row_of(search, index) for index in range(len(beams))]
+        for beam, row in zip(beams, rows, strict=True):
+            if row.row in result.faults:
+                return self._fault(beam, row)
+        for beam, row in zip(beams, rows, strict=True):
+            group.bring(beam, result.logprobs[row.row])
+        return self._choose(group)
 
     def _of_steady(self, step: SteadyStep, tokens: list[int], faults: list[int]) -> list[Delta]:
         """They have brought one token each, not their last one but for a stop token, and nothing else."""
@@ -96,6 +117,7 @@ class Outcomes:
             idle = group.follow(choices, self._held.kv)
             if idle or others:
                 self._held.rows.settle(group, idle)
+            self._held.rows.went_on(group)
             return []
         deltas = group.results(group.members[0].cached_tokens or 0)
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)

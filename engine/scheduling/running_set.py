@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.steady_rows import SteadyRows
+from engine.scheduling.steady_searches import SteadySearches
 
 
 class RunningSet:
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, kv: KVCache, fewest_searches: int) -> None:
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
-        self.steady = SteadyRows(num_rows, block_size)
+        self.steady = SteadyRows(num_rows, kv)
+        self.searches = SteadySearches(num_rows, kv, fewest_searches)
+        self._num_groups = 0
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
 
@@ -24,9 +28,11 @@ class RunningSet:
 
     def reserve(self, group: BeamGroup) -> None:
         """A row for each member but one, which `enter` will take."""
+        self._num_groups += 1
         group.spare_rows = [self._free.pop() for _ in group.members[1:]]
 
     def give_back(self, group: BeamGroup) -> None:
+        self._num_groups -= 1
         self._free += group.spare_rows
         group.spare_rows = []
 
@@ -39,8 +45,7 @@ class RunningSet:
 
     def leave(self, seq: Sequence) -> None:
         """Its row is free, or its group's again."""
-        if seq.steady:
-            self.steady.leave(seq)
+        self.recall(seq)
         self.steady.vacate(seq.row)
         del self.sequences[bisect_left(self.sequences, seq.key, key=_key)]
         (self._free if seq.group is None else seq.group.spare_rows).append(seq.row)
@@ -58,6 +63,22 @@ class RunningSet:
             if beam.status is not Status.RUNNING:
                 self.enter(beam)
                 beam.new_row = True
+
+    def went_on(self, group: BeamGroup) -> None:
+        """After a choice, its beams may be steady."""
+        self.searches.enter(group, self._num_groups)
+
+    @property
+    def num_quiet(self) -> int:
+        """Tokens that a step may plan in columns."""
+        return len(self.steady) + self.searches.num_ready
+
+    def recall(self, seq: Sequence) -> None:
+        """What is in columns of a sequence, or of all beams of its search, is in its fields again."""
+        if seq.steady:
+            self.steady.leave(seq)
+        elif seq.group is not None and seq.group.table is not None:
+            seq.group.table.leave(seq.group)
 
     def take_released(self) -> list[int]:
         """Rows that were left since the last call."""

@@ -30,6 +30,7 @@ from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
 from engine.scheduling.steady_rows import FEWEST_STEADY
+from engine.scheduling.steady_searches import FEWEST_SEARCHES
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.step import RowParams, StepPlan, StepResult
@@ -39,14 +40,22 @@ class Scheduler:
     """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one loop calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCache, swap_block_s: float = 0.0, fewest_steady: int = FEWEST_STEADY
+        self,
+        config: SchedulerConfig,
+        kv: KVCache,
+        swap_block_s: float = 0.0,
+        fewest_steady: int = FEWEST_STEADY,
+        fewest_searches: int = FEWEST_SEARCHES,
     ) -> None:
-        """`swap_block_s`: seconds that a block takes to the host tier and back. `fewest_steady`: sequences that must
-        run for those that decode to be planned in columns."""
+        """`swap_block_s`: seconds that a block takes to the host tier and back. `fewest_steady`, `fewest_searches`:
+        sequences and searches that must run for those that decode to be planned in columns."""
         self._config = config
         self._kv = kv
         self._costs = PreemptionCosts(config.preemption, swap_block_s)
-        self._held = Holdings(kv, config.max_num_seqs, self._costs)
+        # Columns are planned as a whole: not where the budget might not do for all rows.
+        if config.max_num_seqs > config.max_num_batched_tokens:
+            fewest_steady = fewest_searches = config.max_num_seqs + 1
+        self._held = Holdings(kv, config.max_num_seqs, self._costs, fewest_searches)
         self._outcomes = Outcomes(self._held)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
@@ -58,8 +67,7 @@ class Scheduler:
         self._prompt_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
         self._watermark = kv.pool.num_blocks // 100
-        every_row_fits = config.max_num_seqs <= config.max_num_batched_tokens
-        self._placement = Placement(self._held, fewest_steady if every_row_fits else config.max_num_seqs + 1)
+        self._placement = Placement(self._held, fewest_steady)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -137,19 +145,20 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
-        steady = self._rows.steady
+        steady, searches = self._rows.steady, self._rows.searches.tables
         if steady:
             steady.look_out()
-            draft.budget -= len(steady)
+        for table in searches:
+            table.look_out()
+        num_quiet = self._rows.num_quiet
+        draft.budget -= num_quiet
         decoding, prefilling = self._split_running()
         preempted = False
         for sequences in (decoding, prefilling):
-            if sequences is prefilling and (draft.tentative or steady):
+            if sequences is prefilling and (draft.tentative or num_quiet):
                 self._spare_those_who_decode(draft)
             for seq in sequences:
                 # Those that a sequence before them has preempted run no more.
-                if seq.steady and self._grow_steady(draft, seq):
-                    continue
                 if draft.budget > 0 and seq.status is Status.RUNNING:
                     query_len = 1 if sequences is decoding else min(seq.remaining, draft.budget)
                     growth = self._kv.append(seq.blocks, seq.computed + query_len)
@@ -159,15 +168,10 @@ class Scheduler:
                     if growth is not None:
                         draft.tentative[seq] = (query_len, growth)
                         draft.budget -= query_len
-        if steady:
-            steady.go_on([seq for seq in draft.tentative if seq.steady])
-            draft.steady = steady.place()
+        draft.place_steady(steady)
+        draft.place_searches(searches)
         for seq, (query_len, growth) in draft.tentative.items():
-            if seq.steady:
-                if growth is not NO_GROWTH:
-                    draft.grow(seq, growth)
-                    self._kv.register(seq.blocks, seq.tokens)
-            elif seq.rewrite_from is not None and not seq.new_row:
+            if seq.rewrite_from is not None and not seq.new_row:
                 draft.place_beam(seq, growth)
                 if growth is not NO_GROWTH:
                     self._kv.register(seq.blocks, seq.tokens)
@@ -175,33 +179,22 @@ class Scheduler:
                 self._placement.place(draft, seq, query_len, growth)
         return preempted
 
-    def _grow_steady(self, draft: StepDraft, seq: Sequence) -> bool:
-        """Room for the next token of a steady sequence; False: it goes on by itself, for there is none, or it ends."""
-        if seq.computed + 2 < seq.max_total:
-            growth = self._kv.append(seq.blocks, seq.computed + 1)
-            if growth is not None:
-                draft.tentative[seq] = (0, growth)
-                return True
-        self._rows.steady.leave(seq)
-        draft.budget += 1
-        return False
-
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """In order, those that decode and have to be looked at, and those that do not decode."""
+        """In order, those that decode but not in columns, and those that do not decode."""
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self._running:
             if not seq.waits:
-                decodes = seq.steady or seq.rewrite_from is not None or seq.remaining == 1
+                decodes = seq.rewrite_from is not None or seq.remaining == 1
                 (decoding if decodes else prefilling).append(seq)
         return decoding, prefilling
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
         """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
         while True:
-            num_steady = len(self._rows.steady)
+            num_quiet = self._rows.num_quiet
             victims = self._held.preempt_latest(draft.tentative)
-            draft.budget += num_steady - len(self._rows.steady)
+            draft.budget += num_quiet - self._rows.num_quiet
             for victim in victims:
                 draft.give_back(victim)
             if seq in victims:

@@ -2,8 +2,8 @@
 however many they are.
 
 A sequence enters when a step was planned that samples, and nothing but one token in every step is to be expected of it;
-it leaves before anything else happens to it: it ends, or it is preempted or aborted. Meanwhile its newest tokens and
-how far it is computed are here; `look_out` and `leave` bring them back. Only where its last block is full, or a window
+it leaves before anything else happens to it: it ends, finds no room, or is preempted or aborted. Meanwhile its newest
+tokens and how far it is computed are here; `leave` brings them back. Only where its last block is full, or a window
 leaves a block behind, it is looked at for itself.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.scheduling.sequence import Sequence
 from engine.step import ScheduledRow
 
@@ -39,7 +40,8 @@ class SteadyStep:
 
 
 class SteadyRows:
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, kv: KVCache) -> None:
+        self._kv = kv
         self._owners = np.full(num_rows, None, dtype=object)
         self._request_ids = np.full(num_rows, None, dtype=object)
         self._computed = np.zeros(num_rows, dtype=np.int32)
@@ -49,9 +51,11 @@ class SteadyRows:
         """when its owner entered, in order; 0: it is not steady"""
         self._stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
-        self._recent = np.zeros((num_rows, 2 * block_size), dtype=np.int32)
+        self._recent = np.zeros((num_rows, 2 * kv.block_size), dtype=np.int32)
         """tokens that arrived since its owner entered or caught up: those of a block, and of steps in flight"""
         self._num_recent = np.zeros(num_rows, dtype=np.int64)
+        self._grown: dict[int, Growth] = {}
+        """by row: what the device was not told of its block table"""
         self._num_entries = 0
         self._rows: np.ndarray | None = None
         """those that are steady, until one enters or leaves"""
@@ -75,7 +79,7 @@ class SteadyRows:
         self._rows, self._count = None, self._count + 1
 
     def _catch_up(self, rows: np.ndarray) -> None:
-        """Their owners' fields hold what has happened to them, until the next step is planned."""
+        """Their owners' fields hold what has happened to them so far."""
         counts = self._num_recent[rows]
         recent = self._recent[rows, : counts.max()].tolist()
         self._num_recent[rows] = 0
@@ -86,18 +90,12 @@ class SteadyRows:
             seq.computed = seq.blocks.num_tokens = computed
             seq.in_flight = computed + 1 - len(seq.tokens)
 
-    def go_on(self, sequences: list[Sequence]) -> None:
-        """They were looked at, and stay."""
-        rows = [seq.row for seq in sequences]
-        self._until[rows] = [min(seq.blocks.quiet_until, seq.max_total - 2) for seq in sequences]
-        for seq in sequences:
-            seq.waits = True
-
     def leave(self, seq: Sequence) -> None:
         """Its fields hold what has happened to it, for good."""
         self._catch_up(np.array([seq.row]))
         seq.steady = seq.waits = False
         self._entries[seq.row] = 0
+        self._grown.pop(seq.row, None)
         self._rows, self._count = None, self._count - 1
 
     def vacate(self, row: int) -> None:
@@ -111,20 +109,37 @@ class SteadyRows:
             self._owners[row] = self._request_ids[row] = None
 
     def look_out(self) -> None:
-        """Those do not wait, and have caught up, of whom the next step is more than a token in a block of their own."""
+        """Those are looked at of whom the next step is more than a token in a block of their own: they get room for
+        it, or leave because there is none, or because it is their last."""
         rows = self._steady
         rows = rows[self._computed[rows] >= self._until[rows]]
-        if len(rows):
-            self._catch_up(rows)
-            for seq in self._owners[rows]:
-                seq.waits = False
+        if not len(rows):
+            return
+        self._catch_up(rows)
+        until = []
+        for seq in self._owners[rows]:
+            quiet = 0
+            if seq.computed + 2 < seq.max_total:
+                growth = self._kv.append(seq.blocks, seq.computed + 1)
+                if growth is not None:
+                    quiet = min(seq.blocks.quiet_until, seq.max_total - 2)
+                    if growth is not NO_GROWTH:
+                        self._grown[seq.row] = growth
+                        self._kv.register(seq.blocks, seq.tokens)
+            until.append(quiet)
+            if not quiet:
+                self.leave(seq)
+        self._until[rows] = until
 
-    def place(self) -> SteadyStep:
-        """All of them compute a token in the step that is planned."""
+    def place(self) -> tuple[SteadyStep, list[tuple[int, Growth]]]:
+        """All of them compute a token in the step that is planned. Returns also what the device is to be told: rows and
+        the growth of their block tables."""
+        grown = list(self._grown.items())
+        self._grown.clear()
         rows = self._steady
         computed = self._computed[rows]
         self._computed[rows] = computed + 1
-        return SteadyStep(self._owners[rows], rows, computed, self._entries[rows])
+        return SteadyStep(self._owners[rows], rows, computed, self._entries[rows]), grown
 
     def take(
         self, step: SteadyStep, tokens: list[int], faults: list[int]

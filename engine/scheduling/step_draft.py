@@ -6,7 +6,8 @@ from __future__ import annotations
 from engine.kv_cache.host_tier import Transfers
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.steady_rows import SteadyStep
+from engine.scheduling.steady_rows import SteadyRows, SteadyStep
+from engine.scheduling.steady_searches import SearchesStep, SearchTable
 from engine.scheduling.steps_in_flight import PlannedRows, Rows
 from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan, TokenRewrite
 
@@ -22,6 +23,7 @@ class StepDraft:
         "_prefills",
         "_rewrites",
         "budget",
+        "searches",
         "steady",
         "tentative",
     )
@@ -33,6 +35,8 @@ class StepDraft:
         """query length and growth of running sequences, in the order of decision; takes budget, changes no sequence"""
         self.steady: SteadyStep | None = None
         """as placed; None: there are none"""
+        self.searches: list[SearchesStep] = []
+        """as placed"""
         self._decodes: Rows = []
         self._prefills: Rows = []
         self._added: list[NewRow] = []
@@ -45,16 +49,31 @@ class StepDraft:
         if seq in self.tentative:
             self.budget += self.tentative.pop(seq)[0]
 
-    def grow(self, seq: Sequence, growth: Growth) -> None:
-        """A steady sequence, which is placed with all of them."""
-        self._append_blocks(seq, growth)
+    def place_steady(self, rows: SteadyRows) -> None:
+        """Final for all of them."""
+        if rows:
+            self.steady, grown = rows.place()
+            for row, growth in grown:
+                self._append_blocks(row, growth)
+
+    def place_searches(self, tables: list[SearchTable]) -> None:
+        """Final for all that are ready."""
+        for table in tables:
+            if table.num_ready:
+                step, news = table.place()
+                self.searches.append(step)
+                self._rewrites += news.rewrites
+                for seq in news.beams:
+                    self._tell(seq, NO_GROWTH)
+                self._appends += news.appends
+                self._copies += news.copies
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
         self._added.append(
             NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
         )
-        self._append_blocks(seq, Growth(0, [table.copy() for table in seq.blocks.tables], []))
+        self._append_blocks(seq.row, Growth(0, [table.copy() for table in seq.blocks.tables], []))
         seq.rewrite_from, seq.moved, seq.new_row = None, NO_GROWTH, False
 
     def _tell(self, seq: Sequence, growth: Growth) -> None:
@@ -68,10 +87,10 @@ class StepDraft:
             self._rewrites.append(TokenRewrite(seq.row, start, seq.tokens[start:]))
             seq.rewrite_from = None
         if seq.moved is not NO_GROWTH:
-            self._append_blocks(seq, seq.moved)
+            self._append_blocks(seq.row, seq.moved)
             seq.moved = NO_GROWTH
         if growth is not NO_GROWTH:
-            self._append_blocks(seq, growth)
+            self._append_blocks(seq.row, growth)
 
     def place(self, seq: Sequence, query_len: int, growth: Growth, may_fork: bool) -> bool:
         """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples; only then forks
@@ -102,16 +121,16 @@ class StepDraft:
         row = ScheduledRow(seq.row, seq.computed, 0, samples=True)
         self._prefills.append((seq, row))
 
-    def _append_blocks(self, seq: Sequence, growth: Growth) -> None:
+    def _append_blocks(self, row: int, growth: Growth) -> None:
         for group, ids in enumerate(growth.block_ids):
-            self._appends.append(BlockAppend(seq.row, group, growth.start, ids))
+            self._appends.append(BlockAppend(row, group, growth.start, ids))
         if growth.copies:
             self._copies.extend(growth.copies)
 
     @property
     def rows(self) -> PlannedRows:
         """Decode rows first."""
-        return PlannedRows(self.steady, self._decodes + self._prefills)
+        return PlannedRows(self.steady, self.searches, self._decodes + self._prefills)
 
     def plan(
         self, step_id: int, rows: PlannedRows, released: list[int], transfers: tuple[Transfers, Transfers]

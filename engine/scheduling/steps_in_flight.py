@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.errors import EngineError
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.steady_rows import SteadyStep
+from engine.scheduling.steady_searches import SearchesStep
 from engine.step import ScheduledRow, ScheduledRows, StepResult
 
 Rows = list[tuple[Sequence, ScheduledRow]]
@@ -21,6 +24,8 @@ class PlannedRows:
 
     steady: SteadyStep | None
     """each computes a token and samples one, not its last; None: there are none"""
+    searches: list[SearchesStep]
+    """each row computes a token and brings candidates"""
     others: Rows
 
     @property
@@ -29,7 +34,12 @@ class PlannedRows:
 
     @property
     def num_steady(self) -> int:
-        return len(self.steady) if self.steady is not None else 0
+        """In columns."""
+        return sum(len(step) for step in self.columns)
+
+    @property
+    def columns(self) -> list[SteadyStep | SearchesStep]:
+        return [*([self.steady] if self.steady is not None else []), *self.searches]
 
     @property
     def num_decodes(self) -> int:
@@ -40,7 +50,12 @@ class PlannedRows:
     def scheduled(self) -> Tokens[ScheduledRow]:
         """What the plan says of them."""
         others = [row for _, row in self.others]
-        return others if self.steady is None else ScheduledRows(self.steady.rows, self.steady.computed, others)
+        columns = self.columns
+        if not columns:
+            return others
+        rows = [step.rows.ravel() for step in columns]
+        computed = [np.broadcast_to(step.computed.T, step.rows.T.shape).T.ravel() for step in columns]
+        return ScheduledRows(np.concatenate(rows), np.concatenate(computed), others)
 
     def __len__(self) -> int:
         return self.num_steady + len(self.others)

@@ -186,16 +186,21 @@ class CacheModel:
                     self.give_back(table[index])
 
     def take_over(self, seq: Seq, source: Seq, alike: bool) -> list[tuple[int, int]]:
-        """The sequence has the other one's tokens; its last block is kept for a copy, where both are filled to the same
-        place, and nobody else has it. `alike`: windows are past the same blocks. Returns the copies."""
+        """The sequence has the other one's tokens. Blocks up to one that both have hold the same tokens, so they are
+        kept; and its last block is, for a copy, where both are filled to the same place, and nobody else has it.
+        `alike`: windows are past the same blocks. Returns the copies."""
         full = len(source.tokens) // self.size
         pairs = list(zip(seq.tables, source.tables, strict=True))
         keeps = alike and len(source.tokens) % self.size != 0 and len(seq.tokens) == len(source.tokens)
         keeps = keeps and all(len(own) == full + 1 and self.holders(own[full]) == 1 for own, _ in pairs)
-        common = next((i for i in range(full) if any(own[i : i + 1] != new[i : i + 1] for own, new in pairs)), full)
+        common = full if alike else 0
+        for own, new in pairs:
+            ends = range(min(common, len(own)), 0, -1)
+            common = next((end for end in ends if own[end - 1] == new[end - 1] != GONE), 0)
+        assert source.tokens[: common * self.size] == seq.tokens[: common * self.size]
         for group, (own, new) in enumerate(pairs):
-            seq.tables[group] = new[:full] + own[full:] if keeps else new.copy()
-            for index in reversed(range(common if alike else 0, full if keeps else len(own))):
+            seq.tables[group] = own[:common] + (new[common:full] + own[full:] if keeps else new[common:])
+            for index in reversed(range(common, full if keeps else len(own))):
                 self.give_back(own[index])
         seq.tokens, seq.registered, seq.known = source.tokens.copy(), source.registered, []
         return [(new[full], own[full]) for own, new in pairs] if keeps else []

@@ -51,7 +51,7 @@ class Loop:
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, fewest_steady)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, fewest_steady, fewest_searches=fewest_steady)
         self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []

@@ -79,6 +79,6 @@ def test_a_prompt_costs_what_a_step_takes_longer_for_it(others: int, mixed_s: fl
     prompt = [(loop.sequences[str(others)], ScheduledRow(others, 0, 100, samples=True))]
     assert not costs.prefers_swap(100, 10), "nothing is known"
     for _ in range(3):
-        costs.observe(PlannedRows(None, decodes), 0.02)
-        costs.observe(PlannedRows(None, decodes + prompt), mixed_s)
+        costs.observe(PlannedRows(None, [], decodes), 0.02)
+        costs.observe(PlannedRows(None, [], decodes + prompt), mixed_s)
     assert costs.prefers_swap(100, 10) is swaps

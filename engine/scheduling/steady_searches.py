@@ -1,0 +1,358 @@
+"""Searches whose beams decode in step, in columns: planning, choosing among candidates and letting beams follow their
+parents are a few array operations a step, however many searches there are.
+
+A search enters after a choice when every beam has a row and a partly filled last block of its own; it leaves before
+anything but tokens and blocks is to be decided: a stop token is among the best candidates, the limit is near, the pool
+is empty, or it is preempted, aborted or at fault. Meanwhile what is new of it is here: the tokens in the last blocks,
+how far its beams are computed, their scores and order; `leave` brings them back.
+
+A beam that follows another one gets a copy of its last, partly filled block. Two beams that hold the same last full
+block have the same tokens up to its end (a block's content depends on all that comes before it); where they do not, and
+where last blocks are full, block tables are exchanged, one beam after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.sequence import Sequence
+from engine.step import BlockAppend, RowLogprobs, ScheduledRow, StepResult, TokenRewrite
+
+FEWEST_SEARCHES = 8
+"""Where fewer searches run, choosing for one after the other costs less than the array operations."""
+MOST_STOP_TOKENS = 8
+_STAYS, _FOLLOWS, _TELL = range(3)
+"""what the device is to be told of a beam: its new token; the tokens in its last block; what the sequence says"""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchesStep:
+    """One planned token for each beam of searches of one shape; arrays are its own."""
+
+    table: SearchTable
+    slots: np.ndarray
+    """int64 [searches]"""
+    entries: np.ndarray
+    """int64 [searches]: which entry of its search this was"""
+    beams: np.ndarray
+    """object [searches, width]: sequences, in the order of the choice"""
+    rows: np.ndarray
+    """int64 [searches, width]"""
+    computed: np.ndarray
+    """int64 [searches]: before the step"""
+
+    def __len__(self) -> int:
+        return int(self.rows.size)
+
+    def holds(self, search: int) -> bool:
+        """The search has been steady since."""
+        return self.table.holds(int(self.slots[search]), int(self.entries[search]))
+
+    def row_of(self, search: int, beam: int) -> ScheduledRow:
+        return ScheduledRow(int(self.rows[search, beam]), int(self.computed[search]), 1, samples=True)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the device is to be told of searches that are placed."""
+
+    rewrites: list[TokenRewrite]
+    appends: list[BlockAppend]
+    copies: list[tuple[int, int]]
+    """(source, destination)"""
+    beams: list[Sequence]
+    """those that say it themselves"""
+
+
+class SearchTable:
+    """Searches of one width with as many candidates; a slot is a search's place in the arrays, whose second dimension
+    is the order of its beams."""
+
+    def __init__(self, width: int, most: int, kv: KVCache) -> None:
+        """`most`: searches that can run at once."""
+        self._kv = kv
+        self._free = list(range(most - 1, -1, -1))
+        self._num_entries = 0
+        self._entries = np.zeros(most, dtype=np.int64)
+        """when its search entered, in order; 0: nobody"""
+        self._ready = np.zeros(most, dtype=bool)
+        """its beams have their tokens: the next step can compute them"""
+        self._computed, self._start, self._since = np.zeros((3, most), dtype=np.int64)
+        """of all its beams; first token of the last block, and the first one there that is not the prompt's"""
+        self._length, self._limit = np.zeros((2, most), dtype=np.int64)
+        self._stop = np.full((most, MOST_STOP_TOKENS), -1, dtype=np.int64)
+        self._scores = np.zeros((most, width))
+        self._beams = np.full((most, width), None, dtype=object)
+        self._rows, self._last, self._full, self._source, self._told = np.zeros((5, most, width), dtype=np.int64)
+        """of each beam: row; last block; the one before (-1: there is none); block to be copied into the last one (-1:
+        none); what the device is to be told"""
+        self._recent = np.zeros((most, width, kv.block_size), dtype=np.int64)
+        """tokens in the last block"""
+        self._grown: dict[int, list[BlockAppend]] = {}
+        """by slot: blocks that the device was not told of"""
+        self._groups: dict[int, BeamGroup] = {}
+        self._width = width
+        self._places = np.arange(width)
+        self._earlier = np.tri(width, k=-1, dtype=bool)
+        """[beam, other]: the other one comes earlier"""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that `place` would plan."""
+        return int(np.count_nonzero(self._ready)) * self._width
+
+    def holds(self, slot: int, entry: int) -> bool:
+        return bool(self._entries[slot] == entry)
+
+    # -- coming and going ------------------------------------------------------------------------------------------
+
+    def enter(self, group: BeamGroup) -> None:
+        """After a choice, when `fits`."""
+        slot, search = self._free.pop(), group.search
+        self._num_entries += 1
+        self._entries[slot], self._ready[slot] = self._num_entries, True
+        first = group.beams[0]
+        computed, size = first.computed, self._kv.block_size
+        start = computed // size * size
+        self._computed[slot], self._start[slot] = computed, start
+        self._since[slot] = max(first.prompt_len, start)
+        self._length[slot], self._limit[slot] = search.length, search.limit
+        self._stop[slot] = -1
+        self._stop[slot, : len(search.stop_token_ids)] = tuple(search.stop_token_ids)
+        self._scores[slot], self._beams[slot] = search.scores, group.beams
+        self._rows[slot] = [beam.row for beam in group.beams]
+        tables = [beam.blocks.tables[0] for beam in group.beams]
+        self._last[slot] = [table[-1] for table in tables]
+        self._full[slot] = [table[-2] if start else -1 for table in tables]
+        self._source[slot], self._told[slot] = -1, _TELL
+        self._recent[slot, :, : computed + 1 - start] = [beam.tokens[start:] for beam in group.beams]
+        for beam in group.beams:
+            beam.waits = True
+        self._groups[slot] = group
+        group.table, group.slot = self, slot
+
+    def leave(self, group: BeamGroup) -> None:
+        """The fields of the group and its beams hold what has happened to them."""
+        slot = group.slot
+        ready, computed, start = bool(self._ready[slot]), int(self._computed[slot]), int(self._start[slot])
+        recent = self._recent[slot, :, : computed + ready - start].tolist()
+        group.beams = self._beams[slot].tolist()
+        group.search.scores, group.search.length = self._scores[slot].tolist(), int(self._length[slot])
+        for index, beam in enumerate(group.beams):
+            beam.tokens[start:] = recent[index]
+            beam.computed = beam.blocks.num_tokens = computed
+            beam.in_flight, beam.waits = int(not ready), not ready
+            if ready and self._told[slot, index] != _TELL:
+                beam.rewrite_from = computed
+                if self._told[slot, index] == _FOLLOWS:
+                    beam.rewrite_from = int(self._since[slot])
+                    copy = (int(self._source[slot, index]), int(self._last[slot, index]))
+                    beam.moved = Growth(start // self._kv.block_size, [], [copy])
+        self._entries[slot], self._ready[slot] = 0, False
+        self._beams[slot] = None
+        self._grown.pop(slot, None)
+        self._free.append(slot)
+        del self._groups[slot]
+        group.table = None
+
+    def look_out(self) -> None:
+        """Those get blocks whose last ones are full, or leave where there are none."""
+        kv = self._kv
+        for slot in np.flatnonzero(self._ready & (self._computed == self._start)).tolist():
+            if slot in self._grown:
+                continue
+            if kv.pool.num_free < self._width:
+                self.leave(self._groups[slot])
+                continue
+            computed, appends = int(self._computed[slot]), []
+            for index, beam in enumerate(self._beams[slot].tolist()):
+                beam.blocks.num_tokens = computed
+                growth = kv.append(beam.blocks, computed + 1)
+                assert growth is not None
+                kv.register(beam.blocks, beam.tokens)
+                appends.append(BlockAppend(beam.row, 0, growth.start, growth.block_ids[0]))
+                self._last[slot, index] = growth.block_ids[0][0]
+            self._grown[slot] = appends
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def place(self) -> tuple[SearchesStep, News]:
+        """All that are ready compute a token of each beam in the step that is planned."""
+        slots = np.flatnonzero(self._ready)
+        rows, computed, told = self._rows[slots], self._computed[slots], self._told[slots]
+        step = SearchesStep(self, slots, self._entries[slots], self._beams[slots], rows, computed)
+        ends = computed - self._start[slots]
+        tokens = self._recent[slots[:, None], self._places, ends[:, None]]
+        stays = told == _STAYS
+        positions = computed.repeat(self._width).reshape(rows.shape)
+        fields = zip(rows[stays].tolist(), positions[stays].tolist(), tokens[stays].tolist(), strict=True)
+        rewrites = [TokenRewrite(row, position, [token]) for row, position, token in fields]
+        follow = np.nonzero(told == _FOLLOWS)
+        those = slots[follow[0]]
+        since = self._since[those]
+        lists = self._recent[those, follow[1]].tolist()
+        columns = (rows[follow], since, since - self._start[those], ends[follow[0]] + 1)
+        for known, row, position, first, end in zip(lists, *(column.tolist() for column in columns), strict=True):
+            rewrites.append(TokenRewrite(row, position, known[first:end]))
+        tell: list[Sequence] = []
+        them = np.nonzero(told == _TELL)
+        if len(them[0]):
+            those = slots[them[0]]
+            lists = self._recent[those, them[1]].tolist()
+            starts, counts = self._start[those].tolist(), (ends[them[0]] + 1).tolist()
+            tell = step.beams[them].tolist()
+            for seq, start, count, known in zip(tell, starts, counts, lists, strict=True):
+                seq.tokens[start:] = known[:count]
+        sources = self._source[slots]
+        copied = sources >= 0
+        copies = list(zip(sources[copied].tolist(), self._last[slots][copied].tolist(), strict=True))
+        self._computed[slots] = computed + 1
+        self._ready[slots], self._source[slots], self._told[slots] = False, -1, _STAYS
+        appends = [append for grown in self._grown.values() for append in grown]
+        self._grown.clear()
+        return step, News(rewrites, appends, copies, tell)
+
+    def take(self, step: SearchesStep, result: StepResult) -> list[int]:
+        """The candidates that the step has brought: every beam goes on. Returns the searches of the step (indices) that
+        are left to the caller, because they have left, or do so now."""
+        faults = np.isin(step.rows, result.faults).any(axis=1) if result.faults else False
+        alive = (self._entries[step.slots] == step.entries) & ~np.asarray(faults)
+        left = np.flatnonzero(~alive).tolist()
+        if left:
+            where = np.flatnonzero(alive)
+            if not len(where):
+                return left
+        else:
+            where = np.arange(len(alive))
+        slots = step.slots[where]
+        tokens, logprobs = _alternatives(result, step.rows[where].ravel(), self._width)
+        totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(where), -1)
+        best = np.argsort(-totals, axis=1, kind="stable")[:, : self._width]
+        each = np.arange(len(where))[:, None]
+        parents = best // logprobs.shape[1]
+        chosen, scores = tokens.reshape(len(where), -1)[each, best], totals[each, best]
+        special = self._length[slots] + 1 >= self._limit[slots]
+        stops = chosen[:, :, None] == self._stop[slots][:, None, :]
+        if stops.any():
+            special |= stops.any(axis=(1, 2))
+        if special.any():
+            left += where[special].tolist()
+            plain = ~special
+            slots, parents, chosen, scores = slots[plain], parents[plain], chosen[plain], scores[plain]
+        if len(slots):
+            self._scores[slots] = scores
+            self._follow(slots, parents, chosen)
+        return left
+
+    def _follow(self, slots: np.ndarray, parents: np.ndarray, chosen: np.ndarray) -> None:
+        """`parents`, `chosen`: int64 [searches, width], of each beam that goes on. The first child of a beam stays on
+        its row, others take the rows of beams without a child."""
+        each = np.arange(len(slots))[:, None]
+        later_child = ((parents[:, :, None] == parents[:, None, :]) & self._earlier).any(axis=2)
+        dropped = np.ones(parents.shape, dtype=bool)
+        dropped[each, parents] = False
+        search, child = np.nonzero(later_child)
+        spare = np.nonzero(dropped)[1]  # as many of each search, in the same order
+        carriers = parents.copy()
+        carriers[search, child] = spare
+        last, full = self._last[slots], self._full[slots]
+        source = np.full(parents.shape, -1, dtype=np.int64)
+        source[search, child] = last[search, parents[search, child]]
+        told = np.where(later_child, _FOLLOWS, _STAYS)
+        beams = self._beams[slots]
+        turns = self._computed[slots] == self._start[slots] + self._kv.block_size
+        if turns.any():
+            self._turn(slots[turns])
+        alike = full[search, spare] == full[search, parents[search, child]]
+        full = np.where(turns[:, None], last, full)
+        for index in np.flatnonzero(turns[search] | ~alike).tolist():
+            one, j, k = int(search[index]), int(child[index]), int(spare[index])
+            self._exchange(slots[one], beams[one, k], beams[one, parents[one, j]])
+            told[one, j], source[one, j] = _TELL, -1
+        recent = self._recent[slots][each, parents]
+        ends = self._computed[slots] - self._start[slots]
+        recent[each, self._places, ends[:, None]] = chosen
+        self._recent[slots] = recent
+        self._beams[slots], self._rows[slots] = beams[each, carriers], self._rows[slots][each, carriers]
+        self._last[slots], self._full[slots] = last[each, carriers], full[each, parents]
+        self._source[slots], self._told[slots] = source, told
+        self._length[slots] += 1
+        self._ready[slots] = True
+
+    def _turn(self, slots: np.ndarray) -> None:
+        """Their last blocks are full, and there are no others yet."""
+        for slot in slots.tolist():
+            start = int(self._start[slot])
+            for beam, tokens in zip(self._beams[slot].tolist(), self._recent[slot].tolist(), strict=True):
+                beam.tokens[start:] = tokens
+        self._start[slots] += self._kv.block_size
+        self._since[slots] = self._start[slots]
+
+    def _exchange(self, slot: int, beam: Sequence, parent: Sequence) -> None:
+        """The beam goes on with the parent's history, of which it does not hold all full blocks."""
+        start, size = int(self._start[slot]), self._kv.block_size
+        beam.blocks.num_tokens = parent.blocks.num_tokens = int(self._computed[slot])
+        beam.moved = self._kv.take_over(beam.blocks, parent.blocks)
+        common = beam.moved.start * size
+        beam.tokens[common:] = parent.tokens[common:start]
+        beam.rewrite_from = max(beam.prompt_len, common)
+
+
+def _alternatives(result: StepResult, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int64 and log-probabilities float64, [rows, candidates]: no beam has more children than there are
+    beams."""
+    if isinstance(result.logprobs, RowLogprobs):
+        return result.logprobs.alternatives(rows, most)
+    found = [result.logprobs[row] for row in rows.tolist()]
+    tokens = np.array([one.token_ids[1 : 1 + most] for one in found])
+    return tokens, np.array([one.logprobs[1 : 1 + most] for one in found])
+
+
+class SteadySearches:
+    def __init__(self, num_rows: int, kv: KVCache, fewest: int = FEWEST_SEARCHES) -> None:
+        """`fewest`: searches that must run for one to enter."""
+        self._num_rows, self._kv, self._fewest = num_rows, kv, fewest
+        self._tables: dict[tuple[int, int], SearchTable] = {}
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens that can be planned."""
+        return sum(table.num_ready for table in self.tables)
+
+    def enter(self, group: BeamGroup, num_running: int) -> None:
+        """After a choice, if `num_running` searches run and nothing has to be decided but tokens for a while."""
+        if num_running < self._fewest or not self._fits(group):
+            return
+        width = len(group.members)
+        key = (width, group.search.num_candidates)
+        if key not in self._tables:
+            self._tables[key] = SearchTable(width, self._num_rows // width, self._kv)
+        self._tables[key].enter(group)
+
+    def _fits(self, group: BeamGroup) -> bool:
+        kv, search, first = self._kv, group.search, group.beams[0]
+        filled = first.computed % kv.block_size
+        if kv.num_groups > 1 or kv.slides or not filled:
+            return False
+        if len(group.beams) < len(group.members) or len(search.stop_token_ids) > MOST_STOP_TOKENS:
+            return False
+        if len(search.finished) == len(group.members):
+            return False
+        counts, blocks = kv.pool.ref_counts, first.computed // kv.block_size + 1
+        for beam in group.beams:
+            table = beam.blocks.tables[0]
+            if beam.new_row or beam.computed != first.computed or len(table) != blocks or counts[table[-1]] > 1:
+                return False
+        return True
+
+    @property
+    def tables(self) -> list[SearchTable]:
+        """Those that hold a search."""
+        return [table for table in self._tables.values() if len(table)]
