@@ -95,7 +95,7 @@ class SteadyRows:
         self._catch_up(np.array([seq.row]))
         seq.steady = seq.waits = False
         self._entries[seq.row] = 0
-        self._grown.pop(seq.row, None)
+        seq.moved = self._grown.pop(seq.row, NO_GROWTH)
         self._rows, self._count = None, self._count - 1
 
     def vacate(self, row: int) -> None:
@@ -120,12 +120,12 @@ class SteadyRows:
         for seq in self._owners[rows]:
             quiet = 0
             if seq.computed + 2 < seq.max_total:
+                self._kv.register(seq.blocks, seq.tokens)  # not what the next step fills: it may not come to that
                 growth = self._kv.append(seq.blocks, seq.computed + 1)
                 if growth is not None:
                     quiet = min(seq.blocks.quiet_until, seq.max_total - 2)
                     if growth is not NO_GROWTH:
                         self._grown[seq.row] = growth
-                        self._kv.register(seq.blocks, seq.tokens)
             until.append(quiet)
             if not quiet:
                 self.leave(seq)

@@ -81,22 +81,24 @@ class SearchTable:
         """when its search entered, in order; 0: nobody"""
         self._ready = np.zeros(most, dtype=bool)
         """its beams have their tokens: the next step can compute them"""
-        self._computed, self._start, self._since = np.zeros((3, most), dtype=np.int64)
-        """of all its beams; first token of the last block, and the first one there that is not the prompt's"""
-        self._length, self._limit = np.zeros((2, most), dtype=np.int64)
+        self._of_search = np.zeros((5, most), dtype=np.int64)
+        self._computed, self._start, self._since, self._length, self._limit = self._of_search
+        """of all its beams; first token of the last block, and the first one there that is not the prompt's; as in
+        `BeamSearch`"""
         self._stop = np.full((most, MOST_STOP_TOKENS), -1, dtype=np.int64)
         self._scores = np.zeros((most, width))
         self._beams = np.full((most, width), None, dtype=object)
-        self._rows, self._last, self._full, self._source, self._told = np.zeros((5, most, width), dtype=np.int64)
-        """of each beam: row; last block; the one before (-1: there is none); block to be copied into the last one (-1:
-        none); what the device is to be told"""
+        self._of_beam = np.zeros((5, most, width), dtype=np.int64)
+        self._rows, self._last, self._full, self._source, self._told = self._of_beam
+        """row; last block; the one before (-1: there is none); 1 + block to be copied into the last one (0: none); what
+        the device is to be told"""
         self._recent = np.zeros((most, width, kv.block_size), dtype=np.int64)
         """tokens in the last block"""
         self._grown: dict[int, list[BlockAppend]] = {}
         """by slot: blocks that the device was not told of"""
         self._groups: dict[int, BeamGroup] = {}
         self._width = width
-        self._places = np.arange(width)
+        self._each, self._places = np.arange(most)[:, None], np.arange(width)
         self._earlier = np.tri(width, k=-1, dtype=bool)
         """[beam, other]: the other one comes earlier"""
 
@@ -131,7 +133,7 @@ class SearchTable:
         tables = [beam.blocks.tables[0] for beam in group.beams]
         self._last[slot] = [table[-1] for table in tables]
         self._full[slot] = [table[-2] if start else -1 for table in tables]
-        self._source[slot], self._told[slot] = -1, _TELL
+        self._source[slot], self._told[slot] = 0, _TELL
         self._recent[slot, :, : computed + 1 - start] = [beam.tokens[start:] for beam in group.beams]
         for beam in group.beams:
             beam.waits = True
@@ -153,7 +155,7 @@ class SearchTable:
                 beam.rewrite_from = computed
                 if self._told[slot, index] == _FOLLOWS:
                     beam.rewrite_from = int(self._since[slot])
-                    copy = (int(self._source[slot, index]), int(self._last[slot, index]))
+                    copy = (int(self._source[slot, index]) - 1, int(self._last[slot, index]))
                     beam.moved = Growth(start // self._kv.block_size, [], [copy])
         self._entries[slot], self._ready[slot] = 0, False
         self._beams[slot] = None
@@ -174,9 +176,9 @@ class SearchTable:
             computed, appends = int(self._computed[slot]), []
             for index, beam in enumerate(self._beams[slot].tolist()):
                 beam.blocks.num_tokens = computed
+                kv.register(beam.blocks, beam.tokens)
                 growth = kv.append(beam.blocks, computed + 1)
                 assert growth is not None
-                kv.register(beam.blocks, beam.tokens)
                 appends.append(BlockAppend(beam.row, 0, growth.start, growth.block_ids[0]))
                 self._last[slot, index] = growth.block_ids[0][0]
             self._grown[slot] = appends
@@ -186,35 +188,33 @@ class SearchTable:
     def place(self) -> tuple[SearchesStep, News]:
         """All that are ready compute a token of each beam in the step that is planned."""
         slots = np.flatnonzero(self._ready)
-        rows, computed, told = self._rows[slots], self._computed[slots], self._told[slots]
+        rows, last, _, source, told = self._of_beam[:, slots]
+        computed, start, since, _, _ = self._of_search[:, slots]
         step = SearchesStep(self, slots, self._entries[slots], self._beams[slots], rows, computed)
-        ends = computed - self._start[slots]
-        tokens = self._recent[slots[:, None], self._places, ends[:, None]]
+        ends = computed - start
+        recent = self._recent[slots]
         stays = told == _STAYS
-        positions = computed.repeat(self._width).reshape(rows.shape)
-        fields = zip(rows[stays].tolist(), positions[stays].tolist(), tokens[stays].tolist(), strict=True)
+        tokens = recent[self._each[: len(slots)], self._places, ends[:, None]][stays].tolist()
+        positions = np.broadcast_to(computed[:, None], rows.shape)[stays].tolist()
+        fields = zip(rows[stays].tolist(), positions, tokens, strict=True)
         rewrites = [TokenRewrite(row, position, [token]) for row, position, token in fields]
         follow = np.nonzero(told == _FOLLOWS)
-        those = slots[follow[0]]
-        since = self._since[those]
-        lists = self._recent[those, follow[1]].tolist()
-        columns = (rows[follow], since, since - self._start[those], ends[follow[0]] + 1)
-        for known, row, position, first, end in zip(lists, *(column.tolist() for column in columns), strict=True):
+        which = follow[0]
+        parts = (recent[follow], rows[follow], since[which], (since - start)[which], ends[which] + 1)
+        for known, row, position, first, end in zip(*(part.tolist() for part in parts), strict=True):
             rewrites.append(TokenRewrite(row, position, known[first:end]))
-        tell: list[Sequence] = []
         them = np.nonzero(told == _TELL)
-        if len(them[0]):
-            those = slots[them[0]]
-            lists = self._recent[those, them[1]].tolist()
-            starts, counts = self._start[those].tolist(), (ends[them[0]] + 1).tolist()
-            tell = step.beams[them].tolist()
-            for seq, start, count, known in zip(tell, starts, counts, lists, strict=True):
-                seq.tokens[start:] = known[:count]
-        sources = self._source[slots]
-        copied = sources >= 0
-        copies = list(zip(sources[copied].tolist(), self._last[slots][copied].tolist(), strict=True))
+        which = them[0]
+        tell: list[Sequence] = step.beams[them].tolist()
+        for seq, known, first, end in zip(
+            tell, recent[them].tolist(), start[which].tolist(), (ends[which] + 1).tolist(), strict=True
+        ):
+            seq.tokens[first:] = known[:end]
+        copied = source > 0
+        copies = list(zip((source[copied] - 1).tolist(), last[copied].tolist(), strict=True))
         self._computed[slots] = computed + 1
-        self._ready[slots], self._source[slots], self._told[slots] = False, -1, _STAYS
+        self._ready[slots] = False
+        self._of_beam[3:, :, :][:, slots] = 0
         appends = [append for grown in self._grown.values() for append in grown]
         self._grown.clear()
         return step, News(rewrites, appends, copies, tell)
@@ -222,22 +222,22 @@ class SearchTable:
     def take(self, step: SearchesStep, result: StepResult) -> list[int]:
         """The candidates that the step has brought: every beam goes on. Returns the searches of the step (indices) that
         are left to the caller, because they have left, or do so now."""
-        faults = np.isin(step.rows, result.faults).any(axis=1) if result.faults else False
-        alive = (self._entries[step.slots] == step.entries) & ~np.asarray(faults)
-        left = np.flatnonzero(~alive).tolist()
-        if left:
-            where = np.flatnonzero(alive)
-            if not len(where):
+        slots, rows, left = step.slots, step.rows, []
+        alive = self._entries[slots] == step.entries
+        if result.faults:
+            alive &= ~np.isin(rows, result.faults).any(axis=1)
+        where = np.flatnonzero(alive)
+        if len(where) < len(alive):
+            left = np.flatnonzero(~alive).tolist()
+            slots, rows = slots[where], rows[where]
+            if not left or not len(where):
                 return left
-        else:
-            where = np.arange(len(alive))
-        slots = step.slots[where]
-        tokens, logprobs = _alternatives(result, step.rows[where].ravel(), self._width)
-        totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(where), -1)
+        tokens, logprobs = _alternatives(result, rows.ravel(), self._width)
+        totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(slots), -1)
         best = np.argsort(-totals, axis=1, kind="stable")[:, : self._width]
-        each = np.arange(len(where))[:, None]
+        each = self._each[: len(slots)]
         parents = best // logprobs.shape[1]
-        chosen, scores = tokens.reshape(len(where), -1)[each, best], totals[each, best]
+        chosen, scores = tokens.reshape(len(slots), -1)[each, best], totals[each, best]
         special = self._length[slots] + 1 >= self._limit[slots]
         stops = chosen[:, :, None] == self._stop[slots][:, None, :]
         if stops.any():
@@ -254,35 +254,38 @@ class SearchTable:
     def _follow(self, slots: np.ndarray, parents: np.ndarray, chosen: np.ndarray) -> None:
         """`parents`, `chosen`: int64 [searches, width], of each beam that goes on. The first child of a beam stays on
         its row, others take the rows of beams without a child."""
-        each = np.arange(len(slots))[:, None]
+        each = self._each[: len(slots)]
         later_child = ((parents[:, :, None] == parents[:, None, :]) & self._earlier).any(axis=2)
         dropped = np.ones(parents.shape, dtype=bool)
         dropped[each, parents] = False
         search, child = np.nonzero(later_child)
         spare = np.nonzero(dropped)[1]  # as many of each search, in the same order
-        carriers = parents.copy()
+        carriers, parent = parents.copy(), parents[search, child]
         carriers[search, child] = spare
-        last, full = self._last[slots], self._full[slots]
-        source = np.full(parents.shape, -1, dtype=np.int64)
-        source[search, child] = last[search, parents[search, child]]
-        told = np.where(later_child, _FOLLOWS, _STAYS)
-        beams = self._beams[slots]
-        turns = self._computed[slots] == self._start[slots] + self._kv.block_size
+        before, beams = self._of_beam[:, slots], self._beams[slots]
+        after = before[:, each, carriers]
+        last, full = before[1], before[2]
+        source, told = after[3], after[4]
+        source[:], told[:] = 0, _STAYS
+        source[search, child], told[search, child] = last[search, parent] + 1, _FOLLOWS
+        exchanges = full[search, spare] != full[search, parent]
+        computed, start = self._of_search[:2, slots]
+        turns = computed == start + self._kv.block_size
         if turns.any():
+            full[turns] = last[turns]
+            exchanges |= turns[search]
             self._turn(slots[turns])
-        alike = full[search, spare] == full[search, parents[search, child]]
-        full = np.where(turns[:, None], last, full)
-        for index in np.flatnonzero(turns[search] | ~alike).tolist():
-            one, j, k = int(search[index]), int(child[index]), int(spare[index])
-            self._exchange(slots[one], beams[one, k], beams[one, parents[one, j]])
-            told[one, j], source[one, j] = _TELL, -1
+            start = self._start[slots]
+        after[2] = full[each, parents]
+        exchanged = np.flatnonzero(exchanges)
+        one, new = search[exchanged], child[exchanged]
+        source[one, new], told[one, new] = 0, _TELL
+        pairs = (slots[one], beams[one, spare[exchanged]], beams[one, parent[exchanged]])
+        for slot, beam, former in zip(*(column.tolist() for column in pairs), strict=True):
+            self._exchange(slot, beam, former)
         recent = self._recent[slots][each, parents]
-        ends = self._computed[slots] - self._start[slots]
-        recent[each, self._places, ends[:, None]] = chosen
-        self._recent[slots] = recent
-        self._beams[slots], self._rows[slots] = beams[each, carriers], self._rows[slots][each, carriers]
-        self._last[slots], self._full[slots] = last[each, carriers], full[each, parents]
-        self._source[slots], self._told[slots] = source, told
+        recent[each, self._places, (computed - start)[:, None]] = chosen
+        self._recent[slots], self._beams[slots], self._of_beam[:, slots] = recent, beams[each, carriers], after
         self._length[slots] += 1
         self._ready[slots] = True
 
