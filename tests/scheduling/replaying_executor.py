@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+import numpy as np
+
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
 from engine.scheduling.beam_search import BeamSearch, Hypothesis
-from engine.step import ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.step import RowLogprobs, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 11
 POISON = 10_000
@@ -150,7 +152,7 @@ class ReplayingExecutor:
             StepResult(
                 step_id=plan.step_id,
                 token_ids=tokens,
-                logprobs=logprobs,
+                logprobs=_in_arrays(logprobs),
                 prompt_logprobs=prompt_logprobs,
                 faults=faults,
             )
@@ -244,3 +246,13 @@ class ReplayingExecutor:
 
 def _entry(token: int, position: int) -> TokenLogprobs:
     return TokenLogprobs(token_ids=[token], logprobs=[-float(position)], rank=1)
+
+
+def _in_arrays(logprobs: dict[int, TokenLogprobs]) -> RowLogprobs:
+    """As a sampler gives them: rows of one length, of which each has what it asked for."""
+    widths = [len(entry.token_ids) for entry in logprobs.values()]
+    token_ids, values = np.zeros((2, len(widths), max(widths, default=1)))
+    for index, (entry, width) in enumerate(zip(logprobs.values(), widths, strict=True)):
+        token_ids[index, :width], values[index, :width] = entry.token_ids, entry.logprobs
+    ranks = np.array([entry.rank for entry in logprobs.values()], dtype=np.int64)
+    return RowLogprobs(list(logprobs), widths, token_ids.astype(np.int64), values, ranks)
