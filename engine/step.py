@@ -151,7 +151,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RowLogprobs(Mapping[int, TokenLogprobs]):
     """Sampled positions by row, as arrays; an entry is made when it is asked for."""
 
-    __slots__ = ("_index", "_logprobs", "_ranks", "_token_ids", "_widths")
+    __slots__ = ("_logprobs", "_place", "_ranks", "_rows", "_token_ids", "_widths")
 
     def __init__(
         self,
@@ -163,27 +163,29 @@ class RowLogprobs(Mapping[int, TokenLogprobs]):
     ) -> None:
         """`token_ids`: int64 [rows, columns], `logprobs`: float64 [rows, columns], of which `widths` count; `ranks`:
         int64 [rows]. Nobody writes to them any more."""
-        self._index = {row: index for index, row in enumerate(rows)}
+        self._rows = rows
+        self._place = np.full(max(rows, default=-1) + 1, -1, dtype=np.int64)
+        self._place[list(rows)] = np.arange(len(rows))
         self._widths, self._token_ids, self._logprobs, self._ranks = widths, token_ids, logprobs, ranks
 
     def __getitem__(self, row: int) -> TokenLogprobs:
-        index = self._index[row]
+        index = int(self._place[row]) if 0 <= row < len(self._place) else -1
+        if index < 0:
+            raise KeyError(row)
         width = self._widths[index]
         token_ids, logprobs = self._token_ids[index, :width].tolist(), self._logprobs[index, :width].tolist()
         return TokenLogprobs(token_ids=token_ids, logprobs=logprobs, rank=int(self._ranks[index]))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._index)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._rows)
 
     def alternatives(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Of rows that asked for equally many, `most` of them at most: tokens int64 [rows, k] and log-probabilities
         float64 [rows, k]."""
-        place = np.zeros(max(self._index) + 1, dtype=np.int64)
-        place[list(self._index)] = np.arange(len(self._index))
-        indices = place[rows]
+        indices = self._place[rows]
         width = min(self._widths[indices[0]], 1 + most)
         return self._token_ids[indices, 1:width], self._logprobs[indices, 1:width]
 

@@ -7,9 +7,9 @@ context.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence as Tokens
+from hashlib import blake2b
 
 _DIGEST_BYTES = 32
 
@@ -26,19 +26,22 @@ class HashChain:
         self._block_size = block_size
         # The prefix byte keeps "no salt" apart from the empty salt.
         extra = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
-        self._root = hashlib.blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
+        self._root = blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
         self.digests: list[bytes] = []
 
     def digest(self, index: int, tokens: Tokens[int]) -> bytes:
         """Name of block ``index``; ``tokens`` are the sequence's tokens from position 0, at least to the block's
         end."""
-        digests = self.digests
-        while len(digests) <= index:
-            start = len(digests) * self._block_size
-            block = array("Q", tokens[start : start + self._block_size])
+        return self.digests_of(index + 1, tokens)[index]
+
+    def digests_of(self, num_blocks: int, tokens: Tokens[int]) -> list[bytes]:
+        """Names of the first ``num_blocks`` blocks, at least; not the caller's."""
+        digests, size = self.digests, self._block_size
+        for index in range(len(digests), num_blocks):
+            block = array("Q", tokens[index * size : (index + 1) * size]).tobytes()
             parent = digests[-1] if digests else self._root
-            digests.append(hashlib.blake2b(parent + block.tobytes(), digest_size=_DIGEST_BYTES).digest())
-        return digests[index]
+            digests.append(blake2b(parent + block, digest_size=_DIGEST_BYTES).digest())
+        return digests
 
     def become(self, other: HashChain, common: int, num_blocks: int) -> None:
         """The sequence has the tokens of another one of its salt from now on, in ``num_blocks`` blocks; they have been

@@ -188,15 +188,6 @@ class KVCache:
             return NO_GROWTH
         pool, tables = self.pool, blocks.tables
         size, have = self.block_size, len(tables[0])
-        if not self.slides and upto_tokens - 1 == blocks.num_tokens == have * size:
-            # One token more than full blocks: the usual growth, without what it can not need.
-            if pool.num_free < len(tables):
-                return None
-            blocks.num_tokens, blocks.quiet_until = upto_tokens, have * size + size
-            added = [[pool.allocate()] for _ in tables]
-            for table, ids in zip(tables, added):
-                table += ids
-            return Growth(have, added, [])
         if self.slides:
             self._give_back(blocks)
         new_entries = max(-(-upto_tokens // size) - have, 0)
@@ -219,6 +210,26 @@ class KVCache:
         if start == have + new_entries:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
+
+    def append_one(self, sequences: Tokens[SequenceBlocks]) -> list[Growth] | None:
+        """`append` of one token to each of sequences all of whose blocks are full, where nothing slides; None, and
+        nothing taken, when the pool has not enough for all of them."""
+        assert not self.slides
+        num_groups, size = len(self.windows), self.block_size
+        if len(sequences) * num_groups > self.pool.num_free:
+            return None
+        new = self.pool.allocate_all(len(sequences) * num_groups)
+        growths = []
+        for number, blocks in enumerate(sequences):
+            num_tokens, tables = blocks.num_tokens, blocks.tables
+            have = len(tables[0])
+            assert num_tokens == have * size
+            added = [[block] for block in new[number * num_groups : (number + 1) * num_groups]]
+            for table, ids in zip(tables, added):
+                table += ids
+            blocks.num_tokens, blocks.quiet_until = num_tokens + 1, num_tokens + size
+            growths.append(Growth(have, added, []))
+        return growths
 
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
         """Tables whose last, partly filled block is not the sequence's alone."""
@@ -314,16 +325,14 @@ class KVCache:
         May be called as soon as the step that fills them is planned: in every layer a step writes its KV before it
         reads, and later steps come later on the device, so whoever finds the block reads it filled.
         """
+        first, pool = blocks.num_registered, self.pool
         full = min(blocks.num_tokens, len(tokens)) // self.block_size
-        if blocks.on_host:
+        if full <= first or blocks.on_host or not pool.enable_prefix_caching:
             return
-        if full <= blocks.num_registered or not self.pool.enable_prefix_caching:
-            return
-        for index in range(blocks.num_registered, full):
-            digest = blocks.chain.digest(index, tokens)
-            for group, table in enumerate(blocks.tables):
-                if index >= blocks.starts[group]:
-                    self.pool.register(table[index], key_of(digest, group))
+        digests = blocks.chain.digests_of(full, tokens)
+        for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
+            for index in range(max(first, start), full):
+                pool.register(table[index], key_of(digests[index], group))
         blocks.num_registered = full
 
     def free(self, blocks: SequenceBlocks) -> None:

@@ -116,20 +116,28 @@ class SteadyRows:
         if not len(rows):
             return
         self._catch_up(rows)
-        until = []
-        for seq in self._owners[rows]:
-            quiet = 0
-            if seq.computed + 2 < seq.max_total:
-                self._kv.register(seq.blocks, seq.tokens)  # not what the next step fills: it may not come to that
-                growth = self._kv.append(seq.blocks, seq.computed + 1)
-                if growth is not None:
-                    quiet = min(seq.blocks.quiet_until, seq.max_total - 2)
-                    if growth is not NO_GROWTH:
-                        self._grown[seq.row] = growth
-            until.append(quiet)
-            if not quiet:
+        usual: list[Sequence] = []
+        for seq in self._owners[rows].tolist():
+            blocks = seq.blocks
+            if seq.computed + 2 >= seq.max_total:
                 self.leave(seq)
-        self._until[rows] = until
+                continue
+            self._kv.register(blocks, seq.tokens)  # not what the next step fills: it may not come to that
+            if self._kv.slides or seq.computed != blocks.num_blocks * self._kv.block_size:
+                self._grow(seq, self._kv.append(blocks, seq.computed + 1))
+            else:
+                usual.append(seq)
+        growths = self._kv.append_one([seq.blocks for seq in usual]) if usual else []
+        for index, seq in enumerate(usual):
+            self._grow(seq, growths[index] if growths is not None else self._kv.append(seq.blocks, seq.computed + 1))
+
+    def _grow(self, seq: Sequence, growth: Growth | None) -> None:
+        if growth is None:
+            self.leave(seq)
+            return
+        self._until[seq.row] = min(seq.blocks.quiet_until, seq.max_total - 2)
+        if growth is not NO_GROWTH:
+            self._grown[seq.row] = growth
 
     def place(self) -> tuple[SteadyStep, list[tuple[int, Growth]]]:
         """All of them compute a token in the step that is planned. Returns also what the device is to be told: rows and

@@ -170,18 +170,19 @@ class SearchTable:
         for slot in np.flatnonzero(self._ready & (self._computed == self._start)).tolist():
             if slot in self._grown:
                 continue
-            if kv.pool.num_free < self._width:
-                self.leave(self._groups[slot])
-                continue
-            computed, appends = int(self._computed[slot]), []
-            for index, beam in enumerate(self._beams[slot].tolist()):
+            computed, beams = int(self._computed[slot]), self._beams[slot].tolist()
+            for beam in beams:
                 beam.blocks.num_tokens = computed
                 kv.register(beam.blocks, beam.tokens)
-                growth = kv.append(beam.blocks, computed + 1)
-                assert growth is not None
-                appends.append(BlockAppend(beam.row, 0, growth.start, growth.block_ids[0]))
-                self._last[slot, index] = growth.block_ids[0][0]
-            self._grown[slot] = appends
+            growths = kv.append_one([beam.blocks for beam in beams])
+            if growths is None:
+                self.leave(self._groups[slot])
+                continue
+            self._last[slot] = [growth.block_ids[0][0] for growth in growths]
+            self._grown[slot] = [
+                BlockAppend(beam.row, 0, growth.start, growth.block_ids[0])
+                for beam, growth in zip(beams, growths, strict=True)
+            ]
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

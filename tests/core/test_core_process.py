@@ -21,17 +21,24 @@ from core_fakes import TOKEN, request, tiny_config
 from thread_cpu import cpu_s, thread_ids
 
 from engine.core.client import ProcessClient
-from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta
+from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta, TokenDeltas, each_delta
 from engine.errors import ConfigError, CoreDiedError
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @contextmanager
-def core(executor: str = "FakeExecutor", *, async_scheduling: bool = True, **kwargs: float) -> Iterator[ProcessClient]:
+def core(
+    executor: str = "FakeExecutor",
+    *,
+    async_scheduling: bool = True,
+    max_num_seqs: int = 8,
+    max_waiting: int = 4,
+    **kwargs: float,
+) -> Iterator[ProcessClient]:
     """A started client; afterwards nothing of it may be left: process, group, threads, sockets' directory."""
     threads = set(threading.enumerate())
-    config = tiny_config(async_scheduling=async_scheduling, max_waiting=4)
+    config = tiny_config(async_scheduling=async_scheduling, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
     client = ProcessClient(config, executor=f"core_fakes:{executor}", **kwargs)
     try:
         client.start()
@@ -58,6 +65,24 @@ def receive_for_ever(client: ProcessClient) -> None:
 
 def last_line(error: BaseException) -> str:
     return str(error).splitlines()[-1]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_tokens_of_many_requests_cross_the_border_as_one_message(async_scheduling):
+    with core(async_scheduling=async_scheduling, max_num_seqs=32, max_waiting=32) as client:
+        names = [f"r{i}" for i in range(32)]
+        for name in names:
+            client.send(request(name, max_tokens=20))
+        tokens, ended, together = defaultdict(list), {}, 0
+        while len(ended) < len(names):
+            for delta in client.recv().deltas:
+                together += isinstance(delta, TokenDeltas)
+                for each in each_delta([delta]):
+                    tokens[each.request_id] += each.token_ids
+                    if each.finish_reason is not None:
+                        ended[each.request_id] = each.finish_reason
+        assert ended == dict.fromkeys(names, "length")
+        assert tokens == {name: [TOKEN] * 20 for name in names} and together > 10
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
