@@ -182,12 +182,12 @@ class RowLogprobs(Mapping[int, TokenLogprobs]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def alternatives(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows that asked for equally many, `most` of them at most: tokens int64 [rows, k] and log-probabilities
-        float64 [rows, k]."""
+    def columns(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows with entries of one length, the first `most` at most: tokens int64 [rows, columns] and
+        log-probabilities float64 [rows, columns]."""
         indices = self._place[rows]
-        width = min(self._widths[indices[0]], 1 + most)
-        return self._token_ids[indices, 1:width], self._logprobs[indices, 1:width]
+        width = min(self._widths[indices[0]], most)
+        return self._token_ids[indices, :width], self._logprobs[indices, :width]
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,7 +167,8 @@ class _Answers:
         for _ in range(500):
             likely = sorted((-draw.expovariate(0.6) for _ in range(2 * WIDTH)), reverse=True)
             logprobs.append([likely[0], *likely])
-            tokens.append(draw.sample(range(1000), 2 * WIDTH + 1))
+            words = draw.sample(range(1000), 2 * WIDTH)
+            tokens.append([words[0], *words])
         self._tokens, self._logprobs = np.array(tokens), np.array(logprobs)
 
     def of(self, plan: StepPlan) -> StepResult:

@@ -35,6 +35,10 @@ class SteadyStep:
     entries: np.ndarray
     """int64: which entry of its owner this was"""
 
+    @property
+    def positions(self) -> np.ndarray:
+        return self.computed
+
     def __len__(self) -> int:
         return len(self.rows)
 

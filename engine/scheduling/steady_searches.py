@@ -25,8 +25,9 @@ from engine.step import BlockAppend, RowLogprobs, ScheduledRow, StepResult, Toke
 FEWEST_SEARCHES = 8
 """Where fewer searches run, choosing for one after the other costs less than the array operations."""
 MOST_STOP_TOKENS = 8
-_STAYS, _FOLLOWS, _TELL = range(3)
-"""what the device is to be told of a beam: its new token; the tokens in its last block; what the sequence says"""
+_NOTHING, _TOKEN, _FOLLOWS, _TELL = range(4)
+"""what the device is to be told of a beam: it has sampled the new token itself; the new token; the tokens in its last
+block; what the sequence says"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class SearchesStep:
     def holds(self, search: int) -> bool:
         """The search has been steady since."""
         return self.table.holds(int(self.slots[search]), int(self.entries[search]))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [searches * width]: what each row has computed before the step"""
+        return self.computed.repeat(self.rows.shape[1])
 
     def row_of(self, search: int, beam: int) -> ScheduledRow:
         return ScheduledRow(int(self.rows[search, beam]), int(self.computed[search]), 1, samples=True)
@@ -194,11 +200,10 @@ class SearchTable:
         step = SearchesStep(self, slots, self._entries[slots], self._beams[slots], rows, computed)
         ends = computed - start
         recent = self._recent[slots]
-        stays = told == _STAYS
-        tokens = recent[self._each[: len(slots)], self._places, ends[:, None]][stays].tolist()
-        positions = np.broadcast_to(computed[:, None], rows.shape)[stays].tolist()
-        fields = zip(rows[stays].tolist(), positions, tokens, strict=True)
-        rewrites = [TokenRewrite(row, position, [token]) for row, position, token in fields]
+        other = np.nonzero(told == _TOKEN)
+        which = other[0]
+        fields = (rows[other], computed[which], recent[other[0], other[1], ends[which]])
+        rewrites = [TokenRewrite(row, at, [token]) for row, at, token in zip(*(field.tolist() for field in fields))]
         follow = np.nonzero(told == _FOLLOWS)
         which = follow[0]
         parts = (recent[follow], rows[follow], since[which], (since - start)[which], ends[which] + 1)
@@ -233,7 +238,7 @@ class SearchTable:
             slots, rows = slots[where], rows[where]
             if not left or not len(where):
                 return left
-        tokens, logprobs = _alternatives(result, rows.ravel(), self._width)
+        sampled, tokens, logprobs = _candidates(result, rows.ravel(), self._width)
         totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(slots), -1)
         best = np.argsort(-totals, axis=1, kind="stable")[:, : self._width]
         each = self._each[: len(slots)]
@@ -247,14 +252,17 @@ class SearchTable:
             left += where[special].tolist()
             plain = ~special
             slots, parents, chosen, scores = slots[plain], parents[plain], chosen[plain], scores[plain]
+            sampled = sampled.reshape(-1, self._width)[plain]
         if len(slots):
             self._scores[slots] = scores
-            self._follow(slots, parents, chosen)
+            known = sampled.reshape(parents.shape)[self._each[: len(slots)], parents] == chosen
+            self._follow(slots, parents, chosen, known)
         return left
 
-    def _follow(self, slots: np.ndarray, parents: np.ndarray, chosen: np.ndarray) -> None:
-        """`parents`, `chosen`: int64 [searches, width], of each beam that goes on. The first child of a beam stays on
-        its row, others take the rows of beams without a child."""
+    def _follow(self, slots: np.ndarray, parents: np.ndarray, chosen: np.ndarray, known: np.ndarray) -> None:
+        """`parents`, `chosen`: int64 [searches, width], of each beam that goes on; `known`: its parent's row has
+        sampled the same token. The first child of a beam stays on its row, others take the rows of beams without a
+        child."""
         each = self._each[: len(slots)]
         later_child = ((parents[:, :, None] == parents[:, None, :]) & self._earlier).any(axis=2)
         dropped = np.ones(parents.shape, dtype=bool)
@@ -267,7 +275,7 @@ class SearchTable:
         after = before[:, each, carriers]
         last, full = before[1], before[2]
         source, told = after[3], after[4]
-        source[:], told[:] = 0, _STAYS
+        source[:], told[:] = 0, np.where(known, _NOTHING, _TOKEN)
         source[search, child], told[search, child] = last[search, parent] + 1, _FOLLOWS
         exchanges = full[search, spare] != full[search, parent]
         computed, start = self._of_search[:2, slots]
@@ -309,14 +317,16 @@ class SearchTable:
         beam.rewrite_from = max(beam.prompt_len, common)
 
 
-def _alternatives(result: StepResult, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 and log-probabilities float64, [rows, candidates]: no beam has more children than there are
-    beams."""
+def _candidates(result: StepResult, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sampled tokens int64 [rows], and tokens int64 and log-probabilities float64, [rows, candidates]: no beam has
+    more children than there are beams."""
     if isinstance(result.logprobs, RowLogprobs):
-        return result.logprobs.alternatives(rows, most)
-    found = [result.logprobs[row] for row in rows.tolist()]
-    tokens = np.array([one.token_ids[1 : 1 + most] for one in found])
-    return tokens, np.array([one.logprobs[1 : 1 + most] for one in found])
+        tokens, logprobs = result.logprobs.columns(rows, 1 + most)
+    else:
+        found = [result.logprobs[row] for row in rows.tolist()]
+        tokens = np.array([one.token_ids[: 1 + most] for one in found])
+        logprobs = np.array([one.logprobs[: 1 + most] for one in found])
+    return tokens[:, 0], tokens[:, 1:], logprobs[:, 1:]
 
 
 class SteadySearches:

@@ -54,7 +54,7 @@ class PlannedRows:
         if not columns:
             return others
         rows = [step.rows.ravel() for step in columns]
-        computed = [np.broadcast_to(step.computed.T, step.rows.T.shape).T.ravel() for step in columns]
+        computed = [step.positions for step in columns]
         return ScheduledRows(np.concatenate(rows), np.concatenate(computed), others)
 
     def __len__(self) -> int:

@@ -46,13 +46,13 @@ def sample(slots: list[int], seed: int) -> int:
 
 
 def candidates(slots: list[int], count: int) -> TokenLogprobs:
-    """The likeliest tokens after what the slots hold, best first, behind the one that is sampled: the best."""
+    """The likeliest tokens after what the slots hold, best first, behind the one that is sampled: mostly the best."""
     state = 5
     for slot in slots:
         state = _mix(state, slot)
     scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB)]
     best = sorted(scores, key=lambda one: -one[1])[:count]
-    tokens, logprobs = zip(*best[:1], *best)
+    tokens, logprobs = zip(best[-1 if state % 7 == 0 else 0], *best)
     return TokenLogprobs(token_ids=list(tokens), logprobs=list(logprobs), rank=1)
 
 
