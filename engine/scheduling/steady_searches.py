@@ -25,6 +25,8 @@ from engine.step import BlockAppend, RowLogprobs, ScheduledRow, StepResult, Toke
 FEWEST_SEARCHES = 8
 """Where fewer searches run, choosing for one after the other costs less than the array operations."""
 MOST_STOP_TOKENS = 8
+_UNREGISTERED = 4
+"""full blocks that a beam may have that cannot be found: most beams are dropped soon"""
 _NOTHING, _TOKEN, _FOLLOWS, _TELL = range(4)
 """what the device is to be told of a beam: it has sampled the new token itself; the new token; the tokens in its last
 block; what the sequence says"""
@@ -179,7 +181,8 @@ class SearchTable:
             computed, beams = int(self._computed[slot]), self._beams[slot].tolist()
             for beam in beams:
                 beam.blocks.num_tokens = computed
-                kv.register(beam.blocks, beam.tokens)
+                if beam.blocks.num_blocks - beam.blocks.num_registered >= _UNREGISTERED:
+                    kv.register(beam.blocks, beam.tokens)
             growths = kv.append_one([beam.blocks for beam in beams])
             if growths is None:
                 self.leave(self._groups[slot])
@@ -198,24 +201,20 @@ class SearchTable:
         rows, last, _, source, told = self._of_beam[:, slots]
         computed, start, since, _, _ = self._of_search[:, slots]
         step = SearchesStep(self, slots, self._entries[slots], self._beams[slots], rows, computed)
-        ends = computed - start
-        recent = self._recent[slots]
-        other = np.nonzero(told == _TOKEN)
-        which = other[0]
-        fields = (rows[other], computed[which], recent[other[0], other[1], ends[which]])
-        rewrites = [TokenRewrite(row, at, [token]) for row, at, token in zip(*(field.tolist() for field in fields))]
-        follow = np.nonzero(told == _FOLLOWS)
-        which = follow[0]
-        parts = (recent[follow], rows[follow], since[which], (since - start)[which], ends[which] + 1)
-        for known, row, position, first, end in zip(*(part.tolist() for part in parts), strict=True):
-            rewrites.append(TokenRewrite(row, position, known[first:end]))
-        them = np.nonzero(told == _TELL)
-        which = them[0]
-        tell: list[Sequence] = step.beams[them].tolist()
-        for seq, known, first, end in zip(
-            tell, recent[them].tolist(), start[which].tolist(), (ends[which] + 1).tolist(), strict=True
-        ):
-            seq.tokens[first:] = known[:end]
+        rewrites: list[TokenRewrite] = []
+        tell: list[Sequence] = []
+        search, beam = np.nonzero(told)
+        of_beam = (told[search, beam], rows[search, beam], step.beams[search, beam], self._recent[slots[search], beam])
+        columns = (*of_beam, computed[search], start[search], since[search])
+        for what, row, seq, recent, at, first, new in zip(*(column.tolist() for column in columns), strict=True):
+            known = recent[: at + 1 - first]
+            if what == _FOLLOWS:
+                rewrites.append(TokenRewrite(row, new, known[new - first :]))
+            elif what == _TOKEN:
+                rewrites.append(TokenRewrite(row, at, known[-1:]))
+            else:
+                seq.tokens[first:] = known
+                tell.append(seq)
         copied = source > 0
         copies = list(zip((source[copied] - 1).tolist(), last[copied].tolist(), strict=True))
         self._computed[slots] = computed + 1
@@ -232,11 +231,10 @@ class SearchTable:
         alive = self._entries[slots] == step.entries
         if result.faults:
             alive &= ~np.isin(rows, result.faults).any(axis=1)
-        where = np.flatnonzero(alive)
-        if len(where) < len(alive):
+        if not alive.all():
             left = np.flatnonzero(~alive).tolist()
-            slots, rows = slots[where], rows[where]
-            if not left or not len(where):
+            slots, rows = slots[alive], rows[alive]
+            if not len(slots):
                 return left
         sampled, tokens, logprobs = _candidates(result, rows.ravel(), self._width)
         totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(slots), -1)
@@ -249,7 +247,7 @@ class SearchTable:
         if stops.any():
             special |= stops.any(axis=(1, 2))
         if special.any():
-            left += where[special].tolist()
+            left += np.flatnonzero(alive)[special].tolist()
             plain = ~special
             slots, parents, chosen, scores = slots[plain], parents[plain], chosen[plain], scores[plain]
             sampled = sampled.reshape(-1, self._width)[plain]
