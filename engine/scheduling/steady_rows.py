@@ -18,7 +18,8 @@ from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.scheduling.sequence import Sequence
 from engine.step import ScheduledRow
 
-FEWEST_STEADY = 16
+_MOST_IN_FLIGHT = 8
+FEWEST_STEADY = 10
 """Where fewer sequences run, planning them one by one costs less than the array operations."""
 
 
@@ -55,7 +56,7 @@ class SteadyRows:
         """when its owner entered, in order; 0: it is not steady"""
         self._stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
-        self._recent = np.zeros((num_rows, 2 * kv.block_size), dtype=np.int32)
+        self._recent = np.zeros((num_rows, kv.block_size + _MOST_IN_FLIGHT), dtype=np.int32)
         """tokens that arrived since its owner entered or caught up: those of a block, and of steps in flight"""
         self._num_recent = np.zeros(num_rows, dtype=np.int64)
         self._grown: dict[int, Growth] = {}
