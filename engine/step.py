@@ -136,6 +136,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
+        if isinstance(self.rows, ScheduledRows):
+            return len(self.rows.decodes) + sum(r.query_len for r in self.rows.others)
         return sum(r.query_len for r in self.rows)
 
 

@@ -100,7 +100,7 @@ class Engine:
             policy=rng.choice(("fcfs", "priority")),
             preemption=preemption,
         )
-        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S, fewest_steady=rng.choice((1, 4)))
+        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S, fewest_steady=rng.choice((1, 4)), fewest_searches=1)
         self._device = Device(rng)
         self._rng = rng
         self._names = count()

@@ -44,7 +44,7 @@ from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
 from engine.sampling import LogprobTensors, Sampler
-from engine.step import LoadReport, ScheduledRow, StepPlan, WarmUpReport
+from engine.step import LoadReport, ScheduledRow, ScheduledRows, StepPlan, WarmUpReport
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 """logits of prompt positions are made and scored in pieces of at most this size"""
@@ -309,6 +309,8 @@ class ModelRunner:
         """The query at position p scores the known token p + 1, for rows that asked, as far as their prompt goes."""
         scores = []
         first_token = 0
+        if isinstance(rows, ScheduledRows):  # decodes in columns are past their prompts
+            first_token, rows = len(rows.decodes), rows.others
         for row in rows:
             k = self._table.prompt_logprobs.get(row.row)
             if k is not None:

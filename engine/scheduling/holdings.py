@@ -53,6 +53,8 @@ class Holdings:
         for seq in victims:
             self.rows.leave(seq)
             if not swapped:
+                seq.blocks.num_tokens = min(seq.blocks.num_tokens, seq.computed)  # not what the step was to compute
+                self.kv.register(seq.blocks, seq.tokens)
                 self.kv.free(seq.blocks)
         if latest.group is not None:
             latest.group.drop_candidates()

@@ -43,12 +43,14 @@ class Outcomes:
             step.table.leave(group)
         for beam in beams:
             beam.in_flight -= 1
-        if not goes_on:
+        if beams[0].status is Status.FINISHED:
             return []
         rows = [step.row_of(search, index) for index in range(len(beams))]
         for beam, row in zip(beams, rows, strict=True):
             if row.row in result.faults:
                 return self._fault(beam, row)
+        if not goes_on:
+            return []
         for beam, row in zip(beams, rows, strict=True):
             group.bring(beam, result.logprobs[row.row])
         return self._choose(group)

@@ -17,7 +17,8 @@ class RunningSet:
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
         self.steady = SteadyRows(num_rows, kv)
         self.searches = SteadySearches(num_rows, kv, fewest_searches)
-        self._num_groups = 0
+        self._groups: set[BeamGroup] = set()
+        """searches that run"""
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []
 
@@ -28,11 +29,11 @@ class RunningSet:
 
     def reserve(self, group: BeamGroup) -> None:
         """A row for each member but one, which `enter` will take."""
-        self._num_groups += 1
+        self._groups.add(group)
         group.spare_rows = [self._free.pop() for _ in group.members[1:]]
 
     def give_back(self, group: BeamGroup) -> None:
-        self._num_groups -= 1
+        self._groups.discard(group)
         self._free += group.spare_rows
         group.spare_rows = []
 
@@ -66,7 +67,7 @@ class RunningSet:
 
     def went_on(self, group: BeamGroup) -> None:
         """After a choice, its beams may be steady."""
-        self.searches.enter(group, self._num_groups)
+        self.searches.enter(group, len(self._groups))
 
     @property
     def num_quiet(self) -> int:

@@ -3,7 +3,7 @@
 There are no phases. Every sequence has ``computed < known tokens``, and one token budget per step closes the gap, so
 chunked prefill, resuming after preemption and decoding are the same thing. `plan` may run one or more steps ahead of
 `complete`: ``computed`` advances when a step is planned, and `Sequence.in_flight` counts the tokens that have not
-arrived.
+arrived (those of steady sequences follow from the columns that hold them).
 
 A step costs O(sequences scheduled): waiting sequences are looked at one by one from the head of a heap until one does
 not fit, and a context's length matters only when its row starts.

@@ -25,7 +25,7 @@ FEWEST_STEADY = 10
 
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
-    """One planned token each of sequences that were steady then; arrays are its own."""
+    """One planned token each of sequences that were steady then. Nobody writes to the arrays any more."""
 
     owners: np.ndarray
     """object: sequences"""

@@ -34,7 +34,7 @@ block; what the sequence says"""
 
 @dataclass(frozen=True, slots=True)
 class SearchesStep:
-    """One planned token for each beam of searches of one shape; arrays are its own."""
+    """One planned token for each beam of searches of one shape. Nobody writes to the arrays any more."""
 
     table: SearchTable
     slots: np.ndarray
@@ -77,8 +77,8 @@ class News:
 
 
 class SearchTable:
-    """Searches of one width with as many candidates; a slot is a search's place in the arrays, whose second dimension
-    is the order of its beams."""
+    """Searches of one width with as many candidates. A slot is a search's place in the arrays; its beams are there in
+    the order of the last choice."""
 
     def __init__(self, width: int, most: int, kv: KVCache) -> None:
         """`most`: searches that can run at once."""
