@@ -22,7 +22,7 @@ from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.sequence import Sequence
 from engine.step import BlockAppend, RowLogprobs, ScheduledRow, StepResult, TokenRewrite
 
-FEWEST_SEARCHES = 8
+FEWEST_SEARCHES = 10
 """Where fewer searches run, choosing for one after the other costs less than the array operations."""
 MOST_STOP_TOKENS = 8
 _UNREGISTERED = 4
