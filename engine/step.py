@@ -125,8 +125,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []
-    rewrites: list[TokenRewrite] = []
-    block_appends: list[BlockAppend] = []
+    rewrites: Sequence[TokenRewrite] = []
+    block_appends: Sequence[BlockAppend] = []
     block_copies: list[tuple[int, int]] = []
     """(source, destination): copy-on-write, one after the other"""
     swap_out: list[tuple[int, int]] = []
@@ -189,7 +189,7 @@ class RowLogprobs(Mapping[int, TokenLogprobs]):
         log-probabilities float64 [rows, columns]."""
         indices = self._place[rows]
         width = min(self._widths[indices[0]], most)
-        return self._token_ids[indices, :width], self._logprobs[indices, :width]
+        return self._token_ids.take(indices, 0)[:, :width], self._logprobs.take(indices, 0)[:, :width]
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

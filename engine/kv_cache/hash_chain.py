@@ -7,9 +7,11 @@ context.
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import cache
 from hashlib import blake2b
+from struct import Struct
 
 _DIGEST_BYTES = 32
 
@@ -20,10 +22,10 @@ class HashChain:
     The sequence's tokens may only grow: a digest, once computed, stays.
     """
 
-    __slots__ = ("_block_size", "_root", "digests")
+    __slots__ = ("_block_size", "_pack", "_root", "digests")
 
     def __init__(self, block_size: int, salt: str | None) -> None:
-        self._block_size = block_size
+        self._block_size, self._pack = block_size, _packing(block_size)
         # The prefix byte keeps "no salt" apart from the empty salt.
         extra = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
         self._root = blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
@@ -36,11 +38,11 @@ class HashChain:
 
     def digests_of(self, num_blocks: int, tokens: Tokens[int]) -> list[bytes]:
         """Names of the first ``num_blocks`` blocks, at least; not the caller's."""
-        digests, size = self.digests, self._block_size
-        for index in range(len(digests), num_blocks):
-            block = array("Q", tokens[index * size : (index + 1) * size]).tobytes()
-            parent = digests[-1] if digests else self._root
-            digests.append(blake2b(parent + block, digest_size=_DIGEST_BYTES).digest())
+        digests, size, pack = self.digests, self._block_size, self._pack
+        parent = digests[-1] if digests else self._root
+        for start in range(len(digests) * size, num_blocks * size, size):
+            parent = blake2b(pack(parent, *tokens[start : start + size]), digest_size=_DIGEST_BYTES).digest()
+            digests.append(parent)
         return digests
 
     def become(self, other: HashChain, common: int, num_blocks: int) -> None:
@@ -52,5 +54,13 @@ class HashChain:
     def fork(self, num_blocks: int) -> HashChain:
         """A chain that agrees in the first ``num_blocks`` blocks; what was hashed beyond may differ in the fork."""
         other = HashChain.__new__(HashChain)
-        other._block_size, other._root, other.digests = self._block_size, self._root, self.digests[:num_blocks]
+        other._block_size, other._pack, other._root = self._block_size, self._pack, self._root
+        other.digests = self.digests[:num_blocks]
         return other
+
+
+@cache
+def _packing(block_size: int) -> Callable[..., bytes]:
+    """Of a digest and the tokens of a block: token ids have at most 32 bits, so that a block of 16 tokens and its
+    parent's digest are one round of the hash."""
+    return Struct(f"<{_DIGEST_BYTES}s{block_size}I").pack

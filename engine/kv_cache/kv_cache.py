@@ -9,6 +9,7 @@ before `starts` were given back, and what their entries name means nothing any m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 import msgspec
@@ -211,25 +212,26 @@ class KVCache:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
 
-    def append_one(self, sequences: Tokens[SequenceBlocks]) -> list[Growth] | None:
-        """`append` of one token to each of sequences all of whose blocks are full, where nothing slides; None, and
-        nothing taken, when the pool has not enough for all of them."""
-        assert not self.slides
-        num_groups, size = len(self.windows), self.block_size
-        if len(sequences) * num_groups > self.pool.num_free:
-            return None
-        new = self.pool.allocate_all(len(sequences) * num_groups)
-        growths = []
-        for number, blocks in enumerate(sequences):
-            num_tokens, tables = blocks.num_tokens, blocks.tables
-            have = len(tables[0])
-            assert num_tokens == have * size
-            added = [[block] for block in new[number * num_groups : (number + 1) * num_groups]]
-            for table, ids in zip(tables, added):
-                table += ids
-            blocks.num_tokens, blocks.quiet_until = num_tokens + 1, num_tokens + size
-            growths.append(Growth(have, added, []))
-        return growths
+    def append_one(self, sequences: Tokens[SequenceBlocks]) -> list[int] | None:
+        """`append` of one token to each of sequences all of whose blocks are full, where there is one layer group that
+        keeps everything. Returns the new blocks; None, and nothing taken, when the pool has not enough for all."""
+        assert not self.slides and self.num_groups == 1
+        taken = self.take(len(sequences))
+        if taken is not None:
+            for blocks, block in zip(sequences, taken, strict=True):
+                self.extend(blocks, [[block]], len(blocks.tables[0]) * self.block_size + 1)
+        return taken
+
+    def take(self, count: int) -> list[int] | None:
+        """Blocks that sequences will be given with `extend`; None, and nothing taken, when the pool has not as many."""
+        return self.pool.allocate_all(count) if count <= self.pool.num_free else None
+
+    def extend(self, blocks: SequenceBlocks, added: list[list[int]], num_tokens: int) -> None:
+        """The sequence, all of whose blocks are full, goes on with blocks of each layer group that it was to get;
+        ``num_tokens`` are computed now."""
+        for table, ids in zip(blocks.tables, added, strict=True):
+            table += ids
+        blocks.num_tokens, blocks.quiet_until = num_tokens, len(blocks.tables[0]) * self.block_size
 
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
         """Tables whose last, partly filled block is not the sequence's alone."""
@@ -281,59 +283,28 @@ class KVCache:
         fork.counted = True
         return fork
 
-    def take_over(self, blocks: SequenceBlocks, source: SequenceBlocks) -> Growth:
-        """`blocks` gives up its history for all of `source`'s, as `free` and `fork` would. What both have in common is
-        not touched, and where both have as many tokens, a partly filled last block of its own is kept for a copy of
-        the source's. Returns what changes where `blocks` was told already."""
-        full, filled = divmod(source.num_tokens, self.block_size)
-        in_step = blocks.starts == source.starts
-        common, keeps_last = (full if in_step else 0), filled > 0 and in_step and blocks.num_tokens == source.num_tokens
-        counts = self.pool.ref_counts
-        for own, new, start in zip(blocks.tables, source.tables, blocks.starts):
-            # What is in a block depends on all that comes before it: where both hold one, they are alike up to there.
-            common = min(common, len(own))
-            while common > start and own[common - 1] != new[common - 1]:
-                common -= 1
-            if common <= start:
-                common = 0
-            if keeps_last and not (len(own) == len(new) == full + 1 and counts[own[full]] == 1):
-                keeps_last = False
-        if not keeps_last:
-            source.quiet_until = 0  # its last block may be shared now
-        if not keeps_last or common < full:
-            self._exchange(blocks, source, common, full if keeps_last else None)
-            blocks.chain.become(source.chain, common, full)
-        blocks.num_tokens, blocks.num_registered = source.num_tokens, source.num_registered
-        blocks.quiet_until = source.quiet_until
-        blocks.counted = True
-        if not keeps_last:
-            return Growth(common, [table[common:] for table in blocks.tables], [])
-        changed = [table[common:] for table in blocks.tables] if common < full else []
-        return Growth(common, changed, [(new[full], own[full]) for own, new in zip(blocks.tables, source.tables)])
-
-    def _exchange(self, blocks: SequenceBlocks, source: SequenceBlocks, common: int, end: int | None) -> None:
-        """Entries ``common`` to ``end`` for those of ``source``; None: to the end of either."""
-        for group, (own, new) in enumerate(zip(blocks.tables, source.tables, strict=True)):
-            self.pool.acquire_all(new[max(source.starts[group], common) : end])
-            self.pool.release_all(reversed(own[max(blocks.starts[group], common) : end]))
-            own[common:end] = new[common:end]
-        blocks.starts = source.starts.copy()
-
     def register(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
         """Make the blocks findable that are full and whose tokens are known: up to min(num_tokens, len(tokens)).
 
         May be called as soon as the step that fills them is planned: in every layer a step writes its KV before it
         reads, and later steps come later on the device, so whoever finds the block reads it filled.
         """
-        first, pool = blocks.num_registered, self.pool
-        full = min(blocks.num_tokens, len(tokens)) // self.block_size
-        if full <= first or blocks.on_host or not pool.enable_prefix_caching:
+        self.register_all([(blocks, tokens)])
+
+    def register_all(self, sequences: Iterable[tuple[SequenceBlocks, Tokens[int]]]) -> None:
+        """`register` for each."""
+        pool, size = self.pool, self.block_size
+        if not pool.enable_prefix_caching:
             return
-        digests = blocks.chain.digests_of(full, tokens)
-        for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
-            for index in range(max(first, start), full):
-                pool.register(table[index], key_of(digests[index], group))
-        blocks.num_registered = full
+        for blocks, tokens in sequences:
+            first, full = blocks.num_registered, min(blocks.num_tokens, len(tokens)) // size
+            if full <= first or blocks.on_host:
+                continue
+            blocks.num_registered = full
+            digests = blocks.chain.digests_of(full, tokens)
+            for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
+                for index in range(max(first, start), full):
+                    pool.register(table[index], digests[index] if group == 0 else key_of(digests[index], group))
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Give every block back, tails first, so that the head of a prefix outlives its branches. Idempotent.

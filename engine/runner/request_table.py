@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from engine.row_writes import BlockAppends, TokenRewrites
 from engine.step import BlockAppend, NewRow, RowParams, StepPlan
 
 if TYPE_CHECKING:
@@ -68,10 +69,17 @@ class RequestTable:
             self._add(new)
             sampler.add(new.row, new.params, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
-        for rewrite in plan.rewrites:
+        rewrites, appends = plan.rewrites, plan.block_appends
+        for rewrite in rewrites.single if isinstance(rewrites, TokenRewrites) else rewrites:
             writes.write(0, rewrite.row, rewrite.start, rewrite.token_ids)
-        for append in plan.block_appends:
+        for append in appends.single if isinstance(appends, BlockAppends) else appends:
             writes.write(1, self._block_row(append), append.start, append.block_ids)
+        if isinstance(rewrites, TokenRewrites):
+            for _, many in rewrites.columns:
+                writes.write_all(0, many)
+        if isinstance(appends, BlockAppends):
+            for group, many in appends.columns:
+                writes.write_all(1, many, group * self.max_rows)
         for table, row, start, values in sampler.drain_writes():
             writes.write(2 + table, row, start, values)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.row_writes import RowWrites
 from engine.runner.kernels import InputKernels
 from engine.runner.streams import Streams
 
@@ -31,6 +32,8 @@ _TABLE_DTYPES: dict[torch.dtype, tuple[np.dtype[np.generic], int]] = {
 
 Values = Sequence[int] | Sequence[float] | np.ndarray
 """what one write puts into consecutive columns"""
+_Run = tuple[list[int], list[int], Values]
+"""where each of some writes begins in its table, how long it is, and the values of one after the other"""
 
 
 class BufferRing:
@@ -110,7 +113,7 @@ class StagedWrites:
         self._streams = streams
         self._ring = ring or BufferRing(streams, words=4096)
         self._landing = torch.empty(0, dtype=torch.int32)
-        self._pending: dict[int, list[tuple[int, Values]]] = {}
+        self._pending: dict[int, list[_Run]] = {}
         self._launches: list[_Launch] = []
 
     def write(self, table: int, row: int, start: int, values: Values) -> None:
@@ -122,7 +125,21 @@ class StagedWrites:
                 f"of {rows} rows and {columns} columns"
             )
         if len(values):
-            self._pending.setdefault(table, []).append((row * columns + start, values))
+            self._pending.setdefault(table, []).append(([row * columns + start], [len(values)], values))
+
+    def write_all(self, table: int, writes: RowWrites, first_row: int = 0) -> None:
+        """`write` each, to the rows from `first_row` on."""
+        rows, columns = self._shapes[table]
+        at, ends = writes.rows + first_row, writes.starts + writes.lengths
+        if not len(at):
+            return
+        if at.min() < first_row or at.max() >= rows or writes.starts.min() < 0 or ends.max() > columns:
+            raise ValueError(
+                f"writes to rows {at.min()} to {at.max()}, columns {writes.starts.min()} to {ends.max()} are outside "
+                f"table {table} of {rows} rows and {columns} columns"
+            )
+        run = ((at * columns + writes.starts).tolist(), writes.lengths.tolist(), writes.values)
+        self._pending.setdefault(table, []).append(run)
 
     def send(self) -> None:
         """Start the copy of everything staged since the last call. Call it on the input stream, then `apply`."""
@@ -134,14 +151,13 @@ class StagedWrites:
         host = self._ring.acquire(words)
         packed = host.numpy()
         for table, header_at, values_at, end in sections:
-            writes = pending[table]
-            header = self._pack(packed, table, writes, header_at, values_at)
-            lengths = [len(values) for _, values in writes]
-            if len(writes) == 1 or not _overlap(header):
-                self._launches.append(_Launch(table, header_at, len(writes), end, max(lengths)))
+            header = self._pack(packed, table, pending[table], header_at, values_at)
+            if len(header) == 1 or not _overlap(header):
+                self._launches.append(_Launch(table, header_at, len(header), end, int(header[:, 2].max())))
             else:
                 self._launches += [
-                    _Launch(table, header_at + 6 * index, 1, end, length) for index, length in enumerate(lengths)
+                    _Launch(table, header_at + 6 * index, 1, end, length)
+                    for index, length in enumerate(header[:, 2].tolist())
                 ]
         self._land(host, words)
         self._ring.commit()
@@ -155,34 +171,35 @@ class StagedWrites:
             values = self._landing[: launch.end].view(target.dtype)
             self._kernels.apply_staged_writes(target, writes.view(launch.count, 3), values, launch.max_length)
 
-    def _layout(self, pending: dict[int, list[tuple[int, Values]]]) -> list[tuple[int, int, int, int]]:
+    def _layout(self, pending: dict[int, list[_Run]]) -> list[tuple[int, int, int, int]]:
         """(table, header word, values word, end word) of each table's section; all aligned to 16 bytes."""
         sections = []
         at = 0
-        for table, writes in pending.items():
-            values_at = _aligned(at + 6 * len(writes))
-            end = _aligned(values_at + sum(len(v) for _, v in writes) * _TABLE_DTYPES[self._tables[table].dtype][1])
+        for table, runs in pending.items():
+            values_at = _aligned(at + 6 * sum(len(starts) for starts, _, _ in runs))
+            count = sum(len(values) for _, _, values in runs)
+            end = _aligned(values_at + count * _TABLE_DTYPES[self._tables[table].dtype][1])
             sections.append((table, at, values_at, end))
             at = end
         return sections
 
-    def _pack(
-        self, packed: np.ndarray, table: int, writes: list[tuple[int, Values]], header_at: int, values_at: int
-    ) -> np.ndarray:
+    def _pack(self, packed: np.ndarray, table: int, runs: list[_Run], header_at: int, values_at: int) -> np.ndarray:
         """Returns the section's header: int64 [writes, 3] of (destination, source, length)."""
         dtype, item_words = _TABLE_DTYPES[self._tables[table].dtype]
-        header = packed[header_at : header_at + 6 * len(writes)].view(np.int64)
         usable = packed.size - packed.size % 2
         values = packed[:usable].view(dtype)
-        src = values_at // item_words
-        triples: list[int] = []
-        for dst, data in writes:
-            length = len(data)
-            values[src : src + length] = data
-            triples += (dst, src, length)
-            src += length
-        header[:] = triples
-        return header.reshape(len(writes), 3)
+        first = at = values_at // item_words
+        starts: list[int] = []
+        lengths: list[int] = []
+        for run_starts, run_lengths, data in runs:
+            values[at : at + len(data)] = data
+            at += len(data)
+            starts += run_starts
+            lengths += run_lengths
+        header = packed[header_at : header_at + 6 * len(starts)].view(np.int64).reshape(-1, 3)
+        header[:, 0], header[:, 2] = starts, lengths
+        header[:, 1] = first + np.cumsum(header[:, 2]) - header[:, 2]
+        return header
 
     def _land(self, host: torch.Tensor, words: int) -> None:
         if not self._streams.queued:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.wire import SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.take_over import take_over
 from engine.scheduling.beam_search import BeamSearch, Choice
 from engine.scheduling.sequence import Sequence
 from engine.step import TokenLogprobs
@@ -104,7 +105,7 @@ class BeamGroup:
 
 def _take_over(beam: Sequence, parent: Sequence, kv: KVCache) -> None:
     """The beam's own history was dropped, it goes on with the parent's up to what is computed."""
-    beam.moved = kv.take_over(beam.blocks, parent.blocks)
+    beam.moved = take_over(kv, beam.blocks, parent.blocks)
     beam.rewrite_from = max(beam.prompt_len, beam.moved.start * kv.block_size)
     beam.tokens[beam.rewrite_from :] = parent.tokens[beam.rewrite_from : parent.computed]
     beam.computed = parent.computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.pins import Pins
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
@@ -52,6 +52,7 @@ class Holdings:
         swapped = try_swap_out(self.kv, self.costs, victims, growths)
         for seq in victims:
             self.rows.leave(seq)
+            seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 seq.blocks.num_tokens = min(seq.blocks.num_tokens, seq.computed)  # not what the step was to compute
                 self.kv.register(seq.blocks, seq.tokens)

@@ -4,7 +4,8 @@ however many they are.
 A sequence enters when a step was planned that samples, and nothing but one token in every step is to be expected of it;
 it leaves before anything else happens to it: it ends, finds no room, or is preempted or aborted. Meanwhile its newest
 tokens and how far it is computed are here; `leave` brings them back. Only where its last block is full, or a window
-leaves a block behind, it is looked at for itself.
+leaves a block behind, it is looked at for itself, and only every few blocks it is told its tokens, and those blocks are
+made findable.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.row_writes import RowWrites
 from engine.scheduling.sequence import Sequence
 from engine.step import ScheduledRow
 
 _MOST_IN_FLIGHT = 8
+_MOST_NEW = 8
+"""blocks of which an owner is not told at once"""
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 FEWEST_STEADY = 10
 """Where fewer sequences run, planning them one by one costs less than the array operations."""
 
@@ -56,11 +61,22 @@ class SteadyRows:
         """when its owner entered, in order; 0: it is not steady"""
         self._stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
-        self._recent = np.zeros((num_rows, kv.block_size + _MOST_IN_FLIGHT), dtype=np.int32)
-        """tokens that arrived since its owner entered or caught up: those of a block, and of steps in flight"""
+        self._limits = np.zeros(num_rows, dtype=np.int32)
+        """`computed` at which its owner leaves, because it ends soon"""
+        self._most_new = 0 if kv.slides else _MOST_NEW
+        most = (self._most_new + 1) * kv.block_size + _MOST_IN_FLIGHT
+        self._recent = np.zeros((num_rows, most), dtype=np.int32)
+        """tokens that arrived since its owner entered or caught up"""
         self._num_recent = np.zeros(num_rows, dtype=np.int64)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int32)
+        """full ones, and one that is to be filled"""
+        self._blocks = np.zeros((kv.num_groups, num_rows, self._most_new), dtype=np.int64)
+        """the last ones of these, of which its owner was not told, in each layer group"""
+        self._num_new = np.zeros(num_rows, dtype=np.int64)
+        self._longer = _NO_ROWS
+        """rows that got a block of which the device was not told"""
         self._grown: dict[int, Growth] = {}
-        """by row: what the device was not told of its block table"""
+        """by row: what else the device was not told of its block table"""
         self._num_entries = 0
         self._rows: np.ndarray | None = None
         """those that are steady, until one enters or leaves"""
@@ -78,29 +94,36 @@ class SteadyRows:
         self._num_entries += 1
         self._entries[row] = self._num_entries
         self._computed[row], self._num_recent[row] = seq.computed, 0
-        seq.steady = True
+        self._num_blocks[row] = seq.blocks.num_blocks
+        self._limits[row] = seq.max_total - 2
         self._until[row] = min(seq.blocks.quiet_until, seq.max_total - 2)
-        seq.waits = True
+        seq.steady = seq.waits = True
         self._rows, self._count = None, self._count + 1
 
     def _catch_up(self, rows: np.ndarray) -> None:
         """Their owners' fields hold what has happened to them so far."""
-        counts = self._num_recent[rows]
+        counts, added = self._num_recent[rows], self._num_new[rows]
         recent = self._recent[rows, : counts.max()].tolist()
-        self._num_recent[rows] = 0
-        for seq, tokens, count, computed in zip(
-            self._owners[rows], recent, counts.tolist(), self._computed[rows].tolist(), strict=True
-        ):
-            seq.tokens += tokens[:count]
+        blocks = self._blocks[:, rows, : added.max()].tolist()
+        self._num_recent[rows] = self._num_new[rows] = 0
+        columns = (self._owners[rows], counts, self._computed[rows], added)
+        for index, (seq, count, computed, new) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            seq.tokens += recent[index][:count]
             seq.computed = seq.blocks.num_tokens = computed
             seq.in_flight = computed + 1 - len(seq.tokens)
+            if new:
+                self._kv.extend(seq.blocks, [group[index][:new] for group in blocks], computed)
 
     def leave(self, seq: Sequence) -> None:
         """Its fields hold what has happened to it, for good."""
-        self._catch_up(np.array([seq.row]))
+        row = seq.row
+        self._catch_up(np.array([row]))
         seq.steady = seq.waits = False
-        self._entries[seq.row] = 0
-        seq.moved = self._grown.pop(seq.row, NO_GROWTH)
+        self._entries[row] = 0
+        seq.moved = self._grown.pop(row, NO_GROWTH)
+        if row in self._longer:
+            self._longer = self._longer[self._longer != row]
+            seq.moved = Growth(seq.blocks.num_blocks - 1, [table[-1:] for table in seq.blocks.tables], [])
         self._rows, self._count = None, self._count - 1
 
     def vacate(self, row: int) -> None:
@@ -118,41 +141,63 @@ class SteadyRows:
         it, or leave because there is none, or because it is their last."""
         rows = self._steady
         rows = rows[self._computed[rows] >= self._until[rows]]
+        ends = self._computed[rows] >= self._limits[rows]
+        if ends.any():
+            for seq in self._owners[rows[ends]].tolist():
+                self.leave(seq)
+            rows = rows[~ends]
         if not len(rows):
             return
+        told = rows[self._num_new[rows] >= self._most_new]
+        if len(told):
+            self._catch_up(told)
+            # Not what the next step fills: it may not come to that.
+            self._kv.register_all([(seq.blocks, seq.tokens) for seq in self._owners[told].tolist()])
+        full = self._computed[rows] == self._num_blocks[rows] * self._kv.block_size
+        if self._kv.slides or not full.all() or not self._lengthen(rows):
+            self._append(rows)
+
+    def _lengthen(self, rows: np.ndarray) -> bool:
+        """Another block for all of them, whose last ones are full, or for none."""
+        num_groups, size = len(self._blocks), self._kv.block_size
+        taken = self._kv.take(num_groups * len(rows))
+        if taken is None:
+            return False
+        self._blocks[:, rows, self._num_new[rows]] = np.array(taken).reshape(num_groups, len(rows))
+        self._num_new[rows] += 1
+        self._num_blocks[rows] += 1
+        self._until[rows] = np.minimum(self._num_blocks[rows] * size, self._limits[rows])
+        self._longer = rows
+        return True
+
+    def _append(self, rows: np.ndarray) -> None:
+        """Room for one more token each, or they leave."""
         self._catch_up(rows)
-        usual: list[Sequence] = []
         for seq in self._owners[rows].tolist():
-            blocks = seq.blocks
-            if seq.computed + 2 >= seq.max_total:
+            growth = self._kv.append(seq.blocks, seq.computed + 1)
+            if growth is None:
                 self.leave(seq)
                 continue
-            self._kv.register(blocks, seq.tokens)  # not what the next step fills: it may not come to that
-            if self._kv.slides or seq.computed != blocks.num_blocks * self._kv.block_size:
-                self._grow(seq, self._kv.append(blocks, seq.computed + 1))
-            else:
-                usual.append(seq)
-        growths = self._kv.append_one([seq.blocks for seq in usual]) if usual else []
-        for index, seq in enumerate(usual):
-            self._grow(seq, growths[index] if growths is not None else self._kv.append(seq.blocks, seq.computed + 1))
+            self._num_blocks[seq.row] = seq.blocks.num_blocks
+            self._until[seq.row] = min(seq.blocks.quiet_until, seq.max_total - 2)
+            if growth is not NO_GROWTH:
+                self._grown[seq.row] = growth
 
-    def _grow(self, seq: Sequence, growth: Growth | None) -> None:
-        if growth is None:
-            self.leave(seq)
-            return
-        self._until[seq.row] = min(seq.blocks.quiet_until, seq.max_total - 2)
-        if growth is not NO_GROWTH:
-            self._grown[seq.row] = growth
-
-    def place(self) -> tuple[SteadyStep, list[tuple[int, Growth]]]:
+    def place(self) -> tuple[SteadyStep, list[tuple[int, Growth]], list[tuple[int, RowWrites]]]:
         """All of them compute a token in the step that is planned. Returns also what the device is to be told: rows and
-        the growth of their block tables."""
+        the growth of their block tables, and blocks that were appended to others, by layer group."""
         grown = list(self._grown.items())
         self._grown.clear()
+        appended = []
+        longer, self._longer = self._longer, _NO_ROWS
+        if len(longer):
+            blocks = self._blocks[:, longer, self._num_new[longer] - 1]
+            starts, ones = self._num_blocks[longer] - 1, np.ones(len(longer), dtype=np.int64)
+            appended = [(group, RowWrites(longer, starts, ones, ids)) for group, ids in enumerate(blocks)]
         rows = self._steady
         computed = self._computed[rows]
         self._computed[rows] = computed + 1
-        return SteadyStep(self._owners[rows], rows, computed, self._entries[rows]), grown
+        return SteadyStep(self._owners[rows], rows, computed, self._entries[rows]), grown, appended
 
     def take(
         self, step: SteadyStep, tokens: list[int], faults: list[int]

@@ -18,18 +18,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.take_over import take_over
+from engine.row_writes import RowWrites
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.sequence import Sequence
-from engine.step import BlockAppend, RowLogprobs, ScheduledRow, StepResult, TokenRewrite
+from engine.step import RowLogprobs, ScheduledRow, StepResult
 
 FEWEST_SEARCHES = 10
 """Where fewer searches run, choosing for one after the other costs less than the array operations."""
 MOST_STOP_TOKENS = 8
 _UNREGISTERED = 4
 """full blocks that a beam may have that cannot be found: most beams are dropped soon"""
-_NOTHING, _TOKEN, _FOLLOWS, _TELL = range(4)
-"""what the device is to be told of a beam: it has sampled the new token itself; the new token; the tokens in its last
-block; what the sequence says"""
+_NOTHING, _TELL, _TOKEN, _FOLLOWS = range(4)
+"""what the device is to be told of a beam: it has sampled the new token itself; what the sequence says; the new token;
+the tokens in its last block"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class SearchesStep:
 class News:
     """What the device is to be told of searches that are placed."""
 
-    rewrites: list[TokenRewrite]
-    appends: list[BlockAppend]
+    rewrites: RowWrites
+    appends: RowWrites
     copies: list[tuple[int, int]]
     """(source, destination)"""
     beams: list[Sequence]
@@ -96,19 +98,19 @@ class SearchTable:
         self._stop = np.full((most, MOST_STOP_TOKENS), -1, dtype=np.int64)
         self._scores = np.zeros((most, width))
         self._beams = np.full((most, width), None, dtype=object)
-        self._of_beam = np.zeros((5, most, width), dtype=np.int64)
-        self._rows, self._last, self._full, self._source, self._told = self._of_beam
+        self._of_beam = np.zeros((most, width, 5), dtype=np.int64)
+        self._rows, self._last, self._full, self._source, self._told = np.moveaxis(self._of_beam, 2, 0)
         """row; last block; the one before (-1: there is none); 1 + block to be copied into the last one (0: none); what
         the device is to be told"""
         self._recent = np.zeros((most, width, kv.block_size), dtype=np.int64)
         """tokens in the last block"""
-        self._grown: dict[int, list[BlockAppend]] = {}
-        """by slot: blocks that the device was not told of"""
+        self._grown = np.zeros(most, dtype=bool)
+        """the device was not told of the last blocks"""
         self._groups: dict[int, BeamGroup] = {}
         self._width = width
-        self._each, self._places = np.arange(most)[:, None], np.arange(width)
-        self._earlier = np.tri(width, k=-1, dtype=bool)
-        """[beam, other]: the other one comes earlier"""
+        self._each, self._place = np.arange(most * width), np.arange(kv.block_size)
+        self._first_of = self._each[::width, None]
+        """[searches, 1]: index of a search's first beam where those of all searches are in one row"""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -166,69 +168,76 @@ class SearchTable:
                     copy = (int(self._source[slot, index]) - 1, int(self._last[slot, index]))
                     beam.moved = Growth(start // self._kv.block_size, [], [copy])
         self._entries[slot], self._ready[slot] = 0, False
-        self._beams[slot] = None
-        self._grown.pop(slot, None)
+        self._beams[slot], self._grown[slot] = None, False
         self._free.append(slot)
         del self._groups[slot]
         group.table = None
 
     def look_out(self) -> None:
         """Those get blocks whose last ones are full, or leave where there are none."""
-        kv = self._kv
-        for slot in np.flatnonzero(self._ready & (self._computed == self._start)).tolist():
-            if slot in self._grown:
-                continue
-            computed, beams = int(self._computed[slot]), self._beams[slot].tolist()
-            for beam in beams:
-                beam.blocks.num_tokens = computed
-                if beam.blocks.num_blocks - beam.blocks.num_registered >= _UNREGISTERED:
-                    kv.register(beam.blocks, beam.tokens)
-            growths = kv.append_one([beam.blocks for beam in beams])
-            if growths is None:
-                self.leave(self._groups[slot])
-                continue
-            self._last[slot] = [growth.block_ids[0][0] for growth in growths]
-            self._grown[slot] = [
-                BlockAppend(beam.row, 0, growth.start, growth.block_ids[0])
-                for beam, growth in zip(beams, growths, strict=True)
-            ]
+        slots = np.flatnonzero(self._ready & ~self._grown & (self._computed == self._start))
+        if len(slots) and not self._lengthen(slots):
+            for slot in slots.tolist():
+                if not self._lengthen(np.array([slot])):
+                    self.leave(self._groups[slot])
+
+    def _lengthen(self, slots: np.ndarray) -> bool:
+        """Blocks for all of their beams, or for none."""
+        kv, late, all_blocks = self._kv, [], []
+        for beam in self._beams[slots].ravel().tolist():
+            blocks = beam.blocks
+            all_blocks.append(blocks)
+            have = len(blocks.tables[0])
+            if have - blocks.num_registered >= _UNREGISTERED:
+                blocks.num_tokens = have * kv.block_size
+                late.append((blocks, beam.tokens))
+        kv.register_all(late)
+        new = kv.append_one(all_blocks)
+        if new is None:
+            return False
+        self._last[slots] = np.array(new).reshape(-1, self._width)
+        self._grown[slots] = True
+        return True
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def place(self) -> tuple[SearchesStep, News]:
         """All that are ready compute a token of each beam in the step that is planned."""
         slots = np.flatnonzero(self._ready)
-        rows, last, _, source, told = self._of_beam[:, slots]
-        computed, start, since, _, _ = self._of_search[:, slots]
-        step = SearchesStep(self, slots, self._entries[slots], self._beams[slots], rows, computed)
-        rewrites: list[TokenRewrite] = []
-        tell: list[Sequence] = []
-        search, beam = np.nonzero(told)
-        of_beam = (told[search, beam], rows[search, beam], step.beams[search, beam], self._recent[slots[search], beam])
-        columns = (*of_beam, computed[search], start[search], since[search])
-        for what, row, seq, recent, at, first, new in zip(*(column.tolist() for column in columns), strict=True):
-            known = recent[: at + 1 - first]
-            if what == _FOLLOWS:
-                rewrites.append(TokenRewrite(row, new, known[new - first :]))
-            elif what == _TOKEN:
-                rewrites.append(TokenRewrite(row, at, known[-1:]))
-            else:
-                seq.tokens[first:] = known
-                tell.append(seq)
+        rows, last, _, source, told = np.moveaxis(self._of_beam.take(slots, 0), 2, 0)
+        computed, start, since, _, _ = self._of_search.take(slots, 1)
+        step = SearchesStep(self, slots, self._entries.take(slots), self._beams.take(slots, 0), rows, computed)
+        recent = self._recent.take(slots, 0)
+        search, beam = (told == _TELL).nonzero()
+        beams: list[Sequence] = step.beams[search, beam].tolist()
+        columns = (recent[search, beam], computed.take(search), start.take(search))
+        for seq, tokens, at, first in zip(beams, *(column.tolist() for column in columns), strict=True):
+            seq.tokens[first:] = tokens[: at + 1 - first]
+        grown = self._grown.take(slots)
+        starts = (start[grown] // self._kv.block_size).repeat(self._width)
+        appends = RowWrites(rows[grown].ravel(), starts, np.ones_like(starts), last[grown].ravel())
         copied = source > 0
         copies = list(zip((source[copied] - 1).tolist(), last[copied].tolist(), strict=True))
         self._computed[slots] = computed + 1
-        self._ready[slots] = False
-        self._of_beam[3:, :, :][:, slots] = 0
-        appends = [append for grown in self._grown.values() for append in grown]
-        self._grown.clear()
-        return step, News(rewrites, appends, copies, tell)
+        self._ready[slots] = self._grown[slots] = False
+        self._of_beam[slots, :, 3:] = 0
+        return step, News(self._rewrites(step, start, since, told, recent), appends, copies, beams)
+
+    def _rewrites(
+        self, step: SearchesStep, start: np.ndarray, since: np.ndarray, told: np.ndarray, recent: np.ndarray
+    ) -> RowWrites:
+        """Of beams that the device is told tokens of their last blocks."""
+        search, beam = (told >= _TOKEN).nonzero()
+        computed, first = step.computed.take(search), start.take(search)
+        begin = np.where(told[search, beam] == _FOLLOWS, since.take(search), computed)
+        new = (self._place >= (begin - first)[:, None]) & (self._place <= (computed - first)[:, None])
+        return RowWrites(step.rows[search, beam], begin, computed + 1 - begin, recent[search, beam][new])
 
     def take(self, step: SearchesStep, result: StepResult) -> list[int]:
         """The candidates that the step has brought: every beam goes on. Returns the searches of the step (indices) that
         are left to the caller, because they have left, or do so now."""
         slots, rows, left = step.slots, step.rows, []
-        alive = self._entries[slots] == step.entries
+        alive = self._entries.take(slots) == step.entries
         if result.faults:
             alive &= ~np.isin(rows, result.faults).any(axis=1)
         if not alive.all():
@@ -236,63 +245,67 @@ class SearchTable:
             slots, rows = slots[alive], rows[alive]
             if not len(slots):
                 return left
-        sampled, tokens, logprobs = _candidates(result, rows.ravel(), self._width)
-        totals = (self._scores[slots].reshape(-1, 1) + logprobs).reshape(len(slots), -1)
-        best = np.argsort(-totals, axis=1, kind="stable")[:, : self._width]
-        each = self._each[: len(slots)]
-        parents = best // logprobs.shape[1]
-        chosen, scores = tokens.reshape(len(slots), -1)[each, best], totals[each, best]
-        special = self._length[slots] + 1 >= self._limit[slots]
-        stops = chosen[:, :, None] == self._stop[slots][:, None, :]
+        count, width = len(slots), self._width
+        sampled, tokens, logprobs = _candidates(result, rows.ravel(), width)
+        totals = (self._scores.take(slots, 0).reshape(-1, 1) + logprobs).reshape(count, -1)
+        best = (-totals).argsort(axis=1, kind="stable")[:, :width]
+        first, each = self._first_of[:count], logprobs.shape[1]
+        parents, places = best // each + first, best + first * each
+        chosen, scores = tokens.ravel().take(places), totals.ravel().take(places)
+        known = sampled.take(parents) == chosen
+        _, _, _, length, limit = self._of_search.take(slots, 1)
+        special = length + 1 >= limit
+        stops = chosen[:, :, None] == self._stop.take(slots, 0)[:, None, :]
         if stops.any():
             special |= stops.any(axis=(1, 2))
         if special.any():
             left += np.flatnonzero(alive)[special].tolist()
             plain = ~special
-            slots, parents, chosen, scores = slots[plain], parents[plain], chosen[plain], scores[plain]
-            sampled = sampled.reshape(-1, self._width)[plain]
+            slots, chosen, scores, known = slots[plain], chosen[plain], scores[plain], known[plain]
+            parents = (parents - first)[plain] + self._first_of[: len(slots)]
         if len(slots):
             self._scores[slots] = scores
-            known = sampled.reshape(parents.shape)[self._each[: len(slots)], parents] == chosen
-            self._follow(slots, parents, chosen, known)
+            self._follow(slots, parents.ravel(), chosen.ravel(), known.ravel())
         return left
 
     def _follow(self, slots: np.ndarray, parents: np.ndarray, chosen: np.ndarray, known: np.ndarray) -> None:
-        """`parents`, `chosen`: int64 [searches, width], of each beam that goes on; `known`: its parent's row has
+        """`parents`, `chosen`: int64 [searches * width], of each beam that goes on; `known`: its parent's row has
         sampled the same token. The first child of a beam stays on its row, others take the rows of beams without a
         child."""
-        each = self._each[: len(slots)]
-        later_child = ((parents[:, :, None] == parents[:, None, :]) & self._earlier).any(axis=2)
-        dropped = np.ones(parents.shape, dtype=bool)
-        dropped[each, parents] = False
-        search, child = np.nonzero(later_child)
-        spare = np.nonzero(dropped)[1]  # as many of each search, in the same order
-        carriers, parent = parents.copy(), parents[search, child]
-        carriers[search, child] = spare
-        before, beams = self._of_beam[:, slots], self._beams[slots]
-        after = before[:, each, carriers]
-        last, full = before[1], before[2]
-        source, told = after[3], after[4]
-        source[:], told[:] = 0, np.where(known, _NOTHING, _TOKEN)
-        source[search, child], told[search, child] = last[search, parent] + 1, _FOLLOWS
-        exchanges = full[search, spare] != full[search, parent]
-        computed, start = self._of_search[:2, slots]
+        width, each = self._width, self._each[: len(parents)]
+        first_child = np.full(len(parents), -1)
+        first_child[parents[::-1]] = each[::-1]  # of several, the last one assigned stays
+        child = (first_child.take(parents) != each).nonzero()[0]
+        spare = (first_child < 0).nonzero()[0]  # as many of each search, in the same order
+        parent, carriers = parents.take(child), parents.copy()
+        carriers[child] = spare
+        before, beams = self._of_beam.take(slots, 0).reshape(-1, 5), self._beams.take(slots, 0).ravel()
+        computed, start, _, _, _ = self._of_search.take(slots, 1)
+        last, full, after = before[:, 1], before[:, 2], before.take(carriers, 0)
+        exchanges = full.take(spare) != full.take(parent)
         turns = computed == start + self._kv.block_size
         if turns.any():
-            full[turns] = last[turns]
-            exchanges |= turns[search]
+            turning = turns.repeat(width)
+            full[turning] = last[turning]
+            exchanges |= turning.take(child)
             self._turn(slots[turns])
-            start = self._start[slots]
-        after[2] = full[each, parents]
-        exchanged = np.flatnonzero(exchanges)
-        one, new = search[exchanged], child[exchanged]
-        source[one, new], told[one, new] = 0, _TELL
-        pairs = (slots[one], beams[one, spare[exchanged]], beams[one, parent[exchanged]])
-        for slot, beam, former in zip(*(column.tolist() for column in pairs), strict=True):
-            self._exchange(slot, beam, former)
-        recent = self._recent[slots][each, parents]
-        recent[each, self._places, (computed - start)[:, None]] = chosen
-        self._recent[slots], self._beams[slots], self._of_beam[:, slots] = recent, beams[each, carriers], after
+            start = self._start.take(slots)
+        after[:, 2], after[:, 3], after[:, 4] = full.take(parents), 0, np.where(known, _NOTHING, _TOKEN)
+        after[child, 3], after[child, 4] = last.take(parent) + 1, _FOLLOWS
+        exchanged = exchanges.nonzero()[0]
+        one = child.take(exchanged)
+        after[one, 3], after[one, 4] = 0, _TELL
+        search = one // width
+        of_beam = (beams.take(spare.take(exchanged)), beams.take(parent.take(exchanged)))
+        columns = (*of_beam, computed.take(search), start.take(search))
+        for beam, former, at, first in zip(*(column.tolist() for column in columns), strict=True):
+            self._exchange(beam, former, at, first)
+        size = self._kv.block_size
+        recent = self._recent.take(slots, 0).reshape(-1, size).take(parents, 0)
+        recent[each, (computed - start).repeat(width)] = chosen
+        self._recent[slots] = recent.reshape(-1, width, size)
+        self._beams[slots] = beams.take(carriers).reshape(-1, width)
+        self._of_beam[slots] = after.reshape(-1, width, 5)
         self._length[slots] += 1
         self._ready[slots] = True
 
@@ -305,12 +318,11 @@ class SearchTable:
         self._start[slots] += self._kv.block_size
         self._since[slots] = self._start[slots]
 
-    def _exchange(self, slot: int, beam: Sequence, parent: Sequence) -> None:
+    def _exchange(self, beam: Sequence, parent: Sequence, computed: int, start: int) -> None:
         """The beam goes on with the parent's history, of which it does not hold all full blocks."""
-        start, size = int(self._start[slot]), self._kv.block_size
-        beam.blocks.num_tokens = parent.blocks.num_tokens = int(self._computed[slot])
-        beam.moved = self._kv.take_over(beam.blocks, parent.blocks)
-        common = beam.moved.start * size
+        beam.blocks.num_tokens = parent.blocks.num_tokens = computed
+        beam.moved = take_over(self._kv, beam.blocks, parent.blocks)
+        common = beam.moved.start * self._kv.block_size
         beam.tokens[common:] = parent.tokens[common:start]
         beam.rewrite_from = max(beam.prompt_len, common)
 

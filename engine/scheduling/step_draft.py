@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from engine.kv_cache.host_tier import Transfers
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
+from engine.row_writes import BlockAppends, RowWrites, TokenRewrites
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.steady_rows import SteadyRows, SteadyStep
 from engine.scheduling.steady_searches import SearchesStep, SearchTable
@@ -17,11 +18,13 @@ class StepDraft:
 
     __slots__ = (
         "_added",
+        "_appended",
         "_appends",
         "_copies",
         "_decodes",
         "_prefills",
         "_rewrites",
+        "_rewritten",
         "budget",
         "searches",
         "steady",
@@ -41,7 +44,9 @@ class StepDraft:
         self._prefills: Rows = []
         self._added: list[NewRow] = []
         self._rewrites: list[TokenRewrite] = []
+        self._rewritten: list[tuple[int, RowWrites]] = []
         self._appends: list[BlockAppend] = []
+        self._appended: list[tuple[int, RowWrites]] = []
         self._copies: list[tuple[int, int]] = []
 
     def give_back(self, seq: Sequence) -> None:
@@ -52,7 +57,8 @@ class StepDraft:
     def place_steady(self, rows: SteadyRows) -> None:
         """Final for all of them."""
         if rows:
-            self.steady, grown = rows.place()
+            self.steady, grown, appended = rows.place()
+            self._appended += appended
             for row, growth in grown:
                 self._append_blocks(row, growth)
 
@@ -62,10 +68,12 @@ class StepDraft:
             if table.num_ready:
                 step, news = table.place()
                 self.searches.append(step)
-                self._rewrites += news.rewrites
+                if news.rewrites:
+                    self._rewritten.append((0, news.rewrites))
+                if news.appends:
+                    self._appended.append((0, news.appends))
                 for seq in news.beams:
                     self._tell(seq, NO_GROWTH)
-                self._appends += news.appends
                 self._copies += news.copies
 
     def start_row(self, seq: Sequence) -> None:
@@ -141,8 +149,8 @@ class StepDraft:
             rows=rows.scheduled,
             released=released,
             added=self._added,
-            rewrites=self._rewrites,
-            block_appends=self._appends,
+            rewrites=TokenRewrites(self._rewrites, self._rewritten) if self._rewritten else self._rewrites,
+            block_appends=BlockAppends(self._appends, self._appended) if self._appended else self._appends,
             block_copies=self._copies,
             swap_out=transfers[0],
             swap_in=transfers[1],

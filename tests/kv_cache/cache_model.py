@@ -215,6 +215,7 @@ class CacheModel:
     def leave_device(self, seq: Seq) -> None:
         """It was swapped out, to blocks of the host that were chosen by the manager."""
         self.take_back(seq)
+        seq.growth = NO_GROWTH  # its copies were made on the way
         seq.registered = min(seq.registered, len(seq.tokens) // self.size)
         for number, table in enumerate(seq.tables):
             seq.tables[number] = []

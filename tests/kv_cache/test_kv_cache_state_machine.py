@@ -22,6 +22,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.kv_cache import Growth, KVCache
 from engine.kv_cache.prefix import is_on_host
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
+from engine.kv_cache.take_over import take_over
 
 MAX_QUERY_LEN = 7
 MAX_SEQS = 7
@@ -212,7 +213,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         seq = newest(seqs, pick)
         alike = seq.blocks.starts == source.blocks.starts
-        seq.growth = self.kv.take_over(seq.blocks, source.blocks)
+        seq.growth = take_over(self.kv, seq.blocks, source.blocks)
         copies = self.model.take_over(seq, source, alike)
         self.done["take over"] += 1
         self.done["last block kept"] += bool(copies)

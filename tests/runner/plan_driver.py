@@ -27,6 +27,7 @@ from engine.config import (
 from engine.layer_groups import first_kept
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.row_writes import BlockAppends, RowWrites
 from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import PendingResult
@@ -204,7 +205,8 @@ class PlanDriver:
         released, self.released = self.released, []
         by_row = {s.row: s for s in sequences if s.row is not None}
         rows = _in_columns(scheduled) if self.rng.random() < 0.5 else scheduled
-        plan = StepPlan(step_id=self.steps, rows=rows, released=released, added=added, block_appends=appends)
+        told = _appends_in_columns(appends) if self.rng.random() < 0.5 else appends
+        plan = StepPlan(step_id=self.steps, rows=rows, released=released, added=added, block_appends=told)
         return plan, by_row
 
     def _grow(self, s: Sequence, upto: int) -> list[BlockAppend]:
@@ -254,3 +256,14 @@ def _in_columns(rows: list[ScheduledRow]) -> ScheduledRows:
     assert list(columns) == rows and len(columns) == len(rows)
     assert columns.columns().T.tolist() == [[row.row, row.computed, row.query_len, row.samples] for row in rows]
     return columns
+
+
+def _appends_in_columns(appends: list[BlockAppend]) -> BlockAppends:
+    """The same, half of them in columns."""
+    columns = []
+    for group in {append.group for append in appends[::2]}:
+        some = [append for append in appends[::2] if append.group == group]
+        rows, starts = np.array([each.row for each in some]), np.array([each.start for each in some])
+        lengths = np.array([len(each.block_ids) for each in some])
+        columns.append((group, RowWrites(rows, starts, lengths, np.concatenate([each.block_ids for each in some]))))
+    return BlockAppends(appends[1::2], columns)

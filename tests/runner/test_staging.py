@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.row_writes import RowWrites
 from engine.runner.kernels.host import HostKernels
 from engine.runner.staging import BufferRing, StagedWrites
 from engine.runner.streams import Event, HostStreams, ImmediateEvent
@@ -146,23 +147,41 @@ writes = st.lists(
 
 
 @settings(deadline=None, max_examples=200)
-@given(steps=st.lists(writes, max_size=4), seed=st.integers(0, 1000), arrays=st.booleans())
+@given(steps=st.lists(writes, max_size=4), seed=st.integers(0, 1000), arrays=st.booleans(), columns=st.booleans())
 def test_staged_writes_equal_assignments_in_order(
-    steps: list[list[tuple[int, int, int, int]]], seed: int, arrays: bool
+    steps: list[list[tuple[int, int, int, int]]], seed: int, arrays: bool, columns: bool
 ) -> None:
+    """`columns`: those of a table in one go."""
     rng = np.random.default_rng(seed)
     tables = [torch.zeros(6, 12, dtype=dtype) for dtype in DTYPES]
     expected = [t.clone() for t in tables]
     staging = staged(tables, BufferRing(HostStreams(), words=1, depth=2))
     for step in steps:
+        by_table: dict[int, list[tuple[int, int, np.ndarray]]] = {}
         for table, row, start, length in step:
             values = rng.integers(-1000, 1000, length)
-            staging.write(table, row, start, values if arrays else values.tolist())
+            if columns and length:
+                by_table.setdefault(table, []).append((row, start, values))
+            else:
+                staging.write(table, row, start, values if arrays else values.tolist())
             expected[table][row, start : start + length] = torch.from_numpy(values).to(DTYPES[table])
+        for table, many in by_table.items():
+            # Rows of the second half are counted from there.
+            for first_row in (0, 3):
+                part = [write for write in many if write[0] // 3 * 3 == first_row]
+                staging.write_all(table, in_columns(part, first_row), first_row)
         staging.send()
         staging.apply()
-        for table, oracle in zip(tables, expected):
-            assert torch.equal(table, oracle)
+        for index, oracle in enumerate(expected):
+            assert torch.equal(tables[index], oracle)
+
+
+def in_columns(writes: list[tuple[int, int, np.ndarray]], first_row: int) -> RowWrites:
+    rows = np.array([row - first_row for row, _, _ in writes], dtype=np.int64)
+    starts = np.array([start for _, start, _ in writes], dtype=np.int64)
+    lengths = np.array([len(values) for _, _, values in writes], dtype=np.int64)
+    values = np.concatenate([np.zeros(0, dtype=np.int64), *(values for _, _, values in writes)])
+    return RowWrites(rows, starts, lengths, values)
 
 
 @pytest.mark.parametrize("row, start, length", [(6, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 10, 3)])
@@ -170,6 +189,11 @@ def test_a_write_outside_its_table_is_refused(row: int, start: int, length: int)
     staging = staged([torch.zeros(6, 12, dtype=torch.int32)])
     with pytest.raises(ValueError, match="outside table 0"):
         staging.write(0, row, start, [1] * length)
+    good = (2, 0, np.array([1]))
+    with pytest.raises(ValueError, match="outside table 0"):
+        staging.write_all(0, in_columns([good, (row, start, np.ones(length, dtype=np.int64))], 0))
+    with pytest.raises(ValueError, match="outside table 0"):
+        staging.write_all(0, in_columns([good, (row, start, np.ones(length, dtype=np.int64))], 0), 3)
 
 
 def test_a_value_too_large_for_its_table_is_refused_not_wrapped() -> None:
