@@ -138,6 +138,9 @@ class StagedWrites:
                 f"writes to rows {at.min()} to {at.max()}, columns {writes.starts.min()} to {ends.max()} are outside "
                 f"table {table} of {rows} rows and {columns} columns"
             )
+        dtype, low, high = self._tables[table].dtype, writes.values.min(), writes.values.max()
+        if not dtype.is_floating_point and not torch.iinfo(dtype).min <= low <= high <= torch.iinfo(dtype).max:
+            raise OverflowError(f"values from {low} to {high} do not fit into table {table} of {dtype}")
         run = ((at * columns + writes.starts).tolist(), writes.lengths.tolist(), writes.values)
         self._pending.setdefault(table, []).append(run)
 

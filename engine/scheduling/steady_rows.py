@@ -121,9 +121,7 @@ class SteadyRows:
         seq.steady = seq.waits = False
         self._entries[row] = 0
         seq.moved = self._grown.pop(row, NO_GROWTH)
-        if row in self._longer:
-            self._longer = self._longer[self._longer != row]
-            seq.moved = Growth(seq.blocks.num_blocks - 1, [table[-1:] for table in seq.blocks.tables], [])
+        self._longer = self._longer[self._longer != row]  # it is preempted: all will be told of it anew
         self._rows, self._count = None, self._count - 1
 
     def vacate(self, row: int) -> None:

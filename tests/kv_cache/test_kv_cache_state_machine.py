@@ -143,7 +143,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         new = -(-upto // self.size) - len(seq.tables[0])
         partly_filled = len(seq.tokens) % self.size != 0
         shared = [table for table in seq.tables if partly_filled and model.holders(table[-1]) > 1]
-        growth = self.grow(seq, upto)
+        growth, at_once = model.grow(seq, upto)
+        self.done["append of a block"] += at_once
         if new * self.groups + len(shared) > len(model.free):
             assert growth is None
             return False
@@ -164,22 +165,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             model.place()
         self.evicted_prefixes_are_kept_on_the_host()
         return True
-
-    def grow(self, seq: Seq, upto: int) -> Growth | None:
-        """`append`, or one of those that do the same where all blocks are full, one token comes, and nothing slides."""
-        kv, blocks, have = self.kv, seq.blocks, seq.blocks.num_blocks
-        others = 0 if kv.slides or not len(seq.tokens) == have * self.size == upto - 1 else 2 if self.groups == 1 else 1
-        way = (upto + len(self.model.free)) % (1 + others)
-        if way == 0:
-            return kv.append(blocks, upto)
-        taken = kv.append_one([blocks]) if way == 2 else kv.take(self.groups)
-        if taken is None:
-            return None
-        self.done["append of a block"] += 1
-        added = [[block] for block in taken]
-        if way == 1:
-            kv.extend(blocks, added, upto)
-        return Growth(have, added, [])
 
     def evicted_prefixes_are_kept_on_the_host(self) -> None:
         """As many of the last ones as there is room beside what is held."""

@@ -202,6 +202,8 @@ def test_a_value_too_large_for_its_table_is_refused_not_wrapped() -> None:
     with pytest.raises(OverflowError):
         staging.send()
         staging.apply()
+    with pytest.raises(OverflowError):
+        staging.write_all(0, in_columns([(0, 0, np.array([1, -(2**31) - 1]))], 0))
 
 
 def test_a_table_that_kernels_cannot_address_is_refused() -> None:

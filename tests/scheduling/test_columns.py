@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from replaying_executor import generate, search
+from replaying_executor import POISON, generate, search
 from scheduler_loop import Loop
 
 from engine.config import Preemption
@@ -76,4 +76,30 @@ def test_searches_in_columns_can_be_aborted() -> None:
     for index in (1, 3):
         found = search(PROMPTS[index], len(PROMPTS[index]) + MAX_TOKENS, set(), BeamParams(width=2))
         assert [loop.tokens[str(index)], loop.tokens[f"{index}.1"]] == [each.token_ids for each in found[:2]]
+    loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, None), (None, 9)])
+@pytest.mark.parametrize("turns", [12, 40])
+def test_a_fault_amid_columns_ends_one_sequence(depth: int, windows: tuple[int | None, ...], turns: int) -> None:
+    """Some of its blocks, and their tokens, are in columns."""
+    loop = Loop(depth=depth, windows=windows, num_blocks=300, block_size=2, fewest_steady=2, max_model_len=128)
+    for index, prompt in enumerate(PROMPTS[:4]):
+        loop.add(str(index), prompt, MAX_TOKENS)
+    for _ in range(turns):
+        loop.turn()
+    bad = loop.sequences["1"]
+    assert bad.steady
+    loop.executor.rows[bad.row].tokens[-1] = POISON
+    loop.run()
+    (end,) = loop.ends["1"]
+    assert (end.finish_reason, end.error_kind) == ("error", "fault")
+    alone = {index: generate(PROMPTS[index], len(PROMPTS[index]) + MAX_TOKENS, set())[0] for index in range(4)}
+    assert loop.tokens["1"] == alone[1][: len(loop.tokens["1"])] and len(loop.tokens["1"]) >= turns - 8
+    assert all(loop.tokens[str(index)] == alone[index] for index in (0, 2, 3))
+    loop.add("again", PROMPTS[1] + loop.tokens["1"], 2)
+    loop.add("other", PROMPTS[2] + alone[2], 2)
+    loop.run()
+    assert loop.cached("again") == 0 and loop.cached("other") >= len(PROMPTS[2] + alone[2]) - 3
     loop.assert_nothing_leaked()
