@@ -255,6 +255,31 @@ def test_a_peer_that_is_not_set_up_is_named_with_what_sets_it_up(tmp_path: Path)
         catalogue.peer_engine("vllm", None, 2, None)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("vllm", "bfloat16"), ("vllm-float32", "float32")])
+def test_vllm_is_told_its_dtype_in_process_and_as_a_server(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("vllm/bin/python", catalogue.PEERS[name].model):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    commands: list[list[str]] = []
+    environments: list[dict[str, str]] = []
+
+    def record(command: list[str], environment: dict[str, str], timeout_s: float) -> None:
+        commands.append(command)
+        environments.append(environment)
+
+    monkeypatch.setattr(catalogue, "Worker", record)
+    monkeypatch.setattr(catalogue, "Server", record)
+    peer = catalogue.peer_engine(name, tmp_path, 2, None)
+    peer.start("offline", 1.0)
+    peer.start("http", 1.0)
+    worker, server = commands
+    assert json.loads(worker[-1])["dtype"] == dtype
+    assert server[server.index("--dtype") + 1] == dtype
+    assert [env["VLLM_CPU_OMP_THREADS_BIND"] for env in environments] == ["0-1", "0-1"]
+
+
 @pytest.mark.parametrize(
     ("quantization", "model", "kind"),
     [

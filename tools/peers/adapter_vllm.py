@@ -17,7 +17,7 @@ class Vllm:
         from vllm.sampling_params import RequestOutputKind
 
         self._vllm, self._delta = vllm, RequestOutputKind.DELTA
-        options = {"dtype": "bfloat16", "max_model_len": 4096, "seed": 0, "max_num_seqs": 128}
+        options = {"dtype": settings["dtype"], "max_model_len": 4096, "seed": 0, "max_num_seqs": 128}
         self._llm = vllm.LLM(model=settings["model"], **options)
         self._engine = self._llm.llm_engine
         self._next_id = 0

@@ -52,6 +52,8 @@ class Peer:
     serves: bool = False
     floor: bool = False
     """not an engine but this machine's bound, run by our own Python"""
+    dtype: str = "bfloat16"
+    """vLLM's alone: what it computes in"""
 
 
 PEERS = {
@@ -59,6 +61,9 @@ PEERS = {
     "llamacpp-q4_1": Peer("llama", "llamacpp", "models/SmolLM2-135M-Instruct.Q4_1.gguf", "int4", ("W1",), 1.5),
     "openvino": Peer("openvino", "openvino", "models/smollm2-135m-ov-fp16", "bf16", ("W2", "W3", "W5"), 5.5),
     "vllm": Peer("vllm", "vllm", "models/smollm2-135m-bf16", "bf16", ("W2", "W4", "W6", "W7"), 7, serves=True),
+    "vllm-float32": Peer(
+        "vllm", "vllm", "models/smollm2-135m-bf16", "float32", ("W7",), 8, serves=True, dtype="float32"
+    ),
     "transformers": Peer("ref", "transformers", "models/smollm2-135m-bf16", "bf16", ("W1", "W2", "W4", "W5"), 3),
     "linear": Peer("", "linear", "", "bf16", ("W1",), 2, floor=True),
     "linear-int8": Peer("", "linear", "", "int8", ("W1",), 2, floor=True),
@@ -105,12 +110,12 @@ def peer_engine(name: str, folder: Path | None, threads: int, workloads: tuple[s
         raise ValueError(f"{name}: W6 goes over HTTP, and only vllm is run as a server here")
     if "W7" in taken and peer.adapter != "vllm":
         raise ValueError(f"{name}: W7 is a beam search, and only vllm's is run here")
-    settings = {"model": str(model), "threads": threads, "kv_gib": KV_GIB, "weights": peer.kind}
-    environment = _environment(name, folder, threads)
+    settings = {"model": str(model), "threads": threads, "kv_gib": KV_GIB, "weights": peer.kind, "dtype": peer.dtype}
+    environment = _environment(peer, folder, threads)
 
     def start(mode: Mode, timeout_s: float) -> Running:
         if mode == "http":
-            return Server(_vllm_server(str(python), str(model)), environment, timeout_s)
+            return Server(_vllm_server(str(python), str(model), peer.dtype), environment, timeout_s)
         return Worker(_worker(str(python), peer.adapter, settings), environment, timeout_s)
 
     return Engine(name, peer.kind, False, taken, int(peer.needs_gib * 2**30), False, start)
@@ -168,13 +173,13 @@ def _worker(python: str, adapter: str, settings: dict[str, Any]) -> list[str]:
     return [python, "-P", str(TOOLS / "peers" / "worker.py"), adapter, json.dumps(settings)]
 
 
-def _vllm_server(python: str, model: str) -> list[str]:
-    options = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "128"]
+def _vllm_server(python: str, model: str, dtype: str) -> list[str]:
+    options = ["--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "128"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
 
 
-def _environment(name: str, folder: Path, threads: int) -> dict[str, str]:
-    if name != "vllm":
+def _environment(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
+    if peer.adapter != "vllm":
         return {"OMP_NUM_THREADS": str(threads)}
     libraries = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), *folder.glob("vllm/lib/libiomp5.so")]
     return {
