@@ -18,7 +18,7 @@ import psutil
 import pytest
 import zmq
 from core_fakes import TOKEN, request, tiny_config
-from thread_cpu import cpu_s, thread_ids
+from thread_cpu import thread_ids, used_in_a_second
 
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta, TokenDeltas, each_delta
@@ -159,19 +159,18 @@ def test_an_idle_core_and_its_client_use_no_cpu():
         time.sleep(0.3)
         process = psutil.Process(client.pid)
         own = thread_ids() - others - {threading.get_native_id()}  # who measures is not measured
-        before, mine, switches = process.cpu_times(), cpu_s(own), process.num_ctx_switches()
-        time.sleep(1.0)
-        after = process.cpu_times()
-        assert after.user + after.system - before.user - before.system <= 0.01
-        assert process.num_ctx_switches().voluntary - switches.voluntary <= 3
-        assert cpu_s(own) - mine < 0.03
+        seconds = [used_in_a_second(process, own) for _ in range(3)]
+        # Whoever polls does so in each of them; a guest's clock or a page fault is felt in one.
+        assert min(core for core, _, _ in seconds) <= 0.01, seconds
+        assert min(switches for _, switches, _ in seconds) <= 3, seconds
+        assert min(client for _, _, client in seconds) < 0.03, seconds
         os.kill(client.pid, signal.SIGKILL)
         waiter.join(5)
         assert len(deaths) == 1
 
 
-def test_a_killed_core_is_noticed_at_once_and_named():
-    with core() as client:
+def test_a_killed_core_is_noticed_before_the_next_heartbeat_and_named():
+    with core(heartbeat_s=30) as client:
         killed_at: list[float] = []
 
         def kill() -> None:
@@ -183,7 +182,7 @@ def test_a_killed_core_is_noticed_at_once_and_named():
         killer.start()
         with pytest.raises(CoreDiedError) as caught:
             client.recv()
-        assert time.monotonic() - killed_at[0] < 0.2
+        assert time.monotonic() - killed_at[0] < 5
         killer.join()
         assert last_line(caught.value).startswith("killed by signal 9 (SIGKILL)")
         with pytest.raises(CoreDiedError, match="SIGKILL"):
@@ -192,7 +191,7 @@ def test_a_killed_core_is_noticed_at_once_and_named():
             client.recv()
 
 
-def test_an_event_loop_notices_a_killed_core_at_once():
+def test_an_event_loop_notices_a_killed_core_before_the_next_heartbeat():
     async def scenario(client: ProcessClient) -> float:
         killed_at: list[float] = []
 
@@ -205,8 +204,8 @@ def test_an_event_loop_notices_a_killed_core_at_once():
             await client.recv_async()
         return time.monotonic() - killed_at[0]
 
-    with core() as client:
-        assert asyncio.run(scenario(client)) < 0.2
+    with core(heartbeat_s=30) as client:
+        assert asyncio.run(scenario(client)) < 5
 
 
 def test_tokens_sent_before_a_death_arrive_before_the_error():
@@ -242,18 +241,18 @@ def test_a_core_that_leaves_without_a_word_is_reported_with_its_status_and_last_
     "executor, phase", [("Hanging", "waiting for the device"), ("HangingInPlan", "handing a step")]
 )
 def test_a_hung_core_is_ended_with_the_stacks_of_its_threads(executor, phase):
-    with core(executor, heartbeat_s=0.1, hang_timeout_s=0.8) as client:
+    with core(executor, heartbeat_s=0.1, hang_timeout_s=2) as client:
         client.send(request("a", max_tokens=50))
         began = time.monotonic()
         with pytest.raises(CoreDiedError) as caught:
             receive_for_ever(client)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert last_line(caught.value).startswith("hung: no turn of the loop for") and phase in last_line(caught.value)
         assert "core_fakes.py" in str(caught.value) and "Thread" in str(caught.value)
 
 
 def test_a_stopped_core_counts_as_hung():
-    with core(heartbeat_s=0.1, hang_timeout_s=0.8) as client:
+    with core(heartbeat_s=0.1, hang_timeout_s=2) as client:
         os.kill(client.pid, signal.SIGSTOP)
         client.send(request("a"))
         with pytest.raises(CoreDiedError, match="no heartbeat"):
@@ -261,16 +260,16 @@ def test_a_stopped_core_counts_as_hung():
 
 
 def test_long_steps_are_not_a_hang():
-    with core("Slow", heartbeat_s=0.1, hang_timeout_s=1.2) as client:
+    with core("Slow", heartbeat_s=0.1, hang_timeout_s=2) as client:
         client.send(request("a", max_tokens=4))  # 2.8 s of work in steps of 0.7 s
         assert finish(client, {"a"})["a"].finish_reason == "length"
 
 
 def test_idle_for_longer_than_the_limit_is_not_a_hang():
-    with core(heartbeat_s=0.1, hang_timeout_s=0.4) as client:
+    with core(heartbeat_s=0.1, hang_timeout_s=2) as client:
         client.send(request("a"))
         finish(client, {"a"})
-        timer = threading.Timer(1.2, client.send, [request("b")])
+        timer = threading.Timer(4.5, client.send, [request("b")])
         timer.start()
         assert finish(client, {"b"})
         timer.join()
