@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
@@ -39,7 +41,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     max_mixed_prefill_tokens: int | None = None
     """of a step in which other sequences decode, whose next token waits for the whole of it"""
-    max_waiting: int = 4096
+    max_waiting: int = MAX_WAITING
+    """sequences, all samples of a request counted"""
     block_size: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     """auto: the model's dtype; bf16: that of a bfloat16 model, by name; int8: half the memory, with a scale for each
@@ -63,7 +66,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] | None = None
     """logical CPUs that the compute threads are bound to (CPU); None: the operating system places them"""
     seed: int = 0
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
+    limits: Limits = Limits()
     cache_dir: str | None = None
     debug_sync: bool = False
     """fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)"""
@@ -138,3 +142,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     compile: CompileConfig
     device: DeviceConfig
     max_logprobs: int
+    limits: Limits = Limits()

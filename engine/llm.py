@@ -40,7 +40,9 @@ from engine.frontend.admission import (
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import ChatMessage, Tokenizer
 from engine.request import RequestOutput, SamplingParams
-from engine.resolve import parse_size, resolve_here
+from engine.limits import MAX_LOGPROBS, MAX_WAITING, limits_of
+from engine.resolve import resolve_here
+from engine.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_mixed_prefill_tokens: int | None = None,
-        max_waiting: int = 4096,
+        max_waiting: int = MAX_WAITING,
         block_size: int | None = None,
         kv_cache_dtype: KVCacheDType = "auto",
         kv_cache_memory: int | str | None = None,
@@ -82,7 +84,8 @@ class LLM:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         seed: int = 0,
-        max_logprobs: int = 20,
+        max_logprobs: int = MAX_LOGPROBS,
+        limits: Mapping[str, float] | None = None,
         cache_dir: str | None = None,
         debug_sync: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
@@ -93,6 +96,7 @@ class LLM:
         given = {name: value for name, value in locals().items() if name not in ("self", "in_process")}
         given["kv_cache_memory"] = None if kv_cache_memory is None else parse_size(kv_cache_memory)
         given["swap_space"] = parse_size(swap_space)
+        given["limits"] = limits_of(limits or {})
         given["cores"] = None if cores is None else tuple(cores)
         args = EngineArgs(**given)
         self._start(args, InProcessClient if in_process else ProcessClient)

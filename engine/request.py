@@ -6,12 +6,12 @@ context length) is checked by `engine.frontend.admission`.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
 
 from engine.errors import InvalidRequestError
+from engine.limits import RANGES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -57,36 +57,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _in_range("n", self.n, 1, 128)
-        if self.best_of is not None:
-            _in_range("best_of", self.best_of, self.n, 128)
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
-        _in_range("top_k", self.top_k, -1, 2**31 - 1)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        if not (0.0 < self.repetition_penalty <= 100.0):
-            raise InvalidRequestError(
-                f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", "repetition_penalty"
-            )
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name, None)
+            if isinstance(value, (int, float)):
+                allowed.check(name, value)
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(f"best_of ({self.best_of}) must be at least n ({self.n})", "best_of")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _in_range(name, value, 0, 2**31 - 1)
-        for token, bias in (self.logit_bias or {}).items():
-            if not -100.0 <= bias <= 100.0:
-                raise InvalidRequestError(f"logit_bias[{token}] must be in [-100, 100], got {bias}", "logit_bias")
+        for bias in (self.logit_bias or {}).values():
+            RANGES["logit_bias"].check("logit_bias", bias)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must name at least one token", "allowed_token_ids")
         if any(not s for s in self.stop_strings):
@@ -96,7 +78,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
-        _in_range("length_penalty", self.length_penalty, -100.0, 100.0)
         if not self.use_beam_search:
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) != _DEFAULTS[name]:
@@ -146,11 +127,6 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
 )
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if math.isnan(value) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
 
 
 class Logprob(msgspec.Struct, frozen=True):

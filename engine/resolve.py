@@ -30,7 +30,6 @@ Defaults that are choices
 from __future__ import annotations
 
 import os.path
-import re
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Literal
 
@@ -59,7 +58,6 @@ CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> EngineConfig:
@@ -103,6 +101,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             debug_sync=_debug_sync(args, kind),
         ),
         max_logprobs=args.max_logprobs,
+        limits=args.limits,
     )
 
 
@@ -113,17 +112,6 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     machine = probe_machine(args.device)
     description = describe(_absolute(args.model, machine))
     return description, resolve(args, description, machine)
-
-
-def parse_size(text: int | str) -> int:
-    """Bytes from 1073741824, "1073741824", "1GiB", "1.5 GB", "512M" ("Ki", "Mi" … count in 1024s, others in 1000s)."""
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"cannot read {text!r} as a size; write bytes, or for example 512MiB, 4GiB, 1.5GB")
-    number, letter, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " "))
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.limits import MAX_LOGPROBS, MAX_WAITING
+
 if TYPE_CHECKING:
     from engine.config import EngineArgs
 
 
 def size_bytes(text: str) -> int:
     """'4GiB', '512M', '1000000' → bytes."""
-    from engine.resolve import parse_size  # not at the top: --help is instant
+    from engine.sizes import parse_size  # not at the top: --help is instant
 
     try:
         return parse_size(text)
@@ -66,7 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-mixed-prefill-tokens", type=int, help="tokens of prompts in a step that makes others' next tokens, too"
     )
     group.add_argument(
-        "--max-waiting", type=int, default=4096, help="requests that may wait; more are answered with 503"
+        "--max-waiting", type=int, default=MAX_WAITING, help="sequences that may wait; more are answered with 503"
     )
     _add_memory_options(group)
     group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
@@ -87,7 +89,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--cores", type=core_list, metavar="LIST", help="CPUs that the compute threads are bound to, as 0,1 or 0-3"
     )
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-logprobs", type=int, default=20)
+    group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS)
+    group.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another bound on requests, as body_bytes=64MiB; may be repeated; docs/limits.md lists them",
+    )
     group.add_argument("--cache-dir", help="compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")
     group.add_argument(
         "--debug-sync", action="store_true", help="fail a decode step in which the host waits for the GPU"
@@ -127,9 +136,11 @@ def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:
 
     from engine.config import EngineArgs
     from engine.frontend.demo import demo_model_path
+    from engine.limits import parse_limits
 
     names = {field.name for field in msgspec.structs.fields(EngineArgs)}
     given = {name: value for name, value in vars(options).items() if name in names}
+    given["limits"] = parse_limits(options.limit)
     given["model"] = model if model is not None else demo_model_path()
     given["cache_dir"] = given.get("cache_dir") or default_cache_dir()
     return msgspec.convert(given, EngineArgs)

@@ -13,7 +13,8 @@ from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError
 from engine.machine import CudaDevice, Machine, probe_machine
 from engine.models.description import ModelDescription, describe
-from engine.resolve import kv_bytes_per_token, parse_size, resolve
+from engine.resolve import kv_bytes_per_token, resolve
+from engine.sizes import parse_size
 
 H100 = CudaDevice(name="H100", capability=(9, 0), memory_bytes=80 * 2**30)
 T4 = CudaDevice(name="T4", capability=(7, 5), memory_bytes=16 * 2**30)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.resolve import parse_size
+from engine.sizes import parse_size
 from peers import machine
 from peers.catalogue import START
 from peers.ratios import FIGURES, MEMORY, Cell, absolute_targets, cells, ratios, verdict

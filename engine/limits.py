@@ -1,0 +1,175 @@
+"""Every bound on what a client may send or hold, in one place: its default, its flag and the words it is refused with.
+
+`RANGES` are the values that a parameter may take; they are the same everywhere. `Limits` are sizes, counts and times,
+which whoever serves may set: ``--limit NAME=VALUE`` at every door, ``limits`` in `EngineArgs`. `docs/limits.md` is
+written from both (`tools/write_limits.py`), and a test keeps it equal.
+
+What follows from the model and the machine instead (context length, vocabulary, rows, KV blocks) is refused by
+`engine.frontend.admission` and `engine.scheduling.limits`, and what was set once by `engine.resolve`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
+
+import msgspec
+
+from engine.errors import ConfigError, InvalidRequestError
+from engine.sizes import parse_size
+
+MAX_WAITING = 4096
+"""sequences that may wait in the core; its flag is --max-waiting"""
+MAX_LOGPROBS = 20
+"""alternatives of a token; its flag is --max-logprobs"""
+
+
+class Range(NamedTuple):
+    """Closed at both ends, or open at the lower one."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
+
+    def check(self, name: str, value: float) -> None:
+        """Raises `InvalidRequestError`."""
+        fits = self.low < value if self.open_low else self.low <= value
+        if math.isnan(value) or not fits or value > self.high:
+            raise InvalidRequestError(f"{name} must be in {self}, got {value}", name)
+
+
+RANGES = {
+    "n": Range(1, 128),
+    "best_of": Range(1, 128),
+    "temperature": Range(0.0, 100.0),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.01, 100.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "length_penalty": Range(-100.0, 100.0),
+    "logit_bias": Range(-100.0, 100.0),
+    "seed": Range(-(2**63), 2**63 - 1),
+    "priority": Range(-(2**63), 2**63 - 1),
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "logprobs": Range(0, 2**31 - 1),
+    "prompt_logprobs": Range(0, 2**31 - 1),
+}
+
+
+def _limit(what: str, low: float = 1, status: int = 400) -> msgspec.Meta:
+    """`status`: of the HTTP answer to what exceeds it."""
+    return msgspec.Meta(ge=low, description=what, extra={"status": status})
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Names end in their unit where it is not a count. `check` refuses what exceeds one."""
+
+    # A connection and its request, before the engine sees anything.
+    connections: Annotated[int, _limit("open connections; the longest silent one gives way to a new one", 1, 503)] = (
+        16384
+    )
+    header_bytes: Annotated[int, _limit("bytes of a request line and its headers", 256, 431)] = 64 * 1024
+    headers: Annotated[int, _limit("headers of a request", 8, 431)] = 128
+    header_timeout_s: Annotated[float, _limit("seconds until a request's headers are complete", 0.1, 408)] = 20.0
+    body_bytes: Annotated[int, _limit("bytes of a request's body", 1, 413)] = 32 * 1024 * 1024
+    body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
+    json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
+    keep_alive_s: Annotated[float, _limit("seconds that a connection is kept open between requests", 0.1, 408)] = 60.0
+
+    # What one request may hold.
+    prompts: Annotated[int, _limit("prompts in one body")] = 1024
+    messages: Annotated[int, _limit("messages of a conversation")] = 4096
+    tools: Annotated[int, _limit("tools of a conversation")] = 512
+    stop_strings: Annotated[int, _limit("stop strings of a request")] = 64
+    stop_string_chars: Annotated[int, _limit("characters of a stop string")] = 1024
+    stop_strings_chars: Annotated[int, _limit("characters of all stop strings of a request")] = 8192
+    stop_token_ids: Annotated[int, _limit("stop token ids of a request")] = 256
+    bad_words: Annotated[int, _limit("bad words of a request")] = 1024
+    bad_word_chars: Annotated[int, _limit("characters of a bad word")] = 256
+    bad_words_chars: Annotated[int, _limit("characters of all bad words of a request")] = 16384
+    logit_bias: Annotated[int, _limit("entries of a request's logit_bias")] = 4096
+    cache_salt_chars: Annotated[int, _limit("characters of a cache salt")] = 1024
+    name_chars: Annotated[int, _limit("characters of a request id, and of a pinned prefix's name")] = 256
+    pinned_prefixes: Annotated[int, _limit("prefixes that are pinned at a time")] = 1024
+    beam_candidates: Annotated[int, _limit("candidates that each beam of a search brings, which stop tokens raise")] = (
+        2048
+    )
+    template_chars: Annotated[int, _limit("characters of a chat template that a caller gives")] = 262144
+    template_output_factor: Annotated[
+        int, _limit("a rendered conversation may have so many times the characters that the context could hold")
+    ] = 2
+
+    # What all requests together may hold, and how long they may take.
+    template_s: Annotated[float, _limit("seconds for rendering a chat template", 0.05)] = 2.0
+    tokenize_s: Annotated[float, _limit("seconds for tokenizing a text", 0.05)] = 30.0
+    waiting_s: Annotated[float, _limit("seconds that a request sent to a server waits for its turn", 0.1, 503)] = 600.0
+    frames: Annotated[int, _limit("messages under way between front end and core, each way", 16, 503)] = 65536
+
+    def check(self, name: str, value: float, field: str | None = None) -> None:
+        """Raises `InvalidRequestError` for `field` where `value` exceeds the limit `name`."""
+        if value > getattr(self, name):
+            self.refuse(name, value, field)
+
+    def refuse(self, name: str, value: float | None = None, field: str | None = None) -> NoReturn:
+        """Raises the `InvalidRequestError` of that limit; `value`: what was sent, where it is known."""
+        raise InvalidRequestError(self.message(name, value, field), field)
+
+    def message(self, name: str, value: float | None = None, field: str | None = None) -> str:
+        """What a client is told."""
+        limit = plain(getattr(self, name))
+        got = "" if value is None else f", got {plain(value)}"
+        where = f"{field}: " if field else ""
+        return f"{where}at most {limit} {about(name).what}{got} (--limit {name}={limit})"
+
+
+class About(NamedTuple):
+    """Of one field of `Limits`."""
+
+    what: str
+    status: int
+
+
+def about(name: str) -> About:
+    """`name`: of a field of `Limits`."""
+    meta = next(m for m in get_args(_HINTS[name]) if isinstance(m, msgspec.Meta))
+    return About(str(meta.description), int((meta.extra or {})["status"]))
+
+
+def parse_limits(settings: Iterable[str]) -> Limits:
+    """From "name=value" each (values of bytes as "64MiB", too). Raises `ConfigError` naming the setting."""
+    given: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name not in _HINTS:
+            raise ConfigError(f"--limit {setting}: write NAME=VALUE with a name of {', '.join(_HINTS)}")
+        try:
+            given[name] = parse_size(text) if name.endswith("bytes") else float(text)
+        except ValueError as error:
+            raise ConfigError(f"--limit {setting}: {error}") from None
+    return limits_of(given)
+
+
+def limits_of(values: Mapping[str, float]) -> Limits:
+    """Raises `ConfigError` for a name or a value that no limit has."""
+    unknown = set(values) - set(_HINTS)
+    if unknown:
+        raise ConfigError(f"there is no limit {sorted(unknown)[0]!r}; limits are {', '.join(_HINTS)}")
+    try:
+        return msgspec.convert(dict(values), Limits)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"limits: {error}") from None
+
+
+def plain(value: float) -> str:
+    """33554432 and 2.5, never 3.4e+07."""
+    return str(int(value)) if value == int(value) else str(value)
+
+
+_HINTS: dict[str, Any] = get_type_hints(Limits, include_extras=True)
