@@ -64,6 +64,7 @@ class Workloads:
 
     def problem(self, case: str) -> str | None:
         if self._found is None:
+            self._found = {}  # if the run is cut off, it is not tried again for every case
             self._found = self._run()
         return self._found.get(case, "the process ended before this case")
 
