@@ -39,8 +39,8 @@ from engine.frontend.admission import (
 )
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import ChatMessage, Tokenizer
-from engine.request import RequestOutput, SamplingParams
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, limits_of
+from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
 from engine.sizes import parse_size
 
