@@ -83,7 +83,7 @@ class ModelRunner:
         self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
         self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
         self._attention = PagedAttention(
-            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype), self._groups
+            parts.backend, attention_layers(parts.spec, parts.sinks), getattr(torch, config.cache.dtype), self._groups
         )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
