@@ -139,7 +139,10 @@ class Mailbox:
             phase = loop.phase
             if phase == "idle" and not all_taken:
                 phase = "plan"
-            beat = Heartbeat(turns=loop.turns, phase=phase, received=self._received)
+            times = loop.step_times
+            beat = Heartbeat(
+                turns=loop.turns, phase=phase, received=self._received, steps=times.count, step_s=times.slowest()
+            )
         self.publish(beat)
         if beat.phase == "idle":
             faulthandler.cancel_dump_traceback_later()
