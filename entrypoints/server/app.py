@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import AsyncEngine
-from engine.errors import CoreDiedError, InvalidRequestError
+from engine.errors import CoreDiedError
 from entrypoints.server import errors, prefixes
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
@@ -122,11 +122,7 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         context.check_model(body.model)
-        limit = engine.config.model.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < limit:
-                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {limit})", "tokens")
-        return {"prompt": engine.detokenize(body.tokens)}
+        return {"prompt": await engine.detokenize(body.tokens)}
 
 
 def _operation_routes(app: FastAPI, context: ServerContext) -> None:
