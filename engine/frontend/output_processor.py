@@ -143,9 +143,7 @@ class OutputProcessor:
     def take_failed(self, request_id: str, error: EngineError) -> RequestOutput:
         """What there is of a request that failed, with finish_reason "error"; nothing of it is rendered anew."""
         request = self._requests[request_id]
-        for sample in request.samples:
-            sample.fail(str(error))
-        return self._output(request, [o for sample in request.samples if (o := sample.output(delta=False))], None)
+        return self._output(request, [sample.failed(str(error)) for sample in request.samples], None)
 
     def finished(self, request_id: str) -> bool:
         return self._requests[request_id].ended

@@ -78,6 +78,17 @@ class Sample:
         self._detokenizer = self._matcher = None
         del self._raw_logprobs[len(self._logprobs) :]
 
+    def failed(self, error: str) -> CompletionOutput:
+        """What there is of it after that, or after its output could not be rendered."""
+        self.fail(error)
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=error,
+        )
+
     @property
     def score(self) -> float:
         """Sum of the log-probabilities of its tokens, where they were asked for."""
