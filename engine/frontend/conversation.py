@@ -71,11 +71,7 @@ def question(
         raise InvalidRequestError("messages must hold at least one message", "messages")
     for field in ("messages", "tools"):
         limits.check(field, len(given[field] or ()), field)
-    for name in given["chat_template_kwargs"]:
-        if name in RESERVED:
-            raise InvalidRequestError(
-                f"chat_template_kwargs cannot hold {name!r}, which has a parameter of its own", "chat_template_kwargs"
-            )
+    _check_kwargs(given["chat_template_kwargs"])
     rest = {
         "template": template,
         "blamed": blamed,
@@ -105,6 +101,15 @@ def _listed(value: object, field: str) -> Sequence[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidRequestError(f"{field} must be a list of objects, got {type(value).__name__}", field)
     return value
+
+
+def _check_kwargs(kwargs: object) -> None:
+    field = "chat_template_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"{field} must be an object, got {type(kwargs).__name__}", field)
+    for name in RESERVED:
+        if name in kwargs:
+            raise InvalidRequestError(f"{field} cannot hold {name!r}, which has a parameter of its own", field)
 
 
 def _encode(value: object) -> bytes:
