@@ -114,6 +114,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_mixed_prefill_tokens: int | None = None
     """of the budget, for prompts beside sequences that decode; None: all of it"""
     preemption: Preemption = "auto"
+    vocab_size: int = 2**31 - 1
+    """a token id is below it"""
 
 
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,8 @@ class Range(NamedTuple):
 
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequestError`."""
+        if not isinstance(value, (int, float)):
+            raise InvalidRequestError(f"{name} must be a number, got {type(value).__name__}", name)
         fits = self.low < value if self.open_low else self.low <= value
         if math.isnan(value) or not fits or value > self.high:
             raise InvalidRequestError(f"{name} must be in {self}, got {value}", name)

@@ -85,7 +85,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             quantization=_quantization(args, dtype, kind, model.source),
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -302,7 +302,7 @@ def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) ->
     return tokens or max(_cpu_step_tokens(spec, dtype) if kind == "cpu" else 8192, seqs or 0)
 
 
-def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int) -> SchedulerConfig:
+def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int) -> SchedulerConfig:
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:
         raise ConfigError(f"max_mixed_prefill_tokens ({mixed}) exceeds max_num_batched_tokens ({tokens})")
@@ -316,6 +316,7 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int) ->
         max_waiting=args.max_waiting,
         policy=args.scheduling_policy,
         preemption=args.preemption,
+        vocab_size=vocab_size,
         async_scheduling=args.async_scheduling if args.async_scheduling is not None else kind == "cuda",
     )
 

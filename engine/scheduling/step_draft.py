@@ -78,10 +78,10 @@ class StepDraft:
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
-        self._added.append(
-            NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
-        )
-        self._append_blocks(seq.row, Growth(0, [table.copy() for table in seq.blocks.tables], []))
+        new = NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
+        table = Growth(0, [table.copy() for table in seq.blocks.tables], [])
+        self._added.append(new)
+        self._append_blocks(seq.row, table)
         seq.rewrite_from, seq.moved, seq.new_row = None, NO_GROWTH, False
 
     def _tell(self, seq: Sequence, growth: Growth) -> None:

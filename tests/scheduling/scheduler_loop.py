@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, Preemption, SchedulerConfig
@@ -88,8 +87,7 @@ class Loop:
             priority=priority,
             cache_salt=salt,
             followers=[
-                Follower(request_id=name, params=replace(params, prompt_logprobs=None, seed=0 if alike else index))
-                for index, name in enumerate(followers, 1)
+                Follower(request_id=name, seed=0 if alike else index) for index, name in enumerate(followers, 1)
             ],
             beams=beams,
         )
