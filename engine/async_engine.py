@@ -49,6 +49,7 @@ class AsyncEngine:
         self._args = args
         self._client_factory = client_factory or (InProcessClient if in_process else ProcessClient)
         self._start_task: asyncio.Task[Serving] | None = None
+        self._client: CoreClient | None = None
         self._engine: Serving | None = None
         self._closed = False
 
@@ -137,6 +138,21 @@ class AsyncEngine:
             raise CoreDiedError("this engine was shut down")
         if self._engine is not None and self._engine.death is not None:
             raise self._engine.death
+
+    def stalled(self) -> str | None:
+        """Why the core, which has work, seems to make no progress, long before it counts as dead; or None."""
+        return self._require().client.stalled()
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that were handed to the core and have not ended."""
+        return len(self._engine.streams) if self._engine is not None else 0
+
+    def abandon(self) -> None:
+        """Kill the core where it stands, also while it starts; from any thread and from a signal handler. `shutdown`
+        is quick then."""
+        if self._client is not None:
+            self._client.abandon()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Also of a text that is longer than a prompt may be. Raises `InvalidRequestError`."""
@@ -266,7 +282,7 @@ class AsyncEngine:
 
     async def _start(self) -> Serving:
         model, config = await asyncio.to_thread(resolve_here, self._args)
-        client = self._client_factory(config)
+        client = self._client = self._client_factory(config)
         ready, tokenizer = await asyncio.gather(
             asyncio.to_thread(client.start),
             asyncio.to_thread(

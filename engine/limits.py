@@ -81,8 +81,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     headers: Annotated[int, _limit("headers of a request", 8, 431)] = 128
     header_timeout_s: Annotated[float, _limit("seconds until a request's headers are complete", 0.1, 408)] = 20.0
     body_bytes: Annotated[int, _limit("bytes of a request's body", 1, 413)] = 32 * 1024 * 1024
+    bodies_bytes: Annotated[int, _limit("bytes of all bodies under way; the longest one gives way", 1, 503)] = (
+        96 * 1024 * 1024
+    )
     body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
     json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
+    json_values: Annotated[int, _limit("values in a request's JSON, as its commas and brackets tell")] = 1 << 20
     keep_alive_s: Annotated[float, _limit("seconds that a connection is kept open between requests", 0.1, 408)] = 60.0
 
     # What one request may hold.

@@ -2,7 +2,7 @@
 
 The loop knows neither sockets nor processes: messages come from `inbox`, outputs leave as `StepOutputs`. It runs in the
 core process (`engine.core.process`) or, for debugging and offline use, in the caller's
-(`engine.core.client.InProcessClient`).
+(`engine.core.in_process_client`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.core.step_times import StepTimes
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
@@ -101,7 +102,7 @@ class StepScheduler(Protocol):
 class CoreLoop:
     """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
 
-    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken` and `phase` (any thread may read).
+    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may read).
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class CoreLoop:
         self.turns = 0
         self.taken = 0
         self.phase: Phase = "start"
+        self.step_times = StepTimes()
         self.stopped = False
         self._scheduler = scheduler
         self._executor = executor
@@ -198,7 +200,9 @@ class CoreLoop:
         self._finished -= 1
         self.phase = "complete"
         self._observer.mark(step_profile.COMPLETE)
-        return self._scheduler.complete(result, self._collected - began)
+        seconds = self._collected - began
+        self.step_times.add(seconds)
+        return self._scheduler.complete(result, seconds)
 
     def _drain(self, wait: bool) -> list[Delta]:
         deltas: list[Delta] = []

@@ -164,7 +164,10 @@ class Mailbox:
             phase = loop.phase
             if phase == "idle" and not all_taken:
                 phase = "plan"
-            beat = Heartbeat(turns=loop.turns, phase=phase, received=self._received)
+            times = loop.step_times
+            beat = Heartbeat(
+                turns=loop.turns, phase=phase, received=self._received, steps=times.count, step_s=times.slowest()
+            )
         self._try_to_send(self._encoder.encode(beat))  # a front end that takes nothing needs no news of us
         if beat.phase == "idle":
             faulthandler.cancel_dump_traceback_later()

@@ -197,6 +197,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     phase: Phase
     received: int
     """messages received from the front end: "idle" is believed only when none is under way"""
+    steps: int = 0
+    """steps collected since the start"""
+    step_s: float = 0.0
+    """what all but one in a hundred of the latest steps took at most"""
 
 
 FromCore = StepOutputs | CoreReady | CoreFailed | Heartbeat

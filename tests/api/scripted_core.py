@@ -67,6 +67,12 @@ class EchoCore:
                 return self._step()
             await self._sent.wait()
 
+    def stalled(self) -> str | None:
+        return None
+
+    def abandon(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

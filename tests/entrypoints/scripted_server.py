@@ -99,6 +99,8 @@ class Script:
     """the core dies instead of giving this token"""
     refuse: tuple[str, str] | None = None
     """(error_kind, message) instead of an answer"""
+    stalled: str | None = None
+    """why it seems to hang"""
     cached_tokens: int = 0
     late_prompt_scores: bool = False
     """the first sample, which carries the prompt's scores, comes last"""
@@ -154,6 +156,12 @@ class ScriptedCore:
         if outputs is None:
             raise CoreDiedError("the core was killed by the script")
         return outputs
+
+    def stalled(self) -> str | None:
+        return self.script.stalled
+
+    def abandon(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True
