@@ -114,6 +114,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         int, _limit("a rendered conversation may have so many times the characters that the context could hold")
     ] = 2
 
+    template_bytes: Annotated[int, _limit("bytes of memory for rendering a chat template", 64 * 1024 * 1024)] = (
+        512 * 1024 * 1024
+    )
+    tokenize_bytes: Annotated[int, _limit("bytes of memory for tokenizing a long text", 256 * 1024 * 1024)] = (
+        4 * 1024 * 1024 * 1024
+    )
+    contexts_translated: Annotated[
+        int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")
+    ] = 4
+
     # What all requests together may hold, and how long they may take.
     template_s: Annotated[float, _limit("seconds for rendering a chat template", 0.05)] = 2.0
     tokenize_s: Annotated[float, _limit("seconds for tokenizing a text", 0.05)] = 30.0

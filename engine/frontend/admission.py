@@ -17,6 +17,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.wire import AddRequest, BeamParams, Follower, candidates_of
 from engine.errors import InvalidRequestError
+from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import RANGES, Limits
 from engine.request import SamplingParams
@@ -183,11 +184,7 @@ class Admission:
         self._check_vocabulary(token_ids, "prompt")
         limit = self._max_model_len - 1
         if len(token_ids) > limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {limit} fit, leaving room for one to generate "
-                f"(max_model_len is {self._max_model_len})",
-                "prompt",
-            )
+            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises `InvalidRequestError` for what this model or these limits do not allow."""
@@ -270,35 +267,6 @@ def spellings(params: SamplingParams) -> list[str]:
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """of the request that computes a prefix to pin"""
-
-
-class PinnedPrefixes:
-    """The names that the front end has pinned, and how many tokens each holds."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-
-    def check_new(self, name: str) -> None:
-        """Raises `InvalidRequestError` for a name that is empty or in use."""
-        if not isinstance(name, str) or not name:
-            raise InvalidRequestError("the name of a pinned prefix must be a string that is not empty", "name")
-        if name in self._tokens:
-            raise InvalidRequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
-
-    def add(self, name: str, num_tokens: int) -> int:
-        """Returns `num_tokens`."""
-        self._tokens[name] = num_tokens
-        return num_tokens
-
-    def remove(self, name: str) -> None:
-        """Raises `InvalidRequestError` for a name that is not pinned."""
-        if name not in self._tokens:
-            known = ", ".join(self._tokens) or "none"
-            raise InvalidRequestError(f"no prefix named {name!r} is pinned; pinned: {known}", "name")
-        del self._tokens[name]
-
-    def list(self) -> dict[str, int]:
-        return dict(self._tokens)
 
 
 def _beams(params: SamplingParams) -> BeamParams | None:
