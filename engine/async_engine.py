@@ -19,7 +19,14 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
 from engine.errors import CoreDiedError, EngineError, InvalidRequestError
-from engine.frontend.admission import PIN_PARAMS, AdmittedRequest, Prompt, default_sampling_params, parse_prompt
+from engine.frontend.admission import (
+    PIN_PARAMS,
+    AdmittedRequest,
+    Prompt,
+    default_sampling_params,
+    parse_prompt,
+    spellings,
+)
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -330,6 +337,16 @@ class AsyncEngine:
             engine.tokenizer.check_length(text)
             token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
         with fails_alone("admitting the request"):
+            engine.admission.check_params(checked)
+            words = spellings(checked)
             return engine.admission.admit(
-                name, parsed.text, token_ids, checked, priority=priority, cache_salt=salt, pin=pin
+                name,
+                parsed.text,
+                token_ids,
+                checked,
+                priority=priority,
+                cache_salt=salt,
+                pin=pin,
+                wait_s=engine.config.limits.waiting_s,
+                bad_words=await engine.tokenizer.encode_words_async(words) if words else [],
             )

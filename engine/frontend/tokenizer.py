@@ -144,6 +144,13 @@ class Tokenizer:
             raise self._too_many(len(ids), max_ids, field)
         return ids
 
+    async def encode_words_async(self, texts: Sequence[str]) -> list[list[int]]:
+        """Many short texts, no special tokens added, without holding up the event loop."""
+        with fails_alone("tokenizing"):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool, lambda: self.encode_batch(texts, add_special_tokens=False)
+            )
+
     async def _encode_elsewhere(self, question: EncodeQuestion, field: str) -> list[int]:
         try:
             seconds = self._limits.tokenize_s
