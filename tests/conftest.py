@@ -4,6 +4,7 @@ code for tests, which all workers and all runs share."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from attention_backends.toolchain import default_cache_dir, find_compiler
+
+# Before torch is loaded. Workers share the CPUs: small tensors need no second thread, and one that waits must not spin.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 TOO_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("fast", max_examples=50, deadline=None, suppress_health_check=TOO_SLOW)
