@@ -19,7 +19,14 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
 from engine.errors import CoreDiedError, EngineError, InvalidRequestError
-from engine.frontend.admission import PIN_PARAMS, AdmittedRequest, Prompt, default_sampling_params, parse_prompt
+from engine.frontend.admission import (
+    PIN_PARAMS,
+    AdmittedRequest,
+    Prompt,
+    default_sampling_params,
+    parse_prompt,
+    spellings,
+)
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -320,6 +327,7 @@ class AsyncEngine:
         )
         given = params if params is not None else default_sampling_params(engine.model.generation_defaults)
         checked = check_params(given)
+        engine.admission.check_params(checked)
         parsed = parse_prompt(prompt)
         salt = cache_salt if cache_salt is not None else parsed.cache_salt
         if salt is not None:
@@ -330,6 +338,15 @@ class AsyncEngine:
             engine.tokenizer.check_length(text)
             token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
         with fails_alone("admitting the request"):
+            bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
             return engine.admission.admit(
-                name, parsed.text, token_ids, checked, priority=priority, cache_salt=salt, pin=pin
+                name,
+                parsed.text,
+                token_ids,
+                checked,
+                priority=priority,
+                cache_salt=salt,
+                pin=pin,
+                wait_s=engine.config.limits.waiting_s,
+                bad_words=bad_words,
             )
