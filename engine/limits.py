@@ -10,7 +10,6 @@ What follows from the model and the machine instead (context length, vocabulary,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
@@ -35,12 +34,15 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
 
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequestError`."""
         if not isinstance(value, (int, float)):
             raise InvalidRequestError(f"{name} must be a number, got {type(value).__name__}", name)
-        fits = self.low < value if self.open_low else self.low <= value
-        if math.isnan(value) or not fits or value > self.high:
+        if not self.holds(value):
             raise InvalidRequestError(f"{name} must be in {self}, got {value}", name)
 
 

@@ -45,7 +45,6 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, limits_of
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
-from engine.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +86,7 @@ class LLM:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         seed: int = 0,
+        override_generation_config: Mapping[str, object] | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         limits: Mapping[str, float] | None = None,
         cache_dir: str | None = None,
@@ -97,8 +97,7 @@ class LLM:
     ) -> None:
         """`model`: a Hugging Face directory or a GGUF file. Sizes are bytes, or "4GiB". See `EngineArgs`."""
         given = {name: value for name, value in locals().items() if name not in ("self", "in_process")}
-        given["kv_cache_memory"] = None if kv_cache_memory is None else parse_size(kv_cache_memory)
-        given["swap_space"] = parse_size(swap_space)
+        given["override_generation_config"] = dict(override_generation_config or {})
         given["limits"] = limits_of(limits or {})
         given["cores"] = None if cores is None else tuple(cores)
         args = EngineArgs(**given)

@@ -241,3 +241,5 @@ class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
     """captured later, between steps"""
     swap_block_s: float = 0.0
     """a block to the host tier and back, measured; 0: there is no tier"""
+    compile_failed: bool = False
+    """pieces were wanted and failed on this device: the model itself runs"""

@@ -82,7 +82,7 @@ class ModelRunner:
         self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
         self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
         self._attention = PagedAttention(
-            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype), self._groups
+            parts.backend, attention_layers(parts.spec, parts.sinks), getattr(torch, config.cache.dtype), self._groups
         )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
@@ -157,22 +157,23 @@ class ModelRunner:
         the graphs that make serving good (`StepGraphs.capture_first`); `idle_work` captures the others.
 
         Without graphs, which are made of compiled pieces, steps can start eagerly: compiling is left to `compile_job`.
+        Pieces that fail to compile, to run or to be captured cost speed, not the start: the model itself runs then.
         """
         started = time.perf_counter()
-        compiled = CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
         if self._config.compile.mode == "pieces":
             self._check_compilable()
-        if self._config.compile.mode == "pieces" and not self._compiles_behind:
-            compiled = self._compiled = self._compile()
-        self._run = compiled.run
         with torch.inference_mode():
             self._sampler.warm_up()
-        self._run_warm_up_plans()
-        if self._dispatcher.mode != "none":
-            self._graphs = self._make_graphs(compiled)
-            self._graphs.capture_first(FIRST_CAPTURES_S)
-            self._step_done.record()
-            self._run_warm_up_plans()
+        wanted = self._config.compile.mode == "pieces" and not self._compiles_behind
+        if wanted:
+            try:
+                self._compiled = self._compile()
+                self._start_with(self._compiled)
+            except Exception as error:
+                self._leave_pieces(error)
+        compiled = self._compiled or CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
+        if self._compiled is None:
+            self._start_with(compiled)
         self._start_counting()
         return WarmUpReport(
             distinct_pieces=compiled.report.distinct_pieces,
@@ -183,7 +184,23 @@ class ModelRunner:
             graphs_captured=self._graphs.num_captured if self._graphs else 0,
             graphs_pending=self._graphs.num_pending if self._graphs else 0,
             swap_block_s=self._attention.time_swap(self._device),
+            compile_failed=wanted and self._compiled is None,
         )
+
+    def _start_with(self, compiled: CompiledModel) -> None:
+        self._run = compiled.run
+        self._run_warm_up_plans()
+        if self._dispatcher.mode != "none":
+            self._graphs = self._make_graphs(compiled)
+            self._graphs.capture_first(FIRST_CAPTURES_S)
+            self._step_done.record()
+            self._run_warm_up_plans()
+
+    def _leave_pieces(self, error: Exception) -> None:
+        self._compiled = self._graphs = None
+        self._dispatcher = make_dispatcher(self._config, self._attention.backend, error)
+        if taken := list(self._table.prompt_len):  # by a warm-up plan that failed
+            self.execute(StepPlan(step_id=-4, rows=[], released=taken)).wait()
 
     def compile_job(self) -> CompileJob | None:
         """What `warm_up` left to compile. The job may run in any thread while steps are executed; what it returns

@@ -80,7 +80,6 @@ class Holdings:
                 member.leader = None
                 self.following -= 1
             self.rows.enter(member)
-            member.new_row = True
             if member is leader and leader.group is not None:
                 self.rows.reserve(leader.group)
 

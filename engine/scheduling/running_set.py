@@ -42,7 +42,7 @@ class RunningSet:
         """The sequence runs, on a row of its group's or any free one."""
         reserved = seq.group.spare_rows if seq.group is not None else []
         seq.row = reserved.pop() if reserved else self._free.pop()
-        seq.status = Status.RUNNING
+        seq.status, seq.new_row = Status.RUNNING, True
         insort(self.sequences, seq, key=_key)
 
     def leave(self, seq: Sequence) -> None:
@@ -64,7 +64,6 @@ class RunningSet:
         for beam in group.beams:
             if beam.status is not Status.RUNNING:
                 self.enter(beam)
-                beam.new_row = True
 
     def went_on(self, group: BeamGroup) -> None:
         """After a choice, its beams may be steady."""

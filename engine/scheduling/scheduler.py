@@ -169,6 +169,7 @@ class Scheduler:
             self._admit_waiting(draft)
         rows = draft.rows
         if not rows:
+            draft.drop()  # what was to start has failed
             return None
         plan = draft.plan(self._num_steps, rows, self._rows.take_released(), self._kv.take_transfers())
         self._steps.push(self._num_steps, rows)

@@ -26,6 +26,7 @@ from pretend_workloads import (  # noqa: E402
     GREEDY,
     HALF_TIE_NATS,
     PROMPTS,
+    ROOMY,
     SCORED,
     SMALL_POOL,
     TIE_NATS,
@@ -34,6 +35,7 @@ from pretend_workloads import (  # noqa: E402
     loaded,
     mixed_params,
     run_mixed,
+    run_samples,
     same_but_for_ties,
     save_model,
     tokens,
@@ -90,6 +92,21 @@ def mixed_equals_cpu(folder: Path, oracles: Oracles, graphs: str, compile: str) 
             same_logprobs(a.prompt_logprobs or [], b.prompt_logprobs or [])
             for x, y in zip(a.outputs, b.outputs, strict=True):
                 same_logprobs(x.logprobs or [], y.logprobs or [])
+
+
+def samples_equal_cpu(folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str) -> None:
+    """Token for token by the same arithmetic; in half precision, but for a few draws between neighbours."""
+    oracle = oracles.samples()
+    dtype = "float32" if backend == "reference" else "float16"
+    with pretend_gpu(inductor=False) as machine:
+        options = {"attention_backend": backend, "graphs": graphs, "compile": compile, "dtype": dtype, **ROOMY}
+        with loaded(folder, device="cuda", **options) as llm:
+            ours = run_samples(llm)
+        check_closed(machine)
+    pairs = list(zip(tokens(ours), tokens(oracle), strict=True))
+    differing = [(i, a, b) for i, (a, b) in enumerate(pairs) if a != b]
+    allowed = 0 if dtype == "float32" else len(pairs) // 20
+    assert len(differing) <= allowed, f"{len(differing)} of {len(pairs)} sequences differ: {differing[:8]}"
 
 
 def same_logprobs(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
@@ -265,6 +282,12 @@ CASES: dict[str, Case] = {
     **{
         f"mixed on {backend}": partial(mixed_runs, backend=backend, graphs="both", compile="pieces")
         for backend in ("cuda", "flashinfer")
+    },
+    **{
+        f"64 requests of 1 to 6 samples on {backend}": partial(
+            samples_equal_cpu, backend=backend, graphs=graphs, compile="pieces"
+        )
+        for backend, graphs in (("reference", "piecewise"), ("cuda", "both"), ("flashinfer", "both"))
     },
     "fp8 cache": fp8,
     **{
