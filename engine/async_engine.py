@@ -327,6 +327,7 @@ class AsyncEngine:
         )
         given = params if params is not None else default_sampling_params(engine.model.generation_defaults)
         checked = check_params(given)
+        engine.admission.check_params(checked)
         parsed = parse_prompt(prompt)
         salt = cache_salt if cache_salt is not None else parsed.cache_salt
         if salt is not None:
@@ -338,7 +339,7 @@ class AsyncEngine:
             token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
         with fails_alone("admitting the request"):
             engine.admission.check_params(checked)
-            words = spellings(checked)
+            bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
             return engine.admission.admit(
                 name,
                 parsed.text,
@@ -348,5 +349,5 @@ class AsyncEngine:
                 cache_salt=salt,
                 pin=pin,
                 wait_s=engine.config.limits.waiting_s,
-                bad_words=await engine.tokenizer.encode_words_async(words) if words else [],
+                bad_words=bad_words,
             )

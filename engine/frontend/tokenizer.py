@@ -136,20 +136,23 @@ class Tokenizer:
             if len(text) <= _INLINE_CHARS:
                 ids = self.encode(text, add_special_tokens=add_special_tokens)
             else:
-                # Of the two, only the batch form lets go of the interpreter lock while it works.
-                [ids] = await asyncio.get_running_loop().run_in_executor(
-                    self._pool, lambda: self.encode_batch([text], add_special_tokens=add_special_tokens)
-                )
+                [ids] = await self._encode_in_thread([text], add_special_tokens)
         if max_ids is not None and len(ids) > max_ids:
             raise self._too_many(len(ids), max_ids, field)
         return ids
 
-    async def encode_words_async(self, texts: Sequence[str]) -> list[list[int]]:
-        """Many short texts, no special tokens added, without holding up the event loop."""
+    async def encode_batch_async(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Of a few thousand characters, all together. Raises `RequestFailedError`."""
+        if not texts:
+            return []
         with fails_alone("tokenizing"):
-            return await asyncio.get_running_loop().run_in_executor(
-                self._pool, lambda: self.encode_batch(texts, add_special_tokens=False)
-            )
+            return await self._encode_in_thread(texts, add_special_tokens)
+
+    async def _encode_in_thread(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # The batch form lets go of the interpreter lock while it works.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: self.encode_batch(texts, add_special_tokens=add_special_tokens)
+        )
 
     async def _encode_elsewhere(self, question: EncodeQuestion, field: str) -> list[int]:
         try:

@@ -234,7 +234,7 @@ def test_scores_of_a_prompt_are_converted_once(front: Front, monkeypatch: pytest
     processor = OutputProcessor(front.tokenizer)
     admitted = front.admit("hello world", prompt_logprobs=0)
     prompt, core_id = admitted.prompt_token_ids, admitted.message.request_id
-    processor.add(admitted, now=0.0, final_only=final_only)
+    processor.add(admitted, now=0.0, **({"final_only": True} if final_only else {}))
     scores = [TokenLogprobs([t], [-1.0], 1) for t in prompt[1:]]
     processor.process([SequenceDelta(request_id=core_id, prompt_logprobs=scores)], 1.0)
     outputs = []

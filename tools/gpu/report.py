@@ -11,7 +11,17 @@ from gpu.parts import PARTS, Part
 from gpu.targets import judge
 
 SCHEMA = 2
-STATUSES = ("passed", "failed", "unavailable", "timeout", "crashed", "cut off", "skipped", "not selected", "not run yet")
+STATUSES = (
+    "passed",
+    "failed",
+    "unavailable",
+    "timeout",
+    "crashed",
+    "cut off",
+    "skipped",
+    "not selected",
+    "not run yet",
+)
 DONE = ("passed", "failed", "unavailable")
 """what a later run takes as it is"""
 MAX_ATTEMPTS = 2
@@ -67,9 +77,7 @@ def is_done(entry: Document) -> bool:
     return entry["status"] in DONE or entry["attempts"] >= MAX_ATTEMPTS
 
 
-def read_part(
-    part: Part, lines: Path, code: int | None, log: Path, seconds: float, short: bool = False
-) -> Document:
+def read_part(part: Part, lines: Path, code: int | None, log: Path, seconds: float, short: bool = False) -> Document:
     """From what the part's process wrote. `code`: its exit code; None: it was ended at its limit. `short`: because the
     suite's time was over, so that what it left out for time, a later run does."""
     entry = empty_part(part)
