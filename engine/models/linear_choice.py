@@ -184,8 +184,8 @@ class _Table:
     def complete(
         self, layers: dict[Shape, list[Linear]], measurement: _Measurement
     ) -> dict[Shape, dict[int, Measured]]:
-        """Under a lock, so that processes that start together measure once, and not each other. What stays implausible is
-        used, and not kept: the next start measures again."""
+        """Under a lock, so that processes that start together measure once, and not each other. What stays implausible
+        is used, and not kept: the next start measures again."""
         with locked(self._path):
             known, copy = self._read()
             doubted = doubts(known, copy)
@@ -218,9 +218,7 @@ class _Table:
         return {shape: rows for shape, rows in file.shapes.items() if rows}, file.copy_gb_per_s
 
     def _text(self, shapes: dict[str, dict[int, Measured]], copy_gb_per_s: float) -> str:
-        file = _File(
-            material=self._material, copy_gb_per_s=copy_gb_per_s, shapes=shapes, sha256=_checksum(shapes)
-        )
+        file = _File(material=self._material, copy_gb_per_s=copy_gb_per_s, shapes=shapes, sha256=_checksum(shapes))
         return msgspec.json.format(msgspec.json.encode(file)).decode()
 
 

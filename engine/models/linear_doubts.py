@@ -1,7 +1,8 @@
 """Which timings of linear layers cannot be true: a choice that rests on one is made again.
 
 A layer of few rows streams its weights, so its time says a bandwidth, and bandwidths check each other. What disturbs a
-timing (another process on the device, a clock that was still low, weights that lay in the L2) shows in one of three ways.
+timing (another process on the device, a clock that was still low, weights that lay in the L2) shows in one of three
+ways.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def doubts(shapes: Mapping[str, Mapping[int, Measured]], copy_gb_per_s: float) -> dict[str, str]:
-    """Shape → why one of its timings is implausible. `copy_gb_per_s`: the best that a copy on the device has reached."""
+    """Shape → why one of its timings is implausible. `copy_gb_per_s`: the best of a copy on the device."""
     found: dict[str, str] = {}
     sizes = {shape: max(_bytes(one) for one in rows.values()) for shape, rows in shapes.items()}
     typical = {shape: statistics.median(one.gb_per_s for one in rows.values()) for shape, rows in shapes.items()}

@@ -63,7 +63,6 @@ class FakeTimer:
         made = self._kernels.calls[before:]
         return self._script.get(made[0], 200.0) if made else 100.0
 
-
     def copy_gb_per_s(self) -> float:
         return self.copies_gb_per_s
 
