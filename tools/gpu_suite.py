@@ -3,7 +3,9 @@
     python3 tools/gpu_suite.py OUT [--dry] [--only NAME,NAME] [--minutes 9]
 
 Writes OUT/gpu_suite.json (kept whole while the suite runs) and prints a table as its last lines; docs/gpu.md says how
-to read it. Run again with the same OUT it goes on: parts that have reported are not run again. `--dry` runs the same code on a machine without a GPU, on a pretend one, in toy sizes. Exits 0 when every
+to read it. Run again with the same OUT it goes on: parts that have reported are not run again.
+
+`--dry` runs the same code on a machine without a GPU, on a pretend one, in toy sizes. Exits 0 when every
 part passed and no target was missed, else 1.
 """
 

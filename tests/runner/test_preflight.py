@@ -110,7 +110,7 @@ def test_the_trial_kernel_compiles_once_and_what_stops_it_is_the_missing_device(
     tmp_path.chmod(0o700)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for _ in range(2):
-        with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA|cuda"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA|cuda"):
             preflight._try_nvcc(GPU, tmp_path)
         (library,) = (tmp_path / "preflight").glob("*.so")
         written = library.stat().st_mtime_ns

@@ -167,8 +167,8 @@ def throughput(context: Context, variant: Variant, probe: Probe) -> None:
 
 
 def warmed() -> list[Variant]:
-    """One of `VARIANTS` for each set of pieces: attention is in none of them, but the choice of linear kernels is, which
-    is made for models that run from graphs."""
+    """One of `VARIANTS` for each set of pieces: attention is in none of them, but the choice of linear kernels is,
+    which is made for models that run from graphs."""
     sets: dict[tuple[str, bool], Variant] = {}
     for variant in VARIANTS.values():
         sets.setdefault((variant.shape, variant.graphs != "none"), variant)

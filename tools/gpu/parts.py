@@ -1,7 +1,7 @@
 """The suite's table of contents: every part, when it runs, what it needs and how long it may take.
 
-Order is importance: correctness first. Parts of one stage that is `together` run at once: they check or compile, and time
-nothing.
+Order is importance: correctness first. Parts of one stage that is `together` run at once: they check or compile, and
+time nothing.
 """
 
 from __future__ import annotations

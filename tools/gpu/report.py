@@ -55,8 +55,8 @@ def empty_part(part: Part) -> Document:
 
 
 def document_of_before(path: Path, dry: bool, minutes: float, sources: str) -> Document:
-    """What an earlier run of the same tree left there, to be gone on with; else an empty one. A file of another tree, or
-    that is damaged, is kept beside it."""
+    """What an earlier run of the same tree left there, to be gone on with; else an empty one. A file of another tree,
+    or that is damaged, is kept beside it."""
     fresh = empty_document(dry, minutes, time.strftime("%Y-%m-%dT%H:%M:%S"), sources)
     if not path.is_file():
         return fresh
@@ -78,8 +78,8 @@ def is_done(entry: Document) -> bool:
 
 
 def read_part(part: Part, lines: Path, code: int | None, log: Path, seconds: float, short: bool = False) -> Document:
-    """From what the part's process wrote. `code`: its exit code; None: it was ended at its limit. `short`: because the
-    suite's time was over, so that what it left out for time, a later run does."""
+    """From what the part's process wrote. `code`: its exit code; None: it was ended at its limit. `short`: because
+    the suite's time was over, so that what it left out for time, a later run does."""
     entry = empty_part(part)
     entry["seconds"], entry["attempts"] = round(seconds, 1), 1
     end: Document | None = None
