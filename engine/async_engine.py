@@ -183,8 +183,10 @@ class AsyncEngine:
                 field,
             )
         vocabulary = engine.config.model.vocab_size
-        for token in token_ids:
-            if type(token) is not int or not 0 <= token < vocabulary:
+        if not set(map(type, token_ids)) <= {int}:
+            raise InvalidRequestError(f"{field} must be token ids", field)
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < vocabulary:
                 raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {vocabulary})", field)
         with fails_alone("detokenizing"):
             return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)

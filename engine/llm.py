@@ -160,7 +160,7 @@ class LLM:
             parsed = parse_prompt(prefix)
             [ids] = self._token_ids([parsed])
             admitted = self._admission.admit(
-                f"pin:{name}", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
+                "pin", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
             )
             [output] = self._run([admitted], time.monotonic(), use_tqdm=False)
             if output.outputs[0].finish_reason == "error":

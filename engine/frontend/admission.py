@@ -71,7 +71,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
         )
     unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown:
-        raise InvalidRequestError(f"a prompt has no key {sorted(unknown)[0]!r}", "prompt")
+        raise InvalidRequestError(f"a prompt has no key {min(map(str, unknown))!r}", "prompt")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}", "prompt")
@@ -179,12 +179,11 @@ class Admission:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", "prompt")
+        if len(token_ids) >= self._max_model_len:  # first: what is longer is not even looked at
+            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
         if not all(type(t) is int for t in token_ids):
             raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
         self._check_vocabulary(token_ids, "prompt")
-        limit = self._max_model_len - 1
-        if len(token_ids) > limit:
-            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises `InvalidRequestError` for what this model or these limits do not allow."""

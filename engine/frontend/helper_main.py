@@ -15,7 +15,7 @@ from importlib import import_module
 
 HEADER_BYTES = 8
 """of a frame: the length of what follows"""
-NICENESS = 5
+NICENESS = 10
 """many questions at once must not hold up the event loop and the core"""
 
 Answer = Callable[[bytes], bytes]

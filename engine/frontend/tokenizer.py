@@ -14,6 +14,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ _INLINE_CHARS = 512
 _THREAD_CHARS = 16384
 """up to this, a thread: a few milliseconds, which nobody need interrupt; above, a helper process"""
 _THREADS = 2
-_RENDERERS = 4
+_RENDERERS = 8
 _ENCODERS = 2
 
 _answers = msgspec.msgpack.Decoder(RenderAnswer)
@@ -253,7 +254,8 @@ class Tokenizer:
     def start_renderer(self) -> None:
         """In the background, so that the first conversation need not wait for it."""
         if self.has_chat_template:
-            self._renderers.start_one()
+            with suppress(RequestFailedError):  # who asks first learns why it cannot be started
+                self._renderers.start_one()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
