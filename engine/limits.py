@@ -10,7 +10,6 @@ What follows from the model and the machine instead (context length, vocabulary,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
@@ -35,10 +34,15 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
 
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequestError`."""
-        fits = self.low < value if self.open_low else self.low <= value
-        if math.isnan(value) or not fits or value > self.high:
+        if not isinstance(value, (int, float)):
+            raise InvalidRequestError(f"{name} must be a number, got {type(value).__name__}", name)
+        if not self.holds(value):
             raise InvalidRequestError(f"{name} must be in {self}, got {value}", name)
 
 
@@ -79,8 +83,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     headers: Annotated[int, _limit("headers of a request", 8, 431)] = 128
     header_timeout_s: Annotated[float, _limit("seconds until a request's headers are complete", 0.1, 408)] = 20.0
     body_bytes: Annotated[int, _limit("bytes of a request's body", 1, 413)] = 32 * 1024 * 1024
+    bodies_bytes: Annotated[int, _limit("bytes of all bodies under way; the longest one gives way", 1, 503)] = (
+        96 * 1024 * 1024
+    )
     body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
     json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
+    json_values: Annotated[int, _limit("values in a request's JSON, as its commas and brackets tell")] = 1 << 20
     keep_alive_s: Annotated[float, _limit("seconds that a connection is kept open between requests", 0.1, 408)] = 60.0
 
     # What one request may hold.
@@ -105,6 +113,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_output_factor: Annotated[
         int, _limit("a rendered conversation may have so many times the characters that the context could hold")
     ] = 2
+
+    template_bytes: Annotated[int, _limit("bytes of memory for rendering a chat template", 64 * 1024 * 1024)] = (
+        512 * 1024 * 1024
+    )
+    tokenize_bytes: Annotated[int, _limit("bytes of memory for tokenizing a long text", 256 * 1024 * 1024)] = (
+        4 * 1024 * 1024 * 1024
+    )
+    contexts_translated: Annotated[
+        int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")
+    ] = 4
 
     # What all requests together may hold, and how long they may take.
     template_s: Annotated[float, _limit("seconds for rendering a chat template", 0.05)] = 2.0

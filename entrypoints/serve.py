@@ -8,15 +8,22 @@ import sys
 from pathlib import Path
 
 from entrypoints.options import add_engine_options, engine_args
+from entrypoints.start import interrupts_raise
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
     parser.add_argument("model", nargs="?", help="Hugging Face directory or GGUF file; without it, the demo model")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     parser.add_argument("--served-model-name", help="the model's name in the API; default: its directory or file name")
-    parser.add_argument("--api-key", help="required of clients as `Authorization: Bearer KEY`")
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument(
+        "--api-key",
+        help="required of clients as `Authorization: Bearer KEY`; whoever lists processes reads it, other than in "
+        "--api-key-file or PAGELOOM_API_KEY",
+    )
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
     parser.add_argument(
         "--allowed-origins",
         type=_origins,
@@ -26,10 +33,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--shutdown-timeout",
-        type=float,
-        default=0.0,
+        type=_seconds,
+        default=30.0,
         metavar="SECONDS",
-        help="how long SIGTERM and Ctrl-C let running requests go on before they are ended",
+        help="how long SIGTERM and Ctrl-C let running requests go on before they are ended; a second signal ends them "
+        "at once (default: 30)",
     )
     parser.add_argument(
         "--pinned-prefixes",
@@ -40,6 +48,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _origins(text: str) -> list[str]:
@@ -57,11 +81,20 @@ def _origins(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("engine-serve: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
     import asyncio
 
     from engine.errors import EngineError
     from entrypoints.server.run import run_loop
 
+    interrupts_raise()
     try:
         return run_loop(_serve(options))
     except EngineError as error:
@@ -69,8 +102,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except asyncio.CancelledError:  # SIGTERM while starting
         return 143
-    except KeyboardInterrupt:
-        return 130
 
 
 async def _serve(options: argparse.Namespace) -> int:
@@ -83,4 +114,6 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from entrypoints.start import serve
+
+    raise SystemExit(serve())

@@ -1,4 +1,4 @@
-"""How the front end talks to a core: one interface, a core in this process or in one of its own.
+"""How the front end talks to a core: one interface, a core in this process (`in_process_client`) or in one of its own.
 
 `ProcessClient` serves both worlds: `recv` for a plain thread, `recv_async` for an event loop, over the same sockets.
 """
@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -19,15 +18,14 @@ import zmq
 
 from engine import errors
 from engine.config import EngineConfig
+from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
-from engine.core.loop import STATS_CHANGED, CoreLoop
-from engine.core.process import failure
-from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
+from engine.core.start import DEFAULT_EXECUTOR
 from engine.core.supervision import CoreHandle, SocketDirectory
-from engine.core.wire import CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
+from engine.core.wire import AddRequest, CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
-from engine.executor.interface import Executor
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+
+__all__ = ["CoreClient", "InProcessClient", "ProcessClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,108 +58,18 @@ class CoreClient(Protocol):
         """Return once no compilation goes on behind the serving core. For the receiving thread, instead of `recv`."""
         ...
 
+    def stalled(self) -> str | None:
+        """Why the core, which has work, seems to make no progress, long before it counts as dead; or None."""
+        ...
+
+    def abandon(self) -> None:
+        """Kill the core where it stands, also while `start` waits for it; whoever waits raises. From any thread and
+        from a signal handler; `close` frees the rest."""
+        ...
+
     def close(self) -> None:
         """Stop the core at once and free everything; idempotent."""
         ...
-
-
-class InProcessClient:
-    """A core in this process and thread, for debugging and offline use: it turns only while someone receives."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        executor: str | Callable[[EngineConfig], Executor] = DEFAULT_EXECUTOR,
-        observer: StepObserver = NO_OBSERVER,
-    ) -> None:
-        """`executor`: a function of the configuration, or "module:callable" that names one. `observer` is told what
-        the core spends its time on."""
-        self._config = config
-        self._make_executor = executor
-        self._observer = observer
-        self._executor: Executor | None = None
-        self._core: CoreLoop | None = None
-        self._died: str | None = None
-        self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._sent = asyncio.Event()
-        self._compiled = threading.Event()
-
-    def start(self) -> CoreReady:
-        make = self._make_executor
-        self._executor = load_executor(make, self._config) if isinstance(make, str) else make(self._config)
-        try:
-            self._core, ready = build_core(self._config, self._executor, observer=self._observer)
-            if ready.compiling:
-                self._executor.watch_compilation(self._end_of_compilation)
-            else:
-                self._compiled.set()
-        except BaseException:
-            self.close()
-            raise
-        return ready
-
-    def send(self, message: ToCore) -> None:
-        self._alive().inbox.put(message)
-        if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._sent.set)
-
-    def recv(self) -> StepOutputs:
-        """Turns the loop until there is something to tell. `EngineError` when there is no work to wait for."""
-        while self._alive().has_work:
-            outputs = self._turn()
-            if outputs is not None:
-                return outputs
-        raise EngineError("recv from an in-process core that has no work: send a request first")
-
-    async def recv_async(self) -> StepOutputs:
-        """Runs each turn on the event loop, which it holds up for the length of a step."""
-        self._event_loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(0)
-            self._sent.clear()
-            if not self._alive().has_work:
-                await self._sent.wait()
-                continue
-            outputs = self._turn()
-            if outputs is not None:
-                return outputs
-
-    def wait_compiled(self) -> None:
-        self._alive()
-        self._compiled.wait()
-
-    def _end_of_compilation(self) -> None:
-        """In the executor's thread."""
-        core = self._core
-        if core is not None:
-            core.inbox.put(STATS_CHANGED)
-        if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._sent.set)
-        self._compiled.set()
-
-    def close(self) -> None:
-        executor, self._executor, self._core = self._executor, None, None
-        if executor is not None:
-            executor.close()
-
-    def _alive(self) -> CoreLoop:
-        if self._died is not None:
-            raise CoreDiedError(self._died)
-        if self._core is None:
-            raise CoreDiedError("the core is not running: not started, or closed")
-        return self._core
-
-    def _turn(self) -> StepOutputs | None:
-        core = self._alive()
-        try:
-            outputs = core.turn(wait=False)
-        except Exception as error:
-            self._died = failure(error).traceback
-            raise CoreDiedError(self._died) from error
-        if core.stopped:
-            self._died = "the core was shut down"
-        return outputs
 
 
 class ProcessClient:
@@ -188,11 +96,14 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        """what found the queue to the core full, and must not be lost"""
         self._died: str | None = None
         self._compiling = False
         self._kept: deque[StepOutputs] = deque()
         """what `wait_compiled` received for `recv`"""
         self._ready = False
+        self._abandoned = False
         self._closed = False
         self._started = False
 
@@ -200,14 +111,16 @@ class ProcessClient:
         if self._started:
             raise EngineError("a ProcessClient starts one core: make a new client for another")
         self._started = True
+        if self._abandoned:
+            raise CoreDiedError("the start was abandoned")
         self._directory = SocketDirectory()
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)
         self._sender = self._context.socket(zmq.PUSH)
         for socket in (self._receiver, self._sender):
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the queue that is bounded is the scheduler's: it answers
-            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, self._config.limits.frames)
+            socket.setsockopt(zmq.RCVHWM, self._config.limits.frames)
         self._receiver.bind(self._directory.from_core)
         self._handle = CoreHandle(
             self._config,
@@ -217,6 +130,8 @@ class ProcessClient:
             hang_timeout_s=self._hang_timeout_s,
             log_level=logger.getEffectiveLevel(),
         )
+        if self._abandoned:  # meanwhile, by another thread that saw no handle
+            self._handle.kill()
         self._finalizer = weakref.finalize(self, _free, self._handle, self._context, self._directory)
         self._liveness = Liveness(self._hang_timeout_s, time.monotonic())
         try:
@@ -239,8 +154,25 @@ class ProcessClient:
         frame = self._encoder.encode(message)
         with self._send_lock:
             self._check_open()
-            self._liveness.sent(time.monotonic())
-            self._sender.send(frame, zmq.NOBLOCK)  # connected and without a limit: never full
+            full = not self._send_kept() or not self._try_to_send(frame)
+            if full and isinstance(message, AddRequest):
+                raise errors.QueueFullError(self._config.limits.message("frames"))
+            if full:  # it ends something, so it must arrive; there are not more of them than of what they end
+                self._unsent.append(frame)
+
+    def _try_to_send(self, frame: bytes) -> bool:
+        """Connected, so that only a full queue can refuse."""
+        try:
+            self._sender.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._liveness.sent(time.monotonic())
+        return True
+
+    def _send_kept(self) -> bool:
+        while self._unsent and self._try_to_send(self._unsent[0]):
+            self._unsent.popleft()
+        return not self._unsent
 
     def recv(self) -> StepOutputs:
         while True:
@@ -263,6 +195,17 @@ class ProcessClient:
                 self._kept.append(message)
             else:
                 self._wait()
+
+    def stalled(self) -> str | None:
+        if not self._ready or self._closed or self._died is not None:
+            return None
+        return self._liveness.stalled(time.monotonic(), compiling=self._compiling)
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        if hasattr(self, "_handle"):
+            self._handle.kill()
+            self._directory.remove()
 
     def close(self) -> None:
         if self._closed or not self._started:
@@ -304,6 +247,9 @@ class ProcessClient:
 
     def _take(self, timeout_ms: int = 0) -> StepOutputs | CoreReady | None:
         """The next message that is not a heartbeat."""
+        if self._unsent:
+            with self._send_lock:
+                self._send_kept()
         while True:
             try:
                 frame = self._receiver.recv(zmq.NOBLOCK)

@@ -16,6 +16,14 @@ _DOING: dict[Phase, str] = {
 }
 
 
+STALL_S = 10.0
+"""silence that is a stall for every core, however quick its steps"""
+STALL_STEPS = 20
+"""how many of its slow steps' durations one step may take"""
+SETTLED_STEPS = 64
+"""steps before which nothing is known of the next one's duration: the first ones load code, and are few"""
+
+
 class Liveness:
     """What the front end knows about the core's progress; times are seconds of one monotonic clock. Thread-safe.
 
@@ -30,6 +38,8 @@ class Liveness:
         self._turns = 0
         self._phase: Phase = "start"
         self._sent = 0
+        self._steps = 0
+        self._step_s = 0.0
         self._lock = threading.Lock()
 
     def sent(self, now: float) -> None:
@@ -54,6 +64,7 @@ class Liveness:
             if heartbeat.turns != self._turns:
                 self._turns = heartbeat.turns
                 self._progress_at = now
+            self._steps, self._step_s = heartbeat.steps, heartbeat.step_s
             starting = heartbeat.phase == "start" and self._phase != "start"  # it overlapped with `CoreReady`
             outdated = heartbeat.phase == "idle" and heartbeat.received < self._sent
             if not starting and not outdated:
@@ -73,3 +84,17 @@ class Liveness:
         if self._phase != "start" and now - self._progress_at > self._limit_s:
             return f"hung: no turn of the loop for {now - self._progress_at:.1f} s while {_DOING[self._phase]}; {limit}"
         return None
+
+    def stalled(self, now: float, *, compiling: bool = False) -> str | None:
+        """Why the core seems hung, long before `verdict` gives it up, or None: nothing heard for `STALL_S`, or no turn
+        for that long and for `STALL_STEPS` slow steps. While it starts or compiles nothing is expected of its turns."""
+        if self._phase in ("start", "idle"):
+            return None
+        doing = _DOING[self._phase]
+        if now - self._heard_at > STALL_S:
+            return f"no heartbeat for {now - self._heard_at:.1f} s while {doing}"
+        limit = max(STALL_S, STALL_STEPS * self._step_s)
+        if compiling or self._steps < SETTLED_STEPS or now - self._progress_at <= limit:
+            return None
+        silence = f"no turn of the loop for {now - self._progress_at:.1f} s while {doing}"
+        return f"{silence}; its slow steps take {self._step_s:.3f} s"

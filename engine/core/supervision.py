@@ -98,6 +98,12 @@ class CoreHandle:
         poll.register(self.sentinel, select.POLLIN)
         return bool(poll.poll(1000 * timeout_s))
 
+    def kill(self) -> None:
+        """End the process and its group now; `destroy` reaps it. From any thread and from a signal handler."""
+        if not self._destroyed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     def dump_stacks(self) -> None:
         """Have every thread's stack written to the core's stderr; needs no cooperation of its interpreter."""
         with contextlib.suppress(ProcessLookupError):

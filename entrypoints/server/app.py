@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from engine.errors import CoreDiedError, InvalidRequestError
-from entrypoints.server import errors, prefixes
+from entrypoints.server import errors, operation, prefixes
+from entrypoints.server.api_key import ApiKeyGuard
+from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import ServerContext
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from entrypoints.server.streaming import ClientLeftError
+from entrypoints.server.request_ids import RequestIds
+from entrypoints.server.streaming import ClientLeftError, Unanswered, answer
 
 
-class ApiKeyGuard:
-    """Refuses requests to /v1 without `Authorization: Bearer KEY`; plain ASGI, so that routes still see disconnects."""
+class Application(FastAPI):
+    """Request ids are outermost: answers to unexpected errors are made outside of every middleware."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                body = errors.error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
-                await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def build_middleware_stack(self) -> ASGIApp:
+        return RequestIds(super().build_middleware_stack())
 
 
 def create_app(
@@ -53,18 +44,28 @@ def create_app(
         yield
         await engine.shutdown()
 
-    app = FastAPI(title="Pageloom", version=version("pageloom"), lifespan=lifespan)
+    # A redirect would name the host that the client claims to have asked.
+    app = Application(title="Pageloom", version=version("pageloom"), lifespan=lifespan, redirect_slashes=False)
+    app.router.route_class = bounded_route(engine.config.limits)
+    app.state.unanswered = Unanswered()
+    app.state.draining = False
     errors.install(app)
     app.add_exception_handler(ClientLeftError, on_client_left)
     context = ServerContext(engine, served_name)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
     prefixes.add_routes(app, context)
-    _operation_routes(app, context)
+    operation.add_routes(app, context)
     if api_key is not None:
         app.add_middleware(ApiKeyGuard, key=api_key)
     if allowed_origins:  # outermost: a browser's preflight carries no key
-        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     return app
 
 
@@ -100,20 +101,22 @@ def _openai_routes(app: FastAPI, context: ServerContext) -> None:
 def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     engine = context.engine
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, object]:
-        context.check_model(body.model)
-        if body.messages is not None:
-            ids = await engine.apply_chat_template(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
-                add_special_tokens=bool(body.add_special_tokens),
-            )
-        else:
+    async def token_ids(body: TokenizeRequest) -> list[int]:
+        if body.messages is None:
             special = True if body.add_special_tokens is None else body.add_special_tokens
-            ids = await engine.tokenize(body.prompt or "", add_special_tokens=special)
+            return await engine.tokenize(body.prompt or "", add_special_tokens=special)
+        return await engine.apply_chat_template(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, object]:
+        context.check_model(body.model)
+        ids = await answer(request, token_ids(body))
         reply: dict[str, object] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             reply["token_strs"] = [context.texts.text(i) for i in ids]
@@ -122,28 +125,4 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         context.check_model(body.model)
-        limit = engine.config.model.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < limit:
-                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {limit})", "tokens")
-        return {"prompt": engine.detokenize(body.tokens)}
-
-
-def _operation_routes(app: FastAPI, context: ServerContext) -> None:
-    engine = context.engine
-
-    @app.get("/health")
-    async def health() -> Response:
-        try:
-            engine.check_health()
-        except CoreDiedError as error:
-            return JSONResponse(errors.error_body(str(error), "server_error", None, "engine_dead"), 503)
-        return Response(status_code=200)
-
-    @app.get("/version")
-    async def show_version() -> dict[str, str]:
-        return {"version": version("pageloom")}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return {"prompt": await engine.detokenize(body.tokens)}

@@ -12,8 +12,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError
+from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
+
+
+class ServerEndsError(Exception):
+    """The server was told to end, and does not wait for this request."""
+
 
 ErrorBody = dict[str, dict[str, str | None]]
 
@@ -22,19 +28,25 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
-    """(HTTP status, body, headers) for an exception of the engine; anything unknown is a 500 without its details."""
+def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[str, str]]:
+    """(HTTP status, body, headers) for an exception of the engine. What is not the client's doing goes to the log under
+    the request's id; the client gets that id and a line without details."""
     if isinstance(error, InvalidRequestError):
         return 400, error_body(str(error), "invalid_request_error", error.field), {}
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
-    if isinstance(error, CoreDiedError):
-        return 500, error_body(str(error), "server_error", None, "engine_dead"), {}
+    if isinstance(error, ServerEndsError):
+        return 503, error_body(str(error), "server_error", None, "shutting_down"), {"Retry-After": "1"}
+    hint = f"the server's log says more (request {request_id})"
+    if isinstance(error, CoreDiedError):  # its text holds the core's last output; whoever notices the death logs it
+        logger.warning("request %s: the engine is not running", request_id)
+        return 500, error_body(f"the engine is not running; {hint}", "server_error", None, "engine_dead"), {}
     if isinstance(error, RequestFailedError):
-        return 500, error_body(str(error), "server_error", None, "request_failed"), {}
-    logger.error("unexpected error while serving a request", exc_info=error)
-    return 500, error_body("internal error; the server's log says more", "server_error", None, "internal_error"), {}
+        logger.warning("request %s failed: %s", request_id, error)
+        return 500, error_body(f"the request failed; {hint}", "server_error", None, "request_failed"), {}
+    logger.error("request %s: unexpected error", request_id, exc_info=error)
+    return 500, error_body(f"internal error; {hint}", "server_error", None, "internal_error"), {}
 
 
 def model_not_found(name: str, served: str) -> ErrorBody:
@@ -70,8 +82,8 @@ def _names_an_alternative(part: object) -> bool:
 def install(app: FastAPI) -> None:
     """Route every exception through `describe`."""
 
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
-        status, body, headers = describe(error)
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        status, body, headers = describe(error, request_id_of(request.scope))
         return JSONResponse(body, status, headers)
 
     async def on_validation(request: Request, error: Exception) -> JSONResponse:
@@ -85,7 +97,7 @@ def install(app: FastAPI) -> None:
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
 
-    for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, Exception):
+    for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, ServerEndsError, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

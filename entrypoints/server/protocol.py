@@ -6,7 +6,8 @@ cannot do is accepted only at its neutral value, and otherwise refused by name.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeVar
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +16,11 @@ from engine import SamplingParams
 from engine.errors import InvalidRequestError
 
 T = TypeVar("T")
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+"""one wrong item is named, not each of a million"""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(BaseModel):
@@ -35,7 +41,7 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -51,11 +57,11 @@ class SamplingFields(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -112,7 +118,7 @@ class SamplingFields(BaseModel):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: int | None = 16
     echo: bool | None = False
     logprobs: int | None = None
@@ -138,7 +144,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatCompletionRequest(SamplingFields):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -148,7 +154,7 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """means nothing without tools"""
@@ -186,7 +192,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -205,8 +211,8 @@ class PinRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     name: str
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | Ids | None = None
+    messages: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
 
@@ -220,7 +226,7 @@ class PinRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def _refusal(param: str, message: str) -> PydanticCustomError:
@@ -235,7 +241,9 @@ def _or(value: T | None, default: T) -> T:
 def _token_ids(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise InvalidRequestError("logit_bias keys must be token ids written as integers", "logit_bias") from None
+    for token in bias:
+        if _TOKEN_ID.fullmatch(token) is None:
+            raise InvalidRequestError(
+                f"logit_bias keys must be token ids written as integers, got {token[:20]!a}", "logit_bias"
+            )
+    return {int(token): value for token, value in bias.items()}

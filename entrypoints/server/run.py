@@ -1,8 +1,11 @@
 """From a listening socket and an engine to a server that answers, and its orderly end.
 
-uvicorn waits for running requests without a limit, and knows nothing of the engine. Here a signal ends running
-requests (after `--shutdown-timeout`): their clients get an error instead of a broken connection. A dead core ends the
-process, so that whoever supervises it starts another.
+uvicorn waits for running requests without a limit, and knows nothing of the engine. Here a signal ends the server when
+running requests have ended, or after `--shutdown-timeout`: then their clients get an error instead of a broken
+connection. A dead core ends the process, so that whoever supervises it starts another.
+
+Connections are accepted once the model is loaded: until then they are refused, which every supervisor takes for "not
+ready". The port is bound before, so that a taken one is told at once.
 """
 
 from __future__ import annotations
@@ -10,28 +13,39 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError
+from entrypoints.server.api_key import take_api_key
 from entrypoints.server.app import create_app
+from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
 
 _TICK_S = 1.0
 """for the date in the headers; what is urgent wakes the server"""
+_DRAIN_POLL_S = 0.05
+_LAST_ERRORS_S = 0.25
+"""after the engine has ended: for streams to end with an error, before what waits elsewhere is cancelled"""
 _LAST_ANSWERS_S = 10.0
-"""after the engine has ended: for clients that are slow to take the end of their answers"""
+"""and for clients that are slow to take the end of their answers"""
+_LEAVE_S = 1.0
+"""after everything has ended, for threads that nobody waits for (a tokenizer's, an import's)"""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -67,11 +81,14 @@ def url_of(listener: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn's server around one started engine."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, grace_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float) -> None:
         super().__init__(config)
+        self._app = app
         self._engine = engine
         self._grace_s = grace_s
         self._ending = False
+        self._hurried = False
+        """a second signal came: nothing is waited for"""
         self._woken = asyncio.Event()
         self._wake: Callable[[], object] = lambda: None
         self.death: CoreDiedError | None = None
@@ -100,8 +117,13 @@ class Server(uvicorn.Server):
             self._woken.clear()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._hurried = self.should_exit
         super().handle_exit(sig, frame)
         self._wake()
+
+    @property
+    def signalled(self) -> bool:
+        return bool(self._captured_signals)
 
     async def on_tick(self, counter: int) -> bool:
         """Looks after signals, the core and the date in the headers; true ends the server."""
@@ -114,7 +136,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self.death is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        logger.info("shutting down")
+        running = self._engine.num_streams
+        wait = f"; up to {self._grace_s:g} s for {running} running requests (again to end them now)" if running else ""
+        logger.info("shutting down%s", wait)
+        self._app.state.draining = True
         end = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
@@ -124,49 +149,97 @@ class Server(uvicorn.Server):
             await asyncio.gather(end, return_exceptions=True)
 
     async def _end_requests(self) -> None:
-        await asyncio.sleep(self._grace_s)
+        """Once none runs in the core, or in the end all the same. What has not reached it by then is not waited for."""
+        deadline = time.monotonic() + self._grace_s
+        while self._engine.num_streams and time.monotonic() < deadline and not self._hurried:
+            await asyncio.sleep(_DRAIN_POLL_S)
         self._ending = True
-        await self._engine.shutdown()
+        stop = asyncio.create_task(self._engine.shutdown())
+        await asyncio.sleep(_LAST_ERRORS_S)
+        self._app.state.unanswered.end()
+        await stop
 
 
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
-    status. Of `options` it reads api_key, allowed_origins, shutdown_timeout, pinned_prefixes and log_level."""
+    status. Of `options` it reads api_key, api_key_file, allowed_origins, shutdown_timeout, pinned_prefixes and
+    log_level."""
     try:
-        with _sigterm_cancels():
+        api_key = take_api_key(options.api_key, options.api_key_file)
+        with _signals_abandon(engine):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
-        config = uvicorn.Config(
-            create_app(engine, engine.served_name, options.api_key, options.allowed_origins),
-            http="httptools",
-            log_config=None,
-            log_level=options.log_level if options.log_level != "info" else "warning",
-            access_log=options.log_level == "debug",
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_ANSWERS_S),
-        )
-        server = Server(config, engine, options.shutdown_timeout)
+        app = create_app(engine, engine.served_name, api_key, options.allowed_origins)
+        server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
         with _signals_are_uvicorns():
             await server.serve(sockets=[listener])
-        return 0 if server.started and server.death is None else 1
+        status = 0 if server.started and server.death is None else 1
+        if server.signalled:
+            _leave_within(_LEAVE_S, status)
+        return status
     finally:
         await engine.shutdown()
 
 
+def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namespace) -> uvicorn.Config:
+    limits = engine.config.limits
+    connections, backlog = make_room(limits.connections)
+    if connections < limits.connections:
+        logger.warning(
+            "%d connections instead of %d: the hard limit of open files (ulimit -Hn) allows no more",
+            connections,
+            limits.connections,
+        )
+    return uvicorn.Config(
+        app,
+        http=cast(Any, protocol_of(limits, Connections(connections))),
+        ws="none",
+        backlog=backlog,
+        server_header=False,
+        log_config=None,
+        log_level=options.log_level if options.log_level != "info" else "warning",
+        access_log=options.log_level == "debug",
+        timeout_keep_alive=cast(int, limits.keep_alive_s),
+        timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_ANSWERS_S),
+    )
+
+
 @contextmanager
-def _sigterm_cancels() -> Iterator[None]:
-    """While the engine starts, SIGTERM cancels this task, so that the core is taken down in order."""
+def _signals_abandon(engine: AsyncEngine) -> Iterator[None]:
+    """While the engine starts, SIGTERM and Ctrl-C kill the core and cancel this task. Threads may be importing or
+    reading files meanwhile, and are not waited for."""
     task = asyncio.current_task()
     if task is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def abandon(number: int, _: FrameType | None) -> None:
+        engine.abandon()
+        _leave_within(_LEAVE_S, 128 + number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, abandon) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_within(seconds: float, status: int) -> None:
+    """End the process with `status` if it has not ended by itself by then: an interpreter that exits waits for every
+    thread, whatever that does. The core ends with its parent."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
 
 
 @contextmanager

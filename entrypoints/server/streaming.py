@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from entrypoints.server.errors import describe
+from entrypoints.server.errors import ServerEndsError, describe
+from entrypoints.server.request_ids import request_id_of
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -52,9 +53,38 @@ async def _first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+class Unanswered:
+    """Work for requests of which nothing has been answered, so that all of it can be ended at once."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended = False
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises `ServerEndsError` when `end` comes first."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._ended:
+                raise ServerEndsError("the server is shutting down; send the request again") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    def end(self) -> None:
+        self._ended = True
+        for task in list(self._tasks):
+            task.cancel()
+
+
 async def answer(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` for a non-streaming request whose body has been read."""
-    return await _first_of(work, request.receive)
+    """Run `work` for a request whose body has been read: all of it, or what comes before the first piece of a stream.
+    Raises `ClientLeftError`, `ServerEndsError`."""
+    unanswered: Unanswered = request.app.state.unanswered
+    return await _first_of(unanswered.run(work), request.receive)
 
 
 class Primed:
@@ -96,18 +126,18 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeftError, OSError):
-                await _first_of(self._send_all(send), receive)
+                await _first_of(self._send_all(send, request_id_of(scope)), receive)
         finally:
             await self._chunks.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._chunks.send_to(send)
         except OSError:
             raise  # the connection, not the work
         except Exception as error:  # the status line is gone: the error travels as an event
-            await send({"type": "http.response.body", "body": event(describe(error)[1]), "more_body": True})
+            await send({"type": "http.response.body", "body": event(describe(error, request_id)[1]), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -60,6 +60,9 @@ class StuckScheduler:
     def plan(self) -> StepPlan | None:
         return None
 
+    def end_failed(self) -> list[SequenceDelta]:
+        return []
+
     def complete(self, result: StepResult) -> list[SequenceDelta]:
         return []
 

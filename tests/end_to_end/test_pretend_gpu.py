@@ -35,6 +35,7 @@ QUICK = [
     "greedy bfloat16 cuda",
     "mixed equals the CPU, piecewise",
     "mixed on cuda",
+    "64 requests of 1 to 6 samples on reference",
     "fp8 cache",
     "no hidden wait cuda graphs=both",
     "no hidden wait flashinfer graphs=both",
@@ -49,6 +50,8 @@ EXHAUSTIVE = [
     "greedy bfloat16 flashinfer",
     "mixed equals the CPU, eager",
     "mixed on flashinfer",
+    "64 requests of 1 to 6 samples on cuda",
+    "64 requests of 1 to 6 samples on flashinfer",
     "no hidden wait cuda graphs=piecewise",
     "no hidden wait cuda graphs=none",
 ]

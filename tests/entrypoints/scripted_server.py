@@ -1,8 +1,8 @@
 """The HTTP application around a real front end and a core that follows a script: no weights, no device.
 
 The scripted core answers every sequence with the same tokens, one a step, and scores them by a fixed rule, so that
-tests know what must come out. As a program (`python scripted_server.py MODEL_DIR PORT [KEY=VALUE...]`) it serves over
-HTTP.
+tests know what must come out. As a program (`python scripted_server.py MODEL_DIR PORT [KEY=VALUE | --OPTION=VALUE]...`)
+it serves over HTTP; the options are those of engine-serve.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import asyncio
 import json
 import logging
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine import AsyncEngine, EngineArgs
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, CoreStats, SequenceDelta, StepOutputs, ToCore
 from engine.errors import CoreDiedError
+from engine.frontend.tokenizer import Tokenizer as EngineTokenizer
 from engine.step import TokenLogprobs
 from entrypoints.server.app import create_app
 
@@ -93,12 +96,18 @@ class Script:
     answer: list[int] = field(default_factory=list)
     """token ids of every answer, cut to max_tokens; its end is "stop" by EOS"""
     step_s: float = 0.0
+    start_s: float = 0.0
+    """how long the core loads, in vain"""
+    tokenize_s: float = 0.0
+    """how long a thread that nobody can stop tokenizes"""
     stall_at: int | None = None
     """no token from this one on, ever"""
     die_at: int | None = None
     """the core dies instead of giving this token"""
     refuse: tuple[str, str] | None = None
     """(error_kind, message) instead of an answer"""
+    stalled: str | None = None
+    """why it seems to hang"""
     cached_tokens: int = 0
     late_prompt_scores: bool = False
     """the first sample, which carries the prompt's scores, comes last"""
@@ -113,10 +122,14 @@ class ScriptedCore:
         self.added: list[AddRequest] = []
         self.aborted: set[str] = set()
         self.closed = False
+        self._abandoned = threading.Event()
         self._news: asyncio.Queue[StepOutputs | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> CoreReady:
+        if self.script.start_s:
+            self._abandoned.wait(self.script.start_s)
+            raise CoreDiedError("the start was abandoned")
         return CoreReady(
             num_blocks=64,
             block_size=16,
@@ -130,7 +143,12 @@ class ScriptedCore:
 
     def send(self, message: ToCore) -> None:
         if isinstance(message, AddRequest):
-            followers = [replace(message, request_id=f.request_id, params=f.params) for f in message.followers]
+            followers = [
+                replace(
+                    message, request_id=f.request_id, params=replace(message.params, seed=f.seed, prompt_logprobs=None)
+                )
+                for f in message.followers
+            ]
             for sample in (message, *followers):
                 self.added.append(sample)
                 task = asyncio.get_running_loop().create_task(self._answer(sample))
@@ -154,6 +172,12 @@ class ScriptedCore:
         if outputs is None:
             raise CoreDiedError("the core was killed by the script")
         return outputs
+
+    def stalled(self) -> str | None:
+        return self.script.stalled
+
+    def abandon(self) -> None:
+        self._abandoned.set()
 
     def close(self) -> None:
         self.closed = True
@@ -243,12 +267,22 @@ def main() -> int:
     model, port, *settings = sys.argv[1:]
     server = Server(Path(model))
     script = server.script
+    options = build_parser().parse_args(["--port", port, *(s for s in settings if s.startswith("--"))])
     for setting in settings:
+        if setting.startswith("--"):
+            continue
         name, value = setting.split("=")
         setattr(script, name, json.loads(value))
 
+    if script.tokenize_s:
+
+        async def encode(self: EngineTokenizer, text: str, **_: object) -> list[int]:
+            await asyncio.to_thread(time.sleep, script.tokenize_s)
+            return []
+
+        EngineTokenizer.encode_async = encode  # type: ignore[method-assign]
+
     async def run() -> int:
-        options = build_parser().parse_args(["--port", port])
         script.answer = [20] * 200
         with listen("127.0.0.1", int(port)) as listener:
             print("listening", listener.getsockname()[1], flush=True)

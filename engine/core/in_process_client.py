@@ -1,0 +1,121 @@
+"""A core in the front end's own process and thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.core.loop import STATS_CHANGED, CoreLoop
+from engine.core.process import failure
+from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
+from engine.core.wire import CoreReady, StepOutputs, ToCore
+from engine.errors import CoreDiedError, EngineError
+from engine.executor.interface import Executor
+from engine.observability.step_profile import NO_OBSERVER, StepObserver
+
+
+class InProcessClient:
+    """A core in this process and thread, for debugging and offline use: it turns only while someone receives."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: str | Callable[[EngineConfig], Executor] = DEFAULT_EXECUTOR,
+        observer: StepObserver = NO_OBSERVER,
+    ) -> None:
+        """`executor`: a function of the configuration, or "module:callable" that names one. `observer` is told what
+        the core spends its time on."""
+        self._config = config
+        self._make_executor = executor
+        self._observer = observer
+        self._executor: Executor | None = None
+        self._core: CoreLoop | None = None
+        self._died: str | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._sent = asyncio.Event()
+        self._compiled = threading.Event()
+
+    def start(self) -> CoreReady:
+        make = self._make_executor
+        self._executor = load_executor(make, self._config) if isinstance(make, str) else make(self._config)
+        try:
+            self._core, ready = build_core(self._config, self._executor, observer=self._observer)
+            if ready.compiling:
+                self._executor.watch_compilation(self._end_of_compilation)
+            else:
+                self._compiled.set()
+        except BaseException:
+            self.close()
+            raise
+        return ready
+
+    def send(self, message: ToCore) -> None:
+        self._alive().inbox.put(message)
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._sent.set)
+
+    def recv(self) -> StepOutputs:
+        """Turns the loop until there is something to tell. `EngineError` when there is no work to wait for."""
+        while self._alive().has_work:
+            outputs = self._turn()
+            if outputs is not None:
+                return outputs
+        raise EngineError("recv from an in-process core that has no work: send a request first")
+
+    async def recv_async(self) -> StepOutputs:
+        """Runs each turn on the event loop, which it holds up for the length of a step."""
+        self._event_loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0)
+            self._sent.clear()
+            if not self._alive().has_work:
+                await self._sent.wait()
+                continue
+            outputs = self._turn()
+            if outputs is not None:
+                return outputs
+
+    def wait_compiled(self) -> None:
+        self._alive()
+        self._compiled.wait()
+
+    def _end_of_compilation(self) -> None:
+        """In the executor's thread."""
+        core = self._core
+        if core is not None:
+            core.inbox.put(STATS_CHANGED)
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._sent.set)
+        self._compiled.set()
+
+    def stalled(self) -> str | None:
+        return None  # who asks runs on the thread that steps
+
+    def abandon(self) -> None:
+        """Nothing: this process is the core."""
+
+    def close(self) -> None:
+        executor, self._executor, self._core = self._executor, None, None
+        if executor is not None:
+            executor.close()
+
+    def _alive(self) -> CoreLoop:
+        if self._died is not None:
+            raise CoreDiedError(self._died)
+        if self._core is None:
+            raise CoreDiedError("the core is not running: not started, or closed")
+        return self._core
+
+    def _turn(self) -> StepOutputs | None:
+        core = self._alive()
+        try:
+            outputs = core.turn(wait=False)
+        except Exception as error:
+            self._died = failure(error).traceback
+            raise CoreDiedError(self._died) from error
+        if core.stopped:
+            self._died = "the core was shut down"
+        return outputs

@@ -1,0 +1,63 @@
+"""The API key: where it comes from, and who is let in."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from pathlib import Path
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import ConfigError
+from entrypoints.server.errors import error_body
+
+VARIABLE = "PAGELOOM_API_KEY"
+OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
+"""which machines ask that hold no key, and which tell nothing of anybody's requests"""
+
+logger = logging.getLogger("pageloom.server")
+
+
+class ApiKeyGuard:
+    """Refuses requests without `Authorization: Bearer KEY`; plain ASGI, so that routes still see disconnects."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
+            body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
+            await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def take_api_key(given: str | None, file: Path | None) -> str | None:
+    """The key from `--api-key`, else from `--api-key-file`, else from PAGELOOM_API_KEY; None: nobody needs one. The
+    variable is removed, so that no child process inherits it. Raises `ConfigError`."""
+    inherited = os.environ.pop(VARIABLE, None)
+    if given is not None:
+        logger.warning("--api-key shows the key to whoever lists processes; --api-key-file or %s does not", VARIABLE)
+        return _checked(given, "--api-key")
+    if file is not None:
+        try:
+            return _checked(file.read_text(encoding="utf-8"), f"--api-key-file {file}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file: cannot read {file}: {error}") from error
+    return None if inherited is None else _checked(inherited, VARIABLE)
+
+
+def _checked(key: str, source: str) -> str:
+    key = key.strip()
+    if not key or not all(" " < character <= "~" for character in key):
+        raise ConfigError(f"{source} must hold one key of visible ASCII characters")
+    return key

@@ -1,0 +1,44 @@
+"""Every answer carries `x-request-id`: the client's own where it is sane, else one that is made here. The server's log
+names it, so that whoever got "internal error" can be helped."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = "x-request-id"
+_SANE = re.compile(rb"[\x21-\x7e]{1,128}")
+_KEY = "pageloom.request_id"
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+def request_id_of(scope: Scope) -> str:
+    return str(scope.get(_KEY, "-"))
+
+
+class RequestIds:
+    """Outside of everything else, so that no answer lacks it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == HEADER.encode()]
+        sane = len(given) == 1 and _SANE.fullmatch(given[0])
+        request_id = scope[_KEY] = given[0].decode("ascii") if sane else new_request_id()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
