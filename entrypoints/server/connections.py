@@ -293,4 +293,3 @@ def protocol_of(limits: Limits, connections: Connections) -> Callable[..., async
         return BoundedProtocol(limits=limits, connections=connections, **uvicorns)
 
     return make
-

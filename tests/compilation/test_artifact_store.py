@@ -14,9 +14,9 @@ import pytest
 import torch
 from toy_llama import ToyLlama, batch, compiled, eager
 
+from compilation.directory import trusted_directory, trusted_tree
 from compilation.errors import CompileError
 from compilation.key import digest, environment_material
-from compilation.directory import trusted_directory, trusted_tree
 from compilation.store import ArtifactStore
 
 MATERIAL = {"graph": "a graph", "torch": "a version"}

@@ -282,6 +282,6 @@ def test_connections_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
         connections, backlog = make_room(wanted)
         allowed = asked[-1][0] if asked else soft
-        assert 8 <= connections <= wanted and 8 <= backlog
+        assert 8 <= connections <= wanted and backlog >= 8
         assert connections == wanted or hard < 20000
         assert allowed <= hard and (connections + backlog < allowed or allowed <= 256)
