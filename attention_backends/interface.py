@@ -120,6 +120,8 @@ class AttentionBackend(ABC):
     name: str
     speed_rank: ClassVar[int] = 50
     """Where several could serve, the lowest is chosen: native kernels 10, the oracle 100."""
+    only_by_name: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of device on which it is never chosen unless it is asked for by its name."""
 
     @classmethod
     @abstractmethod

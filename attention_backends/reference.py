@@ -18,6 +18,8 @@ class ReferenceBackend(AttentionBackend):
     name = "reference"
     speed_rank = 100
 
+    only_by_name = frozenset({"cuda"})
+
     @classmethod
     def capabilities(cls) -> Capabilities:
         return Capabilities(

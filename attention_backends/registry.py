@@ -1,10 +1,12 @@
-"""Finds attention backends and chooses one, saying of every other why it was not chosen.
+"""Finds attention backends and chooses one, saying of every other why it was not chosen: in the log, as a warning where
+it was made for this kind of device, and in the error where none is left.
 
 A backend from outside registers under the entry-point group `pageloom.attention_backends`; nothing here names it.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import torch
 
 from attention_backends.interface import AttentionBackend, AttentionSpec, Capabilities
+
+logger = logging.getLogger(__name__)
 
 GROUP = "pageloom.attention_backends"
 # A source tree that is not installed has no entry points; its own backends are found all the same.
@@ -56,23 +60,29 @@ def select(
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
-    `kv_dtype`: of the cache; None: `dtype`. Raises NoBackendError with every reason.
+    `kv_dtype`: of the cache; None: `dtype`. Rejections are logged. Raises NoBackendError with every reason.
     """
     points = registered()
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
     rejected: dict[str, str] = {}
+    elsewhere: set[str] = set()
+    kind = torch.device(device).type
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:
         backend_class = _load(points[each], rejected)
         if backend_class is None:
             continue
         able = backend_class.capabilities()
+        if kind not in able.devices or kind in backend_class.only_by_name:
+            elsewhere.add(each)
         reasons = _refusals(able, device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
         if kv_dtype not in (None, dtype) and kv_dtype not in able.kv_dtypes:
             reasons.append(f"has no {kv_dtype} KV cache")
         if needs_sinks and not able.sinks:
             reasons.append("has no attention sinks")
+        if name is None and kind in backend_class.only_by_name:
+            reasons.append(f"serves {kind} only by name (attention_backend={each!r}): it is the oracle, and slow")
         if not reasons and (missing := backend_class.unavailable(cache_dir)) is not None:
             reasons.append(missing)
         if reasons:
@@ -84,13 +94,20 @@ def select(
         try:
             backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, head_dim))
             backend.prepare(cache_dir)
-        except RuntimeError as error:
-            rejected[each] = str(error)
+        except Exception as error:  # whatever a backend from outside raises, the others may still serve
+            rejected[each] = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             continue
+        _log(each, rejected, elsewhere)
         return Selection(backend, rejected)
     asked = "no attention backend can serve" if name is None else f"attention backend {name!r} cannot serve"
     lines = "".join(f"\n  {each}: {reason}" for each, reason in rejected.items())
     raise NoBackendError(f"{asked} {dtype} on {device} with head_dim {head_dim}, block_size {block_size}:{lines}")
+
+
+def _log(chosen: str, rejected: dict[str, str], elsewhere: set[str]) -> None:
+    for each, reason in rejected.items():
+        level = logging.DEBUG if each in elsewhere else logging.WARNING
+        logger.log(level, "attention backend %s cannot serve, %s does: %s", each, chosen, reason)
 
 
 def _load(point: EntryPoint, rejected: dict[str, str]) -> type[AttentionBackend] | None:

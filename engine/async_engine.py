@@ -1,16 +1,15 @@
 """`AsyncEngine`: many requests at once on one event loop, each an async iterator. The server is one user of it.
 
-One task receives the core's outputs and wakes the streams concerned; each stream renders what it has not shown.
-Tokenizing and templates run in threads, the model in the core's process: the event loop only moves messages.
+What serves is `engine.serving`; here it is started, asked and shut down. Tokenizing and templates run in threads and
+helper processes, the model in the core's process: the event loop only moves messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,80 +17,27 @@ from typing import Any, Self
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
-from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
-from engine.errors import CoreDiedError, EngineError
+from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
+from engine.errors import CoreDiedError, EngineError, InvalidRequestError
 from engine.frontend.admission import (
     PIN_PARAMS,
-    Admission,
     AdmittedRequest,
-    PinnedPrefixes,
     Prompt,
     default_sampling_params,
     parse_prompt,
+    spellings,
 )
-from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.tokenizer import ChatMessage, Tokenizer
+from engine.frontend.conversation import ChatMessage
+from engine.frontend.failures import fails_alone
+from engine.frontend.texts import check_name, check_params, check_text
+from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
-from engine.observability.timings import RequestTimings
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
-
-logger = logging.getLogger(__name__)
+from engine.serving import Serving
 
 _COMPILED_POLL_S = 0.05
-
-
-class _News:
-    """Something new for one stream, which alone waits for it. `asyncio.Event` for one: a third of the cost, and every
-    streamed token pays it."""
-
-    __slots__ = ("_come", "_waiter")
-
-    def __init__(self) -> None:
-        self._come = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._come = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> None:
-        """Returns once there is news since the last call."""
-        if not self._come:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._come = False
-
-
-class _Started:
-    """All that exists once the engine serves; its own type, so that no field is half there."""
-
-    def __init__(
-        self,
-        model: ModelDescription,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        client: CoreClient,
-        ready: CoreReady,
-    ) -> None:
-        self.model = model
-        self.config = config
-        self.tokenizer = tokenizer
-        self.client = client
-        self.ready = ready
-        self.admission = Admission(config, tokenizer)
-        self.processor = OutputProcessor(tokenizer)
-        self.metrics = EngineMetrics(config.model.served_name)
-        self.metrics.stats = CoreStats(compiling=ready.compiling)
-        self.pinned = PinnedPrefixes()
-        self.streams: dict[str, _News] = {}
-        self.receiver: asyncio.Task[None] | None = None
-        self.death: CoreDiedError | None = None
 
 
 class AsyncEngine:
@@ -109,9 +55,9 @@ class AsyncEngine:
         brings another core and overrides it."""
         self._args = args
         self._client_factory = client_factory or (InProcessClient if in_process else ProcessClient)
-        self._start_task: asyncio.Task[_Started] | None = None
+        self._start_task: asyncio.Task[Serving] | None = None
         self._client: CoreClient | None = None
-        self._engine: _Started | None = None
+        self._engine: Serving | None = None
         self._closed = False
 
     @classmethod
@@ -140,8 +86,10 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         delta: bool = False,
+        final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they come: cumulative, or with `delta` only what is new. The last one is `finished`.
+        """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end. The last
+        one is `finished`.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
@@ -149,45 +97,25 @@ class AsyncEngine:
         arrival = time.monotonic()
         engine = await self._started()
         self.check_health()
+        if delta and final_only:
+            raise InvalidRequestError("delta and final_only exclude each other", "final_only")
         admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
-        async with aclosing(self._stream(engine, admitted, arrival, delta)) as outputs:
+        stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _stream(
-        self, engine: _Started, admitted: AdmittedRequest, arrival: float, delta: bool
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self.check_health()
-        name = admitted.request_id
-        engine.processor.add(admitted, now=arrival, delta=delta)
-        news = engine.streams[name] = _News()
-        try:
-            engine.client.send(admitted.message)
-            finished = False
-            while not finished:
-                await news.next()
-                # What arrived before the core died is worth having; the news of its death is not lost.
-                output = engine.processor.take(name)
-                error = engine.processor.error(name) or (engine.death if output is None else None)
-                if error is not None:
-                    raise error
-                if output is not None:
-                    finished = output.finished
-                    if engine.death is not None:
-                        news.set()
-                    yield output
-        finally:
-            del engine.streams[name]
-            self._end(engine, *engine.processor.remove(name, time.monotonic()))
-
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:
-        """As `LLM.pin_prefix`; raises as `generate`."""
+        """As `LLM.pin_prefix`; raises as `generate`. Whoever cancels it leaves nothing pinned."""
         engine = await self._started()
-        engine.pinned.check_new(name)
-        admitted = await self._admit(engine, prefix, PIN_PARAMS, None, 0, None, pin=name)
-        async for _ in self._stream(engine, admitted, time.monotonic(), delta=False):
-            pass
-        return engine.pinned.add(name, len(admitted.prompt_token_ids))
+        self.check_health()
+        engine.pinned.reserve(name)
+        try:
+            admitted = await self._admit(engine, prefix, PIN_PARAMS, None, 0, None, pin=name)
+        except BaseException:
+            engine.pinned.release(name)
+            raise
+        return await engine.pin(name, admitted)
 
     def unpin_prefix(self, name: str) -> None:
         self.check_health()
@@ -201,9 +129,7 @@ class AsyncEngine:
         """End requests where they stand: their streams end with finish_reason "abort". Unknown ids are ignored."""
         engine = self._require()
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            self._end(engine, *engine.processor.abort(name, time.monotonic()))
-            if name in engine.streams:
-                engine.streams[name].set()
+            engine.abort(name)
 
     async def wait_compiled(self) -> None:
         """Return once no compilation goes on behind the serving engine (`stats().compiling`); benchmarks begin there.
@@ -236,10 +162,34 @@ class AsyncEngine:
             self._client.abandon()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return await (await self._started()).tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        """Also of a text that is longer than a prompt may be. Raises `InvalidRequestError`."""
+        engine = await self._started()
+        contexts = engine.config.limits.contexts_translated
+        engine.tokenizer.check_length(text, contexts=contexts)
+        return await engine.tokenizer.encode_async(
+            text, add_special_tokens=add_special_tokens, max_ids=contexts * self.max_model_len
+        )
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._require().tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, field: str = "tokens"
+    ) -> str:
+        """Raises `InvalidRequestError` naming `field` for what are no token ids, or too many."""
+        engine = await self._started()
+        limit = engine.config.limits.contexts_translated * self.max_model_len
+        if len(token_ids) > limit:
+            raise InvalidRequestError(
+                f"{field}: {len(token_ids)} ids; at most {limit} are detokenized at a time "
+                f"(--limit contexts_translated={engine.config.limits.contexts_translated})",
+                field,
+            )
+        vocabulary = engine.config.model.vocab_size
+        if not set(map(type, token_ids)) <= {int}:
+            raise InvalidRequestError(f"{field} must be token ids", field)
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < vocabulary:
+                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {vocabulary})", field)
+        with fails_alone("detokenizing"):
+            return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def apply_chat_template(
         self,
@@ -252,8 +202,12 @@ class AsyncEngine:
         template_kwargs: dict[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of the rendered conversation. Templates write special tokens out, so none are added by default."""
-        tokenizer = (await self._started()).tokenizer
+        """Token ids of the rendered conversation. Templates write special tokens out, so none are added by default.
+
+        Raises `InvalidRequestError`, also for many times what the context holds.
+        """
+        engine = await self._started()
+        tokenizer, contexts = engine.tokenizer, engine.config.limits.contexts_translated
         text = await tokenizer.apply_chat_template_async(
             messages,
             chat_template=chat_template,
@@ -262,7 +216,11 @@ class AsyncEngine:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        tokenizer.check_length(text, "messages", contexts=contexts)
+        max_ids = contexts * self.max_model_len
+        return await tokenizer.encode_async(
+            text, add_special_tokens=add_special_tokens, field="messages", max_ids=max_ids
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no sequence uses."""
@@ -315,20 +273,14 @@ class AsyncEngine:
                 await self._start_task
         if self._engine is None:
             return
-        receiver = self._engine.receiver
-        if receiver is not None:
-            receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
-        self._die(self._engine, CoreDiedError("this engine was shut down"))
-        await asyncio.to_thread(self._engine.client.close)
-        self._engine.tokenizer.close()
+        await self._engine.stop("this engine was shut down")
 
-    def _require(self) -> _Started:
+    def _require(self) -> Serving:
         if self._engine is None:
             raise EngineError("the engine has not started: `await engine.start()` first")
         return self._engine
 
-    async def _started(self) -> _Started:
+    async def _started(self) -> Serving:
         self.check_health()
         if self._engine is not None:
             return self._engine
@@ -337,12 +289,18 @@ class AsyncEngine:
         # A caller that gives up does not stop the start: others wait for it, and `shutdown` takes it down in order.
         return await asyncio.shield(self._start_task)
 
-    async def _start(self) -> _Started:
+    async def _start(self) -> Serving:
         model, config = await asyncio.to_thread(resolve_here, self._args)
         client = self._client = self._client_factory(config)
         ready, tokenizer = await asyncio.gather(
             asyncio.to_thread(client.start),
-            asyncio.to_thread(Tokenizer.load, config.model.tokenizer, Path(config.compile.cache_dir)),
+            asyncio.to_thread(
+                Tokenizer.load,
+                config.model.tokenizer,
+                Path(config.compile.cache_dir),
+                limits=config.limits,
+                max_model_len=config.model.max_model_len,
+            ),
             return_exceptions=True,
         )
         if isinstance(ready, BaseException) or isinstance(tokenizer, BaseException):
@@ -352,13 +310,13 @@ class AsyncEngine:
             tokenizer.close()
             assert isinstance(ready, BaseException)
             raise ready
-        engine = self._engine = _Started(model, config, tokenizer, client, ready)
-        engine.receiver = asyncio.get_running_loop().create_task(self._receive(engine))
-        return engine
+        tokenizer.start_renderer()
+        self._engine = Serving(model, config, tokenizer, client, ready)
+        return self._engine
 
     async def _admit(
         self,
-        engine: _Started,
+        engine: Serving,
         prompt: Prompt,
         params: SamplingParams | None,
         request_id: str | None,
@@ -366,51 +324,32 @@ class AsyncEngine:
         cache_salt: str | None,
         pin: str | None = None,
     ) -> AdmittedRequest:
+        name = (
+            secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", engine.config.limits)
+        )
+        given = params if params is not None else default_sampling_params(engine.model.generation_defaults)
+        checked = check_params(given)
+        engine.admission.check_params(checked)
         parsed = parse_prompt(prompt)
+        salt = cache_salt if cache_salt is not None else parsed.cache_salt
+        if salt is not None:
+            check_text(salt, "cache_salt")
         token_ids = parsed.token_ids
         if token_ids is None:
-            token_ids = await engine.tokenizer.encode_async(parsed.text or "")
-        return engine.admission.admit(
-            request_id if request_id is not None else secrets.token_hex(8),
-            parsed.text,
-            token_ids,
-            params if params is not None else default_sampling_params(engine.model.generation_defaults),
-            priority=priority,
-            cache_salt=cache_salt if cache_salt is not None else parsed.cache_salt,
-            pin=pin,
-        )
-
-    async def _receive(self, engine: _Started) -> None:
-        """The one task that listens to the core. Whatever ends it is told to every stream."""
-        try:
-            while True:
-                outputs = await engine.client.recv_async()
-                engine.metrics.stats = outputs.stats
-                progress = engine.processor.process(outputs.deltas, time.monotonic())
-                if progress.aborts:
-                    engine.client.send(AbortRequests(request_ids=progress.aborts))
-                for timings in progress.finished:
-                    engine.metrics.observe_request(timings)
-                for name in progress.touched:
-                    engine.streams[name].set()
-        except CoreDiedError as error:
-            self._die(engine, error)
-        except Exception as error:
-            logger.exception("the engine's receiver failed")
-            self._die(engine, CoreDiedError(f"the engine's receiver failed: {error!r}"))
-
-    def _die(self, engine: _Started, error: CoreDiedError) -> None:
-        if engine.death is None:
-            engine.death = error
-        for news in engine.streams.values():
-            news.set()
-
-    def _end(self, engine: _Started, core_ids: list[str], timings: RequestTimings | None) -> None:
-        """Tell the core and the metrics of a request that ended before its time."""
-        if timings is not None:
-            engine.metrics.observe_request(timings)
-        if core_ids and engine.death is None:
-            try:
-                engine.client.send(AbortRequests(request_ids=core_ids))
-            except CoreDiedError as error:
-                self._die(engine, error)
+            text = parsed.text or ""
+            engine.tokenizer.check_length(text)
+            token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
+        with fails_alone("admitting the request"):
+            engine.admission.check_params(checked)
+            bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
+            return engine.admission.admit(
+                name,
+                parsed.text,
+                token_ids,
+                checked,
+                priority=priority,
+                cache_salt=salt,
+                pin=pin,
+                wait_s=engine.config.limits.waiting_s,
+                bad_words=bad_words,
+            )

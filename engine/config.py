@@ -47,12 +47,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """auto: the model's dtype; bf16: that of a bfloat16 model, by name; int8: half the memory, with a scale for each
     token and KV head (CPU); fp8: e4m3, half the memory (GPU backends that read it)"""
-    kv_cache_memory: int | None = None
-    """bytes"""
+    kv_cache_memory: int | str | None = None
+    """bytes, or a text as 4GiB"""
     memory_fraction: float = 0.9
     enable_prefix_caching: bool = True
-    swap_space: int = 0
-    """bytes of host memory for KV blocks: of preempted sequences, and of prefixes that the device evicts"""
+    swap_space: int | str = 0
+    """bytes, or a text as 4GiB, of host memory for KV blocks: of preempted sequences, and of prefixes that the device
+    evicts"""
     preemption: Preemption = "auto"
     """whether a preempted sequence is computed again or swapped to `swap_space` (where that is full, computed)"""
     scheduling_policy: Policy = "fcfs"
@@ -66,6 +67,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...] | None = None
     """logical CPUs that the compute threads are bound to (CPU); None: the operating system places them"""
     seed: int = 0
+    override_generation_config: dict[str, object] = {}
+    """sampling for requests that leave it out, before what the model's own files recommend: temperature, top_k, top_p,
+    min_p, repetition_penalty, max_new_tokens"""
     max_logprobs: int = MAX_LOGPROBS
     limits: Limits = Limits()
     cache_dir: str | None = None
@@ -114,6 +118,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_mixed_prefill_tokens: int | None = None
     """of the budget, for prompts beside sequences that decode; None: all of it"""
     preemption: Preemption = "auto"
+    vocab_size: int = 2**31 - 1
+    """a token id is below it"""
 
 
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):

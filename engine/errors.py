@@ -44,3 +44,9 @@ class CoreDiedError(EngineError):
 
 class RequestFailedError(EngineError):
     """One request failed inside the core (for example NaN logits); others go on."""
+
+
+def in_words(error: BaseException) -> str:
+    """An unexpected error on one line that any message can carry."""
+    text = " ".join(f"internal error: {type(error).__name__}: {error}".split())
+    return text.encode(errors="backslashreplace").decode()

@@ -10,7 +10,6 @@ What follows from the model and the machine instead (context length, vocabulary,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
@@ -35,10 +34,15 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         return f"{'(' if self.open_low else '['}{self.low}, {self.high}]"
 
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequestError`."""
-        fits = self.low < value if self.open_low else self.low <= value
-        if math.isnan(value) or not fits or value > self.high:
+        if not isinstance(value, (int, float)):
+            raise InvalidRequestError(f"{name} must be a number, got {type(value).__name__}", name)
+        if not self.holds(value):
             raise InvalidRequestError(f"{name} must be in {self}, got {value}", name)
 
 
@@ -109,6 +113,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_output_factor: Annotated[
         int, _limit("a rendered conversation may have so many times the characters that the context could hold")
     ] = 2
+
+    template_bytes: Annotated[int, _limit("bytes of memory for rendering a chat template", 64 * 1024 * 1024)] = (
+        512 * 1024 * 1024
+    )
+    tokenize_bytes: Annotated[int, _limit("bytes of memory for tokenizing a long text", 256 * 1024 * 1024)] = (
+        4 * 1024 * 1024 * 1024
+    )
+    contexts_translated: Annotated[
+        int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")
+    ] = 4
 
     # What all requests together may hold, and how long they may take.
     template_s: Annotated[float, _limit("seconds for rendering a chat template", 0.05)] = 2.0

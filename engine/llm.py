@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self, cast
 
+from engine.batch_run import Progress, interrupts_between_steps
 from engine.config import (
     CompileMode,
     Device,
@@ -27,22 +26,25 @@ from engine.config import (
 )
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import AbortRequests, CoreStats, ResetPrefixCache, UnpinPrefix
-from engine.errors import CoreDiedError, EngineError, InvalidRequestError
+from engine.errors import CoreDiedError, EngineError, InvalidRequestError, RequestFailedError
 from engine.frontend.admission import (
     PIN_PARAMS,
     Admission,
     AdmittedRequest,
-    PinnedPrefixes,
+    ParsedPrompt,
     Prompt,
     default_sampling_params,
     parse_prompt,
 )
+from engine.frontend.conversation import ChatMessage
+from engine.frontend.failures import fails_alone
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.tokenizer import ChatMessage, Tokenizer
-from engine.request import RequestOutput, SamplingParams
+from engine.frontend.pins import PinnedPrefixes
+from engine.frontend.texts import check_params, check_text
+from engine.frontend.tokenizer import Tokenizer
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, limits_of
+from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
-from engine.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class LLM:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         seed: int = 0,
+        override_generation_config: Mapping[str, object] | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         limits: Mapping[str, float] | None = None,
         cache_dir: str | None = None,
@@ -94,8 +97,7 @@ class LLM:
     ) -> None:
         """`model`: a Hugging Face directory or a GGUF file. Sizes are bytes, or "4GiB". See `EngineArgs`."""
         given = {name: value for name, value in locals().items() if name not in ("self", "in_process")}
-        given["kv_cache_memory"] = None if kv_cache_memory is None else parse_size(kv_cache_memory)
-        given["swap_space"] = parse_size(swap_space)
+        given["override_generation_config"] = dict(override_generation_config or {})
         given["limits"] = limits_of(limits or {})
         given["cores"] = None if cores is None else tuple(cores)
         args = EngineArgs(**given)
@@ -116,10 +118,15 @@ class LLM:
         self._calls = 0
         self._stats = CoreStats()
         self.model, self.config = resolve_here(args)
-        self._tokenizer = Tokenizer.load(self.config.model.tokenizer, Path(self.config.compile.cache_dir))
+        self._tokenizer = Tokenizer.load(
+            self.config.model.tokenizer,
+            Path(self.config.compile.cache_dir),
+            limits=self.config.limits,
+            max_model_len=self.config.model.max_model_len,
+        )
         self._admission = Admission(self.config, self._tokenizer)
         self._processor = OutputProcessor(self._tokenizer)
-        self._pinned = PinnedPrefixes()
+        self._pinned = PinnedPrefixes(self.config.limits)
         self._client = client_factory(self.config)
         self.ready = self._client.start()
 
@@ -147,17 +154,24 @@ class LLM:
     def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """Compute a prefix and keep its KV, whole blocks of it, until `unpin_prefix`: prompts that begin with it start
         behind it, and eviction never takes it. Returns its number of tokens. Raises `InvalidRequestError`."""
-        self._alive()
-        self._pinned.check_new(name)
-        parsed = parse_prompt(prefix)
-        ids = parsed.token_ids if parsed.token_ids is not None else self._tokenizer.encode_batch([parsed.text or ""])[0]
-        admitted = self._admission.admit(
-            f"pin:{name}", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
-        )
-        [output] = self._run([admitted], time.monotonic(), use_tqdm=False)
-        if output.outputs[0].finish_reason == "error":
-            raise InvalidRequestError(f"the prefix {name!r} was not pinned: {output.outputs[0].stop_reason}", "prompt")
-        return self._pinned.add(name, len(ids))
+        core = self._alive()
+        self._pinned.reserve(name)
+        try:
+            parsed = parse_prompt(prefix)
+            [ids] = self._token_ids([parsed])
+            admitted = self._admission.admit(
+                "pin", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
+            )
+            [output] = self._run([admitted], time.monotonic(), use_tqdm=False)
+            if output.outputs[0].finish_reason == "error":
+                reason = output.outputs[0].stop_reason
+                raise InvalidRequestError(f"the prefix {name!r} was not pinned: {reason}", "prompt")
+        except BaseException:
+            self._pinned.release(name)
+            with suppress(CoreDiedError):
+                core.send(UnpinPrefix(name=name))  # the core may have it already
+            raise
+        return self._pinned.complete(name, len(ids))
 
     def unpin_prefix(self, name: str) -> None:
         """What was pinned is cached like any other prefix from now on. Raises `InvalidRequestError`."""
@@ -193,25 +207,20 @@ class LLM:
         params = self._per_prompt(sampling_params, len(parsed))
         if priority is not None and len(priority) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts but {len(priority)} priorities", "priority")
-        texts = [p.text for p in parsed if p.token_ids is None and p.text is not None]
-        encoded = iter(self._tokenizer.encode_batch(texts))
         call, self._calls = self._calls, self._calls + 1
         admitted = []
-        for i, prompt in enumerate(parsed):
-            token_ids = next(encoded) if prompt.token_ids is None else prompt.token_ids
-            try:
+        for i, (prompt, token_ids) in enumerate(zip(parsed, self._token_ids(parsed), strict=True)):
+            with _naming(i, len(parsed)):
+                if prompt.cache_salt is not None:
+                    check_text(prompt.cache_salt, "cache_salt")
                 request = self._admission.admit(
                     f"{call}.{i}",
                     prompt.text,
                     token_ids,
-                    params[i],
+                    check_params(params[i]),
                     priority=priority[i] if priority is not None else 0,
                     cache_salt=prompt.cache_salt,
                 )
-            except InvalidRequestError as error:
-                if len(parsed) == 1:
-                    raise
-                raise InvalidRequestError(f"prompt {i}: {error}", error.field) from error
             admitted.append(request)
         return self._run(admitted, arrival, use_tqdm)
 
@@ -241,6 +250,8 @@ class LLM:
             )
             for conversation in conversations
         ]
+        for text in texts:
+            self._tokenizer.check_length(text, "messages")
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)  # the template wrote them out
         prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -279,17 +290,21 @@ class LLM:
     def _run(self, admitted: list[AdmittedRequest], arrival: float, use_tqdm: bool) -> list[RequestOutput]:
         """Keep the core busy without overfilling its bounded queue; whatever interrupts this ends what is in flight."""
         waiting, in_flight = deque(admitted), 0
+        sizes = {request.request_id: _num_sequences(request) for request in admitted}
         done: dict[str, RequestOutput] = {}
         limit = self.config.scheduler.max_waiting
-        bar = _Progress(len(admitted), use_tqdm)
-        with _interrupts_between_steps() as check_interrupt:
+        bar = Progress(len(admitted), use_tqdm)
+        with interrupts_between_steps() as check_interrupt:
             try:
                 while len(done) < len(admitted):
-                    while waiting and (in_flight == 0 or in_flight + waiting[0].params.n <= limit):
-                        in_flight += self._submit(waiting.popleft(), arrival)
+                    while waiting and (in_flight == 0 or in_flight + sizes[waiting[0].request_id] <= limit):
+                        request = waiting.popleft()
+                        self._processor.add(request, now=arrival, final_only=True)
+                        self._client.send(request.message)
+                        in_flight += sizes[request.request_id]
                     for output in self._step():
                         done[output.request_id] = output
-                        in_flight -= len(output.outputs)
+                        in_flight -= sizes[output.request_id]
                         bar.update(output)
                     check_interrupt()
             finally:
@@ -297,10 +312,17 @@ class LLM:
                 self._abort_in_flight()
         return [done[request.request_id] for request in admitted]
 
-    def _submit(self, request: AdmittedRequest, arrival: float) -> int:
-        self._processor.add(request, now=arrival)
-        self._client.send(request.message)
-        return len(request.message.request_ids)
+    def _token_ids(self, prompts: Sequence[ParsedPrompt]) -> Iterator[list[int]]:
+        """Of each, all texts at once. Raises `InvalidRequestError`."""
+        texts = []
+        for i, prompt in enumerate(prompts):
+            if prompt.token_ids is None:
+                with _naming(i, len(prompts)):
+                    self._tokenizer.check_length(prompt.text or "")
+                texts.append(prompt.text or "")
+        with fails_alone("tokenizing"):
+            encoded = iter(self._tokenizer.encode_batch(texts))
+        return (next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts)
 
     def _step(self) -> Iterator[RequestOutput]:
         """Receive once; the requests that ended."""
@@ -313,8 +335,11 @@ class LLM:
         for request_id in dict.fromkeys(progress.touched):
             if not self._processor.finished(request_id):
                 continue
-            error = self._processor.error(request_id)
-            output = self._processor.take(request_id)
+            error: EngineError | None = self._processor.error(request_id)
+            try:
+                output = self._processor.take(request_id)
+            except RequestFailedError as failed:
+                error, output = failed, self._processor.take_failed(request_id, failed)
             self._processor.remove(request_id, now)
             if error is not None:
                 logger.warning("request %s failed: %s", request_id, error)
@@ -336,58 +361,18 @@ class LLM:
             logger.debug("nothing to abort, the core is gone: %s", error)
 
 
-class _Progress:
-    """vLLM's progress bar: prompts done, and tokens a second so far."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        from tqdm import tqdm
-
-        self._start = time.monotonic()
-        self._input_tokens = self._output_tokens = 0
-        self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not shown)
-
-    def update(self, output: RequestOutput) -> None:
-        self._input_tokens += len(output.prompt_token_ids)
-        self._output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        self._bar.set_postfix_str(
-            f"input: {self._input_tokens / seconds:.1f} toks/s, output: {self._output_tokens / seconds:.1f} toks/s",
-            refresh=False,
-        )
-        self._bar.update(1)
-
-    def close(self) -> None:
-        self._bar.close()
+def _num_sequences(request: AdmittedRequest) -> int:
+    """That the core holds for it at a time."""
+    beams = request.message.beams
+    return max(len(request.message.request_ids), 0 if beams is None else beams.width)
 
 
 @contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C takes effect at the next border between steps, where the core is whole; a second one at once.
-
-    Yields the check to make at each border. Outside the main thread, or under a handler of the user's own, nothing
-    changes.
-    """
-    mine = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if not mine:
-        yield lambda: None
-        return
-    interrupted = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            signal.default_int_handler(number, frame)
-        interrupted = True
-
-    def check() -> None:
-        if interrupted:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, handle)
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Of several prompts, the one at fault."""
     try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    except InvalidRequestError as error:
+        if count == 1:
+            raise
+        raise InvalidRequestError(f"prompt {index}: {error}", error.field) from error

@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name, None)
-            if isinstance(value, (int, float)):
+            if value is not None and name != "logit_bias":
                 allowed.check(name, value)
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError(f"best_of ({self.best_of}) must be at least n ({self.n})", "best_of")

@@ -29,9 +29,11 @@ Defaults that are choices
 
 from __future__ import annotations
 
+import logging
 import os.path
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from engine.config import (
     CacheConfig,
@@ -45,18 +47,21 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.errors import ConfigError
-from engine.layer_groups import group_layers, most_blocks
+from engine.kv_budget import DTYPE_BYTES, SequenceSizes, shortened_context
 from engine.machine import Machine, probe_machine
+from engine.models.generation import overridden
 from engine.models.spec import DecoderSpec
+from engine.sizes import setting_bytes, size_text
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["cpu", "cuda"]
 RealDType = Literal["bfloat16", "float16", "float32"]
 CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -68,6 +73,8 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
     step_tokens = _step_tokens(args, kind, model.spec, dtype)
+    quantization = _quantization(args, dtype, kind, model.source)
+    _check_weights_fit(model.spec, quantization, dtype, _device_bytes(kind, machine))
     max_model_len = _max_model_len(args, model.spec, model.max_position, kv_dtype, block_size, step_tokens)
     return EngineConfig(
         model=ModelConfig(
@@ -82,10 +89,10 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             eos_token_ids=tuple(model.eos_token_ids),
             seed=args.seed,
             load_format=args.load_format,
-            quantization=_quantization(args, dtype, kind, model.source),
+            quantization=quantization,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -106,12 +113,20 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
 
 
 def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
-    """Read the model's description and this machine, and resolve. The one impure step between a door and its engine."""
+    """Read the model's description and this machine, and resolve. The one impure step between a door and its engine.
+
+    Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut.
+    """
     from engine.models.description import describe
 
     machine = probe_machine(args.device)
-    description = describe(_absolute(args.model, machine))
-    return description, resolve(args, description, machine)
+    read = describe(_absolute(args.model, machine))
+    defaults = overridden(read.generation_defaults, args.override_generation_config)
+    description = msgspec.structs.replace(read, generation_defaults=defaults)
+    config = resolve(args, description, machine)
+    if (warning := shortened_context(args, description, config)) is not None:
+        logger.warning("%s", warning)
+    return description, config
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:
@@ -204,10 +219,10 @@ def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
         "max_num_batched_tokens",
         "max_mixed_prefill_tokens",
         "max_waiting",
-        "kv_cache_memory",
         "threads",
+        "kv_cache_memory",
     ):
-        value = getattr(args, name)
+        value = _kv_cache_memory(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not 0.0 < args.memory_fraction <= 1.0:
@@ -222,48 +237,38 @@ def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
         raise ConfigError("served_model_name must not be empty")
 
 
-def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
-    """Bytes of keys and values that one token keeps over all layers (int8: with its float32 scales)."""
-    scale_bytes = 4 if dtype == "int8" else 0
-    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * _DTYPE_BYTES[dtype] + scale_bytes)
-
-
 def _max_model_len(
     args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int, step_tokens: int
 ) -> int:
-    wanted = args.max_model_len
+    wanted, memory = args.max_model_len, _kv_cache_memory(args)
     if wanted is not None and wanted > max_position:
         raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
     length = wanted if wanted is not None else max_position
-    if args.kv_cache_memory is None:
+    if memory is None:
         return length
-    groups = group_layers([layer.window for layer in spec.layers], length)
-    largest = max(len(group.layers) for group in groups)
-    block_bytes = kv_bytes_per_token(spec, dtype) * block_size * largest // spec.num_layers
-
-    def size_bytes(tokens: int) -> int:
-        return block_bytes * sum(most_blocks(tokens, group.window, block_size, step_tokens) for group in groups)
-
-    fits = bisect_right(range(1, length + 1), args.kv_cache_memory, key=size_bytes)
+    sizes = SequenceSizes(spec=spec, dtype=dtype, block_size=block_size, step_tokens=step_tokens, longest=length)
+    fits = sizes.tokens_in(memory)
     if fits < 1 or (wanted is not None and wanted > fits):
-        needed = size_bytes(wanted or block_size)
         raise ConfigError(
-            f"kv_cache_memory ({args.kv_cache_memory} bytes) holds {fits} tokens, but one sequence may need "
-            f"{wanted or block_size}: raise kv_cache_memory to at least {needed} or lower max_model_len"
+            f"kv_cache_memory ({memory} bytes) holds {fits} tokens, but one sequence may need "
+            f"{wanted or block_size}: raise kv_cache_memory to at least {sizes.bytes_of(wanted or block_size)} or "
+            "lower max_model_len"
         )
     return fits
 
 
+def _kv_cache_memory(args: EngineArgs) -> int | None:
+    return None if args.kv_cache_memory is None else setting_bytes(args.kv_cache_memory, "kv_cache_memory")
+
+
 def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine) -> CacheConfig:
-    memory = machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
-    if args.kv_cache_memory is not None and args.kv_cache_memory > memory:
-        raise ConfigError(
-            f"kv_cache_memory ({args.kv_cache_memory} bytes) exceeds the device's memory ({memory} bytes)"
-        )
+    device_bytes, wanted = _device_bytes(kind, machine), _kv_cache_memory(args)
+    if wanted is not None and wanted > device_bytes:
+        raise ConfigError(f"kv_cache_memory ({wanted} bytes) exceeds the device's memory ({device_bytes} bytes)")
     return CacheConfig(
         block_size=block_size,
         dtype=dtype,
-        kv_cache_memory=args.kv_cache_memory,
+        kv_cache_memory=wanted,
         memory_fraction=args.memory_fraction,
         enable_prefix_caching=args.enable_prefix_caching,
         swap_space=_swap_space(args, machine),
@@ -271,15 +276,37 @@ def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, mac
 
 
 def _swap_space(args: EngineArgs, machine: Machine) -> int:
-    if args.swap_space < 0:
-        raise ConfigError(f"swap_space must be at least 0, got {args.swap_space}")
-    if args.swap_space > machine.memory_bytes:
+    swap_space = setting_bytes(args.swap_space, "swap_space")
+    if swap_space < 0:
+        raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
+    if swap_space > machine.memory_bytes:
         raise ConfigError(
-            f"swap_space ({args.swap_space} bytes) exceeds the machine's memory ({machine.memory_bytes} bytes)"
+            f"swap_space ({swap_space} bytes) exceeds the machine's memory ({machine.memory_bytes} bytes)"
         )
-    if args.preemption == "swap" and args.swap_space == 0:
+    if args.preemption == "swap" and swap_space == 0:
         raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
-    return args.swap_space
+    return swap_space
+
+
+def _device_bytes(kind: Kind, machine: Machine) -> int:
+    return machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
+
+
+_LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "gguf": 0.25}
+
+
+def _check_weights_fit(spec: DecoderSpec, quantization: Quantization, dtype: str, device_bytes: int) -> None:
+    """A model that is far too large is refused here by its dimensions, before its memory is taken."""
+    each = _LEAST_WEIGHT_BYTES.get(quantization, DTYPE_BYTES[dtype])
+    embeddings = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
+    needed = int((spec.linear_weights + embeddings) * each)
+    if needed > device_bytes:
+        raise ConfigError(
+            f"the weights alone take at least {size_text(needed)}, and the device has {size_text(device_bytes)}: the "
+            f"model says num_hidden_layers={spec.num_layers}, hidden_size={spec.hidden_size}, "
+            f"intermediate_size={spec.intermediate_size}, vocab_size={spec.vocab_size}; choose a smaller model, or "
+            "quantization='int4' (CPU)"
+        )
 
 
 _CPU_STEP_OPERATIONS = {"bfloat16": 600e9, "float32": 150e9}
@@ -302,7 +329,7 @@ def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) ->
     return tokens or max(_cpu_step_tokens(spec, dtype) if kind == "cpu" else 8192, seqs or 0)
 
 
-def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int) -> SchedulerConfig:
+def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int) -> SchedulerConfig:
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:
         raise ConfigError(f"max_mixed_prefill_tokens ({mixed}) exceeds max_num_batched_tokens ({tokens})")
@@ -316,6 +343,7 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int) ->
         max_waiting=args.max_waiting,
         policy=args.scheduling_policy,
         preemption=args.preemption,
+        vocab_size=vocab_size,
         async_scheduling=args.async_scheduling if args.async_scheduling is not None else kind == "cuda",
     )
 

@@ -203,7 +203,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that
     asked. The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
     faults: list[int] = []
-    """rows whose logits held NaN (or nothing allowed): their token is not to be used"""
+    """rows whose logits held NaN (or nothing allowed), or of which anything else failed: their token does not count"""
+    reasons: dict[int, str] = {}
+    """of the faults that are something else: what failed"""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,3 +241,5 @@ class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
     """captured later, between steps"""
     swap_block_s: float = 0.0
     """a block to the host tier and back, measured; 0: there is no tier"""
+    compile_failed: bool = False
+    """pieces were wanted and failed on this device: the model itself runs"""

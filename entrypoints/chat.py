@@ -1,27 +1,34 @@
-"""`engine-chat`: a conversation in the terminal, with a model in this process or with any OpenAI-compatible server."""
+"""`engine-chat`: a conversation in the terminal, with a model in this process or with any OpenAI-compatible server.
+
+Ctrl-C ends the answer that is being written; at the prompt, or a second time, it ends the program.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+from entrypoints.start import INTERRUPTED, interrupts_raise
 
 if TYPE_CHECKING:
-    from engine import AsyncEngine
+    import httpx
 
 Messages = list[dict[str, str]]
-Reply = Callable[[Messages], AsyncIterator[str]]
+Reply = Callable[[Messages], AsyncGenerator[str, None]]
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-chat", description=__doc__)
     parser.add_argument("model", nargs="?", help="Hugging Face directory or GGUF file; without it, the demo model")
     parser.add_argument("--url", help="talk to this server (http://host:port) instead of loading a model")
-    parser.add_argument("--api-key", help="for --url")
+    parser.add_argument("--api-key", help="for --url; default: PAGELOOM_API_KEY, where it is set")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--temperature", type=float, help="default: what the model's authors recommend, else 1")
     parser.add_argument("--max-tokens", type=int, default=512, help="per answer")
@@ -40,27 +47,34 @@ def main(argv: list[str] | None = None) -> int:
         refuse_without_effect(parser, options, names, "with --url: the server's own settings hold")
     else:
         refuse_without_effect(parser, options, ["api_key"], "without --url")
-    import asyncio
-
     from engine.errors import EngineError
 
     try:
-        return asyncio.run(_remote(options) if options.url else _local(options))
+        with asyncio.Runner() as runner:
+            replies = _remote(options) if options.url else _local(options)
+            reply = runner.run(replies.__aenter__())
+            interrupts_raise()  # while it started, Ctrl-C ended the process at once, and its core with it
+            try:
+                return _converse(options, runner, reply)
+            finally:
+                runner.run(replies.__aexit__(None, None, None))
     except EngineError as error:
         print(f"engine-chat: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        print("engine-chat: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
-async def _local(options: argparse.Namespace) -> int:
+@asynccontextmanager
+async def _local(options: argparse.Namespace) -> AsyncGenerator[Reply, None]:
     import msgspec
 
-    from engine import AsyncEngine
+    from engine.async_engine import AsyncEngine
 
-    engine: AsyncEngine = AsyncEngine(engine_args(options, options.model))
+    engine = AsyncEngine(engine_args(options, options.model))
 
-    async def reply(messages: Messages) -> AsyncIterator[str]:
+    async def reply(messages: Messages) -> AsyncGenerator[str, None]:
         params = msgspec.structs.replace(engine.default_sampling_params(), max_tokens=options.max_tokens)
         if options.temperature is not None:
             params = msgspec.structs.replace(params, temperature=options.temperature)
@@ -70,63 +84,104 @@ async def _local(options: argparse.Namespace) -> int:
 
     try:
         await engine.start()
-        return await _converse(options, reply)
+        yield reply
     finally:
         await engine.shutdown()
 
 
-async def _remote(options: argparse.Namespace) -> int:
+@asynccontextmanager
+async def _remote(options: argparse.Namespace) -> AsyncGenerator[Reply, None]:
     import httpx
 
     from engine.errors import EngineError
 
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=None) as client:
+    key = options.api_key or os.environ.get("PAGELOOM_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = options.url.rstrip("/").removesuffix("/v1")
 
-        async def reply(messages: Messages) -> AsyncIterator[str]:
-            body: dict[str, object] = {"messages": messages, "max_tokens": options.max_tokens, "stream": True}
-            if options.temperature is not None:
-                body["temperature"] = options.temperature
-            body["model"] = model
-            async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise EngineError(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
-                        continue
-                    chunk = json.loads(data)
-                    if chunk.get("error"):
-                        raise EngineError(str(chunk["error"].get("message")))
-                    for choice in chunk.get("choices", []):
-                        yield choice["delta"].get("content") or ""
-
+    async def reply(messages: Messages) -> AsyncGenerator[str, None]:
+        body: dict[str, object] = {"model": model, "messages": messages, "max_tokens": options.max_tokens}
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
         try:
-            model = options.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-            return await _converse(options, reply)
+            async with aclosing(_streamed(client, body)) as pieces:
+                async for piece in pieces:
+                    yield piece
         except httpx.HTTPError as error:
             raise EngineError(f"{options.url}: {str(error) or type(error).__name__}") from error
 
+    try:
+        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=None) as client:
+            model = options.model or await _first_model(client)
+            yield reply
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineError(f"--url {options.url}: {str(error) or type(error).__name__}") from error
 
-async def _converse(options: argparse.Namespace, reply: Reply) -> int:
+
+async def _first_model(client: httpx.AsyncClient) -> str:
+    from engine.errors import EngineError
+
+    answer = (await client.get("/v1/models")).raise_for_status()
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, TypeError, LookupError):
+        raise EngineError(f"{answer.url} lists no model: no OpenAI-compatible server answers there") from None
+
+
+async def _streamed(client: httpx.AsyncClient, body: dict[str, object]) -> AsyncGenerator[str, None]:
+    from engine.errors import EngineError
+
+    async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+        if response.status_code != 200:
+            raise EngineError(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise EngineError(str(chunk["error"].get("message")))
+            for choice in chunk.get("choices", []):
+                yield choice["delta"].get("content") or ""
+
+
+def _converse(options: argparse.Namespace, runner: asyncio.Runner, reply: Reply) -> int:
+    """Each answer is a run of the event loop: at the prompt, between them, Ctrl-C is `KeyboardInterrupt` as ever."""
     messages: Messages = [{"role": "system", "content": options.system}] if options.system else []
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     while True:
         try:
-            text = options.quick or input("> ")
+            text = options.quick or input(prompt)
         except EOFError:
             return 0
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
-        answer = ""
-        async for piece in reply(messages):
-            print(piece, end="", flush=True)
-            answer += piece
+        shown: list[str] = []
+        whole = runner.run(_show(reply(messages), shown))
         print()
-        messages.append({"role": "assistant", "content": answer})
         if options.quick:
-            return 0
+            return 0 if whole else INTERRUPTED
+        if whole or shown:
+            messages.append({"role": "assistant", "content": "".join(shown)})
+        else:
+            messages.pop()  # two messages of one speaker in a row are refused by many templates
+
+
+async def _show(pieces: AsyncGenerator[str, None], shown: list[str]) -> bool:
+    """Print an answer as it comes. False where Ctrl-C, which cancels what the runner runs, ended it; a second one
+    raises `KeyboardInterrupt`."""
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                print(piece, end="", flush=True)
+                shown.append(piece)
+    except asyncio.CancelledError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from entrypoints.start import chat
+
+    raise SystemExit(chat())

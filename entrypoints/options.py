@@ -1,14 +1,16 @@
-"""Command-line options shared by the doors, and how they become `EngineArgs`. Nothing heavy: --help is instant."""
+"""Command-line options shared by the doors, and how they become `EngineArgs`. Nothing heavy: --help is instant.
+
+An option that is None was not set: then the setting's own default holds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from engine.limits import MAX_LOGPROBS, MAX_WAITING
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
@@ -22,6 +24,19 @@ def size_bytes(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def json_object(text: str) -> dict[str, object]:
+    """'{"top_p": 0.9}' → {"top_p": 0.9}."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f'cannot read {text[:100]!r} as a JSON object; write for example {{"top_p": 0.9}}'
+        )
+    return value
 
 
 def core_list(text: str) -> tuple[int, ...]:
@@ -67,9 +82,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-mixed-prefill-tokens", type=int, help="tokens of prompts in a step that makes others' next tokens, too"
     )
-    group.add_argument(
-        "--max-waiting", type=int, default=MAX_WAITING, help="sequences that may wait; more are answered with 503"
-    )
+    group.add_argument("--max-waiting", type=int, help="sequences that may wait; more are answered with 503")
     _add_memory_options(group)
     group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
     group.add_argument(
@@ -89,9 +102,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--cores", type=core_list, metavar="LIST", help="CPUs that the compute threads are bound to, as 0,1 or 0-3"
     )
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS)
+    group.add_argument("--max-logprobs", type=int, help="alternatives that a request may ask for, of each token")
+    group.add_argument(
+        "--override-generation-config",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="""sampling where a request says nothing, before what the model's files say, as '{"temperature": 0.7}'""",
+    )
     group.add_argument(
         "--limit",
+        dest="limits",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -131,16 +152,18 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:
-    """EngineArgs from parsed options; without a model, the demo model."""
+    """EngineArgs from parsed options; without a model, the demo model and what its authors recommend."""
     import msgspec
 
     from engine.config import EngineArgs
-    from engine.frontend.demo import demo_model_path
+    from engine.frontend.demo import RECOMMENDED_GENERATION, demo_model_path
     from engine.limits import parse_limits
 
     names = {field.name for field in msgspec.structs.fields(EngineArgs)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    given["limits"] = parse_limits(options.limit)
-    given["model"] = model if model is not None else demo_model_path()
+    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    given["limits"] = parse_limits(options.limits)
     given["cache_dir"] = given.get("cache_dir") or default_cache_dir()
+    if model is None:
+        given["override_generation_config"] = RECOMMENDED_GENERATION | options.override_generation_config
+    given["model"] = model if model is not None else demo_model_path()
     return msgspec.convert(given, EngineArgs)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from entrypoints.options import add_engine_options, engine_args
+from entrypoints.start import interrupts_raise
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,6 +94,7 @@ def _run(options: argparse.Namespace) -> int:
     from engine.errors import EngineError
     from entrypoints.server.run import run_loop
 
+    interrupts_raise()
     try:
         return run_loop(_serve(options))
     except EngineError as error:
@@ -112,4 +114,6 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from entrypoints.start import serve
+
+    raise SystemExit(serve())

@@ -121,7 +121,7 @@ def measure_mixed(plain: int, searches: int, steps: int, depth: int) -> float:
     kv = KVCache(rows * (400 + steps) // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=True)
     scheduler = Scheduler(config, kv)
     for index in range(plain + searches):
-        followers = [Follower(request_id=f"{index}.{i}", params=RowParams(seed=i)) for i in range(1, WIDTH)]
+        followers = [Follower(request_id=f"{index}.{i}", seed=i) for i in range(1, WIDTH)]
         beams = index >= plain
         request = AddRequest(
             request_id=str(index),

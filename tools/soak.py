@@ -138,24 +138,21 @@ class Engine:
         beams = BeamParams(width=rng.randint(1, WIDTH), length_penalty=0.5) if rng.random() < 0.2 else None
         names = [str(next(self._names)) for _ in range(samples if beams is None else rng.randint(1, beams.width))]
         asked = rng.random() < 0.1 and beams is None
-        params = [
-            RowParams(
-                seed=rng.getrandbits(32),
-                temperature=rng.choice((0.0, 1.0)),
-                stop_token_ids=[0, 1] if rng.random() < 0.5 else [],
-                logprobs=2 if asked else None,
-                prompt_logprobs=0 if asked and index == 0 else None,
-            )
-            for index in range(len(names))
-        ]
+        params = RowParams(
+            seed=rng.getrandbits(32),
+            temperature=rng.choice((0.0, 1.0)),
+            stop_token_ids=[0, 1] if rng.random() < 0.5 else [],
+            logprobs=2 if asked else None,
+            prompt_logprobs=0 if asked else None,
+        )
         return AddRequest(
             request_id=names[0],
             prompt_token_ids=prompt,
-            params=params[0],
+            params=params,
             max_tokens=rng.randint(1, MAX_MODEL_LEN - MAX_PROMPT_LEN),
             priority=rng.randint(0, 2),
             cache_salt=rng.choice((None, None, None, "salt")),
-            followers=[Follower(request_id=name, params=each) for name, each in zip(names[1:], params[1:])],
+            followers=[Follower(request_id=name, seed=rng.getrandbits(32)) for name in names[1:]],
             beams=beams,
         )
 

@@ -17,8 +17,8 @@ HEAD = """# Limits
 Written by `tools/write_limits.py` from `engine/limits.py`, where each bound stands once; do not edit it here.
 
 What exceeds a limit is refused before it costs anything, alone, with the field, the limit and the setting in the error.
-`--limit NAME=VALUE` sets one (`engine-serve`, `engine-bench`, `engine-chat`; repeat it for more), `limits={"NAME": VALUE}`
-in Python.
+`--limit NAME=VALUE` sets one (`engine-serve`, `engine-bench`, `engine-chat`; repeat it for more), and in Python
+`limits={"NAME": VALUE}`.
 
 | limit | default | at most so many | HTTP |
 |---|---|---|---|
@@ -38,12 +38,12 @@ TAIL = """
 
 | limit | where it comes from |
 |---|---|
-| tokens of a prompt and its answer | `--max-model-len`; by default what the model was made for, cut to what `--kv-cache-memory` holds |
+| tokens of a prompt and its answer | `--max-model-len`; else the model's own, cut to what `--kv-cache-memory` holds |
 | characters of a text before it is tokenized | the context length times the longest token |
 | token ids | the vocabulary |
 | sequences that run at once, beams of a search | `--max-num-seqs` |
-| sequences that wait, all samples of a request counted | `--max-waiting`, {waiting} by default: 503 with `Retry-After` |
-| alternatives of a token (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, {logprobs} by default |
+| sequences that wait, all samples of a request counted | `--max-waiting`, {waiting}: 503 with `Retry-After` |
+| alternatives of a token (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, {logprobs} |
 | seconds that running requests may go on after SIGTERM | `--shutdown-timeout` |
 """
 

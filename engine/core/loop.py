@@ -7,6 +7,7 @@ core process (`engine.core.process`) or, for debugging and offline use, in the c
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,11 +31,13 @@ from engine.core.wire import (
     ToCore,
     UnpinPrefix,
 )
-from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
 from engine.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class StepDone(Enum):
@@ -58,6 +61,7 @@ Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
+_FEWEST_DEADLINES = 1024
 
 
 class StepScheduler(Protocol):
@@ -74,6 +78,18 @@ class StepScheduler(Protocol):
 
     def plan(self) -> StepPlan | None: ...
 
+    def end_failed(self) -> Sequence[Delta]:
+        """What `plan` could not do for single requests, which end with it."""
+        ...
+
+    def has_begun(self, request_id: str) -> bool:
+        """A step has taken it up; true for one that is over, too."""
+        ...
+
+    def give_up(self, request_id: str) -> Sequence[Delta]:
+        """End a request that no step has taken up yet."""
+        ...
+
     def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
 
     def stats(self) -> CoreStats: ...
@@ -86,7 +102,8 @@ class StepScheduler(Protocol):
 class CoreLoop:
     """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
 
-    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may read).
+    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may
+    read).
     """
 
     def __init__(
@@ -118,6 +135,9 @@ class CoreLoop:
         self._empty_plans = 0
         self._has_news = False
         """the stats are worth telling by themselves"""
+        self._deadlines: dict[str, float] = {}
+        """by request, in order of arrival: when it has waited for too long, unless it has begun"""
+        self._most_deadlines = _FEWEST_DEADLINES
         self._observer = observer
 
     @property
@@ -144,7 +164,9 @@ class CoreLoop:
         deltas = self._drain(wait)
         if self.stopped:
             return None
+        deltas += self._end_overdue()
         plan = self._plan_ahead()
+        deltas += self._scheduler.end_failed()
         collects = self._finished > 0
         if collects:
             deltas += self._collect()
@@ -234,7 +256,29 @@ class CoreLoop:
             return [refusal(request.request_id, "queue_full", error)]
         except InvalidRequestError as error:
             return [refusal(request.request_id, "invalid", error)]
+        except Exception as error:
+            logger.exception("request %r could not be added", request.request_id)
+            self._scheduler.abort(request.request_ids)  # what of it came as far as the queue
+            return [refusal(request.request_id, "fault", error)]
+        if request.wait_s is not None:
+            self._deadlines[request.request_id] = time.monotonic() + request.wait_s
         return []
+
+    def _end_overdue(self) -> list[Delta]:
+        """Looks at the earliest arrival that has not begun; those behind it have waited for less."""
+        deltas: list[Delta] = []
+        while self._deadlines:
+            request_id = next(iter(self._deadlines))
+            begun = self._scheduler.has_begun(request_id)
+            if not begun and self._deadlines[request_id] > time.monotonic():
+                break
+            del self._deadlines[request_id]
+            if not begun:
+                deltas += self._scheduler.give_up(request_id)
+        if len(self._deadlines) > self._most_deadlines:  # one of low priority holds up those behind it that have begun
+            self._deadlines = {i: at for i, at in self._deadlines.items() if not self._scheduler.has_begun(i)}
+            self._most_deadlines = 2 * len(self._deadlines) + _FEWEST_DEADLINES
+        return deltas
 
     def _stats(self) -> CoreStats:
         stats = self._scheduler.stats()
@@ -257,4 +301,5 @@ class CoreLoop:
 
 def refusal(request_id: str, kind: str, error: Exception) -> SequenceDelta:
     """The only delta of a request that was never admitted."""
-    return SequenceDelta(request_id=request_id, finish_reason="error", error=str(error), error_kind=kind)
+    message = str(error) if isinstance(error, EngineError) else in_words(error)
+    return SequenceDelta(request_id=request_id, finish_reason="error", error=message, error_kind=kind)

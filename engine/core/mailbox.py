@@ -26,6 +26,8 @@ from engine.core.wire import FromCore, Heartbeat, SequenceDelta, Shutdown, ToCor
 logger = logging.getLogger(__name__)
 
 FLUSH_MS = 2000
+FULL_POLL_MS = 50
+"""how often a full queue is looked at again"""
 
 
 class Mailbox:
@@ -35,16 +37,25 @@ class Mailbox:
     """
 
     def __init__(
-        self, to_core: str, from_core: str, directory: str, parent_fd: int, heartbeat_s: float, hang_timeout_s: float
+        self,
+        to_core: str,
+        from_core: str,
+        directory: str,
+        parent_fd: int,
+        heartbeat_s: float,
+        hang_timeout_s: float,
+        most_frames: int,
     ) -> None:
-        """`to_core`, `from_core`: ZeroMQ addresses inside `directory`. `parent_fd`: pidfd of the parent."""
+        """`to_core`, `from_core`: ZeroMQ addresses inside `directory`. `parent_fd`: pidfd of the parent. `most_frames`:
+        that wait in the inbox, or to be received by the front end."""
         self.inbox: Inbox = Inbox()
+        self._most_frames = most_frames
         self._directory = directory
         self._parent_fd = parent_fd
         self._heartbeat_s = heartbeat_s
         self._hang_timeout_s = hang_timeout_s
         self._loop: CoreLoop | None = None
-        self._received = 0
+        self._received = self._corrupt = 0
         self._closing = False
         self._send_lock = threading.Lock()
         """a ZeroMQ socket may pass from thread to thread behind a full fence, which a lock is"""
@@ -64,8 +75,18 @@ class Mailbox:
         self._loop = loop
 
     def publish(self, message: FromCore) -> None:
+        """Waits where the front end does not take what was sent before: a core must not fill the memory."""
+        frame = self._encoder.encode(message)
+        while not self._try_to_send(frame):
+            time.sleep(FULL_POLL_MS / 1000)
+
+    def _try_to_send(self, frame: bytes) -> bool:
         with self._send_lock:
-            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)  # connected and without a limit: never full
+            try:
+                self._sender.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+        return True
 
     def close(self) -> None:
         """Send what waits, then free sockets and thread; idempotent."""
@@ -78,8 +99,8 @@ class Mailbox:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds it: every output belongs to an admitted request
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, self._most_frames)
+        socket.setsockopt(zmq.RCVHWM, self._most_frames)
         return socket
 
     def _run(self) -> None:
@@ -98,6 +119,10 @@ class Mailbox:
         next_beat = self._beat()
         while True:
             timeout_ms = None if next_beat is None else max(0, int(1000 * (next_beat - time.monotonic())) + 1)
+            full = self.inbox.qsize() >= self._most_frames
+            poller.modify(self._receiver, 0 if full else zmq.POLLIN)
+            if full:  # what comes now waits in the sockets, and then in the front end
+                timeout_ms = min(FULL_POLL_MS, timeout_ms or FULL_POLL_MS)
             ready = dict(poller.poll(timeout_ms))
             if self._parent_fd in ready:
                 self._die_with_parent()
@@ -112,7 +137,7 @@ class Mailbox:
                 next_beat = self._beat()
 
     def _receive(self) -> None:
-        while True:
+        while self.inbox.qsize() < self._most_frames:
             try:
                 frame = self._receiver.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -124,8 +149,10 @@ class Mailbox:
         """A frame that is not a message fails the request it names, where it names one, and nothing else."""
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            logger.error("dropped a corrupt frame of %d bytes: %s", len(frame), error)
+        except Exception as error:  # RecursionError among them: a frame may be nested without end
+            self._corrupt += 1
+            if self._corrupt.bit_count() == 1:  # the first, second, fourth …: a flood of them is no flood of lines
+                logger.error("dropped corrupt frame %d, of %d bytes: %s", self._corrupt, len(frame), error)
             return refusal(_request_id(frame), "invalid", error)
 
     def _beat(self) -> float | None:
@@ -143,7 +170,7 @@ class Mailbox:
             beat = Heartbeat(
                 turns=loop.turns, phase=phase, received=self._received, steps=times.count, step_s=times.slowest()
             )
-        self.publish(beat)
+        self._try_to_send(self._encoder.encode(beat))  # a front end that takes nothing needs no news of us
         if beat.phase == "idle":
             faulthandler.cancel_dump_traceback_later()
             return None
@@ -161,11 +188,16 @@ class Mailbox:
 def _request_id(frame: bytes) -> str:
     """The request that a frame names, or "" where none can be made out."""
     try:
-        value = msgspec.msgpack.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.msgpack.decode(frame, type=_Named).request_id
+    except Exception:
+        logger.debug("it names no request", exc_info=True)
         return ""
-    request_id = value.get("request_id") if isinstance(value, dict) else None
-    return request_id if isinstance(request_id, str) else ""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """Any message that names a request."""
+
+    request_id: str = ""
 
 
 def stop_on_sigterm(inbox: Inbox) -> None:

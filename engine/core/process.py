@@ -78,7 +78,13 @@ def _run(start: CoreStart) -> NoReturn:
     if os.getppid() != start.parent_pid:
         os._exit(1)  # the parent died before we could watch it
     mailbox = Mailbox(
-        start.to_core, start.from_core, start.directory, parent_fd, start.heartbeat_s, start.hang_timeout_s
+        start.to_core,
+        start.from_core,
+        start.directory,
+        parent_fd,
+        start.heartbeat_s,
+        start.hang_timeout_s,
+        start.config.limits.frames,
     )
     try:
         executor = load_executor(start.executor, start.config)

@@ -13,10 +13,15 @@ from engine.step import RowParams, TokenLogprobs
 
 
 class Follower(msgspec.Struct, frozen=True, kw_only=True):
-    """Another sample of the same prompt."""
+    """Another sample of the same prompt, with the same parameters but the seed."""
 
     request_id: str
-    params: RowParams
+    seed: int
+
+
+def candidates_of(width: int, num_stop_tokens: int) -> int:
+    """What each beam of a search of that width brings: with all stop tokens among them, enough are left to go on."""
+    return max(2, 1 + num_stop_tokens) * width
 
 
 class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +50,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """a search instead of samples: its best sequence is returned under `request_id`, the next under the followers' ids,
     whose parameters do not count; tokens come with the end, all at once"""
 
+    wait_s: float | None = None
+    """how long it may wait for its turn; None: for ever"""
     pin: str | None = None
     """keep the whole blocks of the prompt under this name when they are computed, until `UnpinPrefix`"""
 

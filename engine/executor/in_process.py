@@ -121,6 +121,8 @@ class InProcessExecutor:
         def warm_up() -> WarmUpReport:
             report = self._loaded().warm_up()
             self._idle_work_left = True
+            if report.compile_failed:
+                self._compile_state = "failed"
             if (job := self._loaded().compile_job()) is not None:
                 self._compile_behind(job)
             return report

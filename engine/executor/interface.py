@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
 
 CompileState = Literal["done", "running", "failed"]
-"""running: steps are computed eagerly until compiled pieces take over; failed: they stay eager"""
+"""running: steps are computed eagerly until compiled pieces take over; failed: they stay eager (on a GPU, full
+decode graphs of the model itself, where the attention backend allows)"""
 
 
 class Executor(Protocol):

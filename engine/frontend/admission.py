@@ -15,9 +15,11 @@ from typing import NotRequired, TypedDict
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.wire import AddRequest, BeamParams, Follower
+from engine.core.wire import AddRequest, BeamParams, Follower, candidates_of
 from engine.errors import InvalidRequestError
+from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
+from engine.limits import RANGES, Limits
 from engine.request import SamplingParams
 from engine.step import RowParams
 
@@ -69,7 +71,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
         )
     unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown:
-        raise InvalidRequestError(f"a prompt has no key {sorted(unknown)[0]!r}", "prompt")
+        raise InvalidRequestError(f"a prompt has no key {min(map(str, unknown))!r}", "prompt")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}", "prompt")
@@ -109,6 +111,7 @@ class Admission:
         self._max_model_len = config.model.max_model_len
         self._max_logprobs = config.max_logprobs
         self._policy = config.scheduler.policy
+        self._limits: Limits = config.limits
         eos = set(config.model.eos_token_ids)
         if tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -126,32 +129,44 @@ class Admission:
         priority: int = 0,
         cache_salt: str | None = None,
         pin: str | None = None,
+        wait_s: float | None = None,
+        bad_words: list[list[int]] | None = None,
     ) -> AdmittedRequest:
-        """Raises `InvalidRequestError` naming the field at fault; changes nothing then."""
+        """Raises `InvalidRequestError` naming the field at fault; changes nothing then.
+
+        `wait_s`: how long it may wait for its turn. `bad_words`: what `spellings` gives for them as token ids; None:
+        they are tokenized here.
+        """
+        self._limits.check("name_chars", len(request_id), "request_id")
+        self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
+        RANGES["priority"].check("priority", priority)
         self._check_prompt(prompt_token_ids)
-        self._check_params(params)
+        self.check_params(params)
         if priority != 0 and self._policy != "priority":
             raise InvalidRequestError(
                 "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
             )
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
-        template = self._row_params(params)
+        if bad_words is None:
+            bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
+        template = self._row_params(params, bad_words)
         base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
         first, *others = (
-            Follower(request_id=f"{request_id}:{serial}:{index}", params=_for_sample(template, base, index))
+            Follower(request_id=f"{request_id}:{serial}:{index}", seed=_seed_of(base, index))
             for index in range(params.n if params.use_beam_search else params.num_samples)
         )
         message = AddRequest(
             request_id=first.request_id,
             prompt_token_ids=prompt_token_ids,
-            params=first.params,
+            params=msgspec.structs.replace(template, seed=first.seed),
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=cache_salt,
             followers=others,
             beams=_beams(params),
             pin=pin,
+            wait_s=wait_s,
         )
         return AdmittedRequest(
             request_id=request_id,
@@ -164,18 +179,15 @@ class Admission:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", "prompt")
+        if len(token_ids) >= self._max_model_len:  # first: what is longer is not even looked at
+            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
         if not all(type(t) is int for t in token_ids):
             raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
         self._check_vocabulary(token_ids, "prompt")
-        limit = self._max_model_len - 1
-        if len(token_ids) > limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {limit} fit, leaving room for one to generate "
-                f"(max_model_len is {self._max_model_len})",
-                "prompt",
-            )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises `InvalidRequestError` for what this model or these limits do not allow."""
+        _check_counts(self._limits, params)
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(params, field)
             if value is not None and value > self._max_logprobs:
@@ -187,6 +199,9 @@ class Admission:
         self._check_vocabulary(params.logit_bias or (), "logit_bias")
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop compares text: it needs detokenize=True", "stop")
+        if params.use_beam_search:
+            stops = len(set(params.stop_token_ids or ())) + len(self.eos_token_ids)
+            self._limits.check("beam_candidates", candidates_of(params.num_samples, stops), "best_of")
 
     def _check_vocabulary(self, token_ids: Iterable[int], field: str) -> None:
         ids = list(token_ids)
@@ -208,7 +223,7 @@ class Admission:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _row_params(self, params: SamplingParams) -> RowParams:
+    def _row_params(self, params: SamplingParams, bad_words: Iterable[list[int]]) -> RowParams:
         stop_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
@@ -224,55 +239,33 @@ class Admission:
             frequency_penalty=params.frequency_penalty,
             logit_bias=dict(params.logit_bias or {}),
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
-            bad_words=self._bad_words(params.bad_words or ()),
+            bad_words=[list(word) for word in dict.fromkeys(tuple(word) for word in bad_words if word)],
             min_tokens=params.min_tokens,
             stop_token_ids=sorted(stop_ids),
             logprobs=0 if params.logprobs is None and params.chooses else params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
 
-    def _bad_words(self, words: Iterable[str]) -> list[list[int]]:
-        """Each word as it is written at the start of a text and inside of one (after a space)."""
-        spellings: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
-                if ids:
-                    spellings[tuple(ids)] = None
-        return [list(ids) for ids in spellings]
+
+def _check_counts(limits: Limits, params: SamplingParams) -> None:
+    stops, words = params.stop_strings, params.bad_words or []
+    limits.check("stop_strings", len(stops), "stop")
+    limits.check("stop_string_chars", max(map(len, stops), default=0), "stop")
+    limits.check("stop_strings_chars", sum(map(len, stops)), "stop")
+    limits.check("stop_token_ids", len(params.stop_token_ids or ()), "stop_token_ids")
+    limits.check("bad_words", len(words), "bad_words")
+    limits.check("bad_word_chars", max(map(len, words), default=0), "bad_words")
+    limits.check("bad_words_chars", sum(map(len, words)), "bad_words")
+    limits.check("logit_bias", len(params.logit_bias or ()), "logit_bias")
+
+
+def spellings(params: SamplingParams) -> list[str]:
+    """Each bad word as it is written at the start of a text and inside of one (after a space)."""
+    return [text for word in params.bad_words or () for text in (word.lstrip(), " " + word.lstrip())]
 
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """of the request that computes a prefix to pin"""
-
-
-class PinnedPrefixes:
-    """The names that the front end has pinned, and how many tokens each holds."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-
-    def check_new(self, name: str) -> None:
-        """Raises `InvalidRequestError` for a name that is empty or in use."""
-        if not isinstance(name, str) or not name:
-            raise InvalidRequestError("the name of a pinned prefix must be a string that is not empty", "name")
-        if name in self._tokens:
-            raise InvalidRequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
-
-    def add(self, name: str, num_tokens: int) -> int:
-        """Returns `num_tokens`."""
-        self._tokens[name] = num_tokens
-        return num_tokens
-
-    def remove(self, name: str) -> None:
-        """Raises `InvalidRequestError` for a name that is not pinned."""
-        if name not in self._tokens:
-            known = ", ".join(self._tokens) or "none"
-            raise InvalidRequestError(f"no prefix named {name!r} is pinned; pinned: {known}", "name")
-        del self._tokens[name]
-
-    def list(self) -> dict[str, int]:
-        return dict(self._tokens)
 
 
 def _beams(params: SamplingParams) -> BeamParams | None:
@@ -282,9 +275,6 @@ def _beams(params: SamplingParams) -> BeamParams | None:
     return BeamParams(width=params.num_samples, length_penalty=penalty, early_stopping=stopping)
 
 
-def _for_sample(params: RowParams, seed: int, index: int) -> RowParams:
-    return msgspec.structs.replace(
-        params,
-        seed=(seed + index + 2**63) % 2**64 - 2**63,  # wrapped into the signed 64 bits in which the device keeps seeds
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # equal for all samples: computed once
-    )
+def _seed_of(base: int, index: int) -> int:
+    """Of sample `index`: wrapped into the signed 64 bits in which the device keeps seeds."""
+    return (base + index + 2**63) % 2**64 - 2**63

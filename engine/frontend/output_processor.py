@@ -2,7 +2,9 @@
 
 There is no queue of outputs: a request's state grows as deltas come in, and `take` renders it when its consumer is
 ready. A consumer that is slower than the engine therefore gets fewer, larger outputs, and memory stays proportional to
-the text.
+the text. Where only the end is wanted (`final_only`), nothing is rendered before it.
+
+Whatever one request's deltas raise here ends that request (`engine.frontend.failures`), and no other.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from msgspec.structs import replace
 from engine.core.wire import Delta, SequenceDelta, each_delta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.frontend.admission import AdmittedRequest
+from engine.frontend.failures import CONTROL, failure_of
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
 from engine.observability.timings import RequestTimings
@@ -28,23 +31,26 @@ class Progress(msgspec.Struct, kw_only=True):
     touched: list[str]
     """requests with something new to take"""
     aborts: list[str]
-    """core ids that the core must be told to stop: a stop string matched, or a sibling failed"""
+    """core ids that the core must be told to stop: a stop string matched, or the request failed"""
     finished: list[RequestTimings]
 
 
 class _Request:
     """One request and its samples."""
 
-    def __init__(self, admitted: AdmittedRequest, delta: bool, now: float, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, admitted: AdmittedRequest, delta: bool, final_only: bool, now: float, tokenizer: Tokenizer
+    ) -> None:
         self.admitted = admitted
         self.delta = delta
+        self.only_end_counts = final_only or admitted.params.chooses
         self.samples = [
             Sample(i, core_id, admitted.prompt_token_ids, admitted.params, tokenizer)
             for i, core_id in enumerate(admitted.message.request_ids)
         ]
         self.metrics = RequestMetrics(arrival_time=now)
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs_shown = False
+        self.prompt_logprobs_shown: list[LogprobsAt | None] | None = None
         self.cached_tokens = 0
         self.error: EngineError | None = None
         self.news = False
@@ -91,11 +97,14 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, admitted: AdmittedRequest, *, now: float, delta: bool = False) -> None:
-        """Raises `InvalidRequestError` when a request of the same id is in flight."""
+    def add(self, admitted: AdmittedRequest, *, now: float, delta: bool = False, final_only: bool = False) -> None:
+        """`delta`: its outputs hold what is new; `final_only`: it has one output, when it has ended.
+
+        Raises `InvalidRequestError` when a request of the same id is in flight.
+        """
         if admitted.request_id in self._requests:
             raise InvalidRequestError(f"a request {admitted.request_id!r} is in flight already", "request_id")
-        request = _Request(admitted, delta, now, self._tokenizer)
+        request = _Request(admitted, delta, final_only, now, self._tokenizer)
         self._requests[admitted.request_id] = request
         for sample in request.samples:
             self._owners[sample.core_id] = (request, sample)
@@ -105,28 +114,36 @@ class OutputProcessor:
         progress = Progress(touched=[], aborts=[], finished=[])
         for delta in each_delta(deltas):
             owner = self._owners.get(delta.request_id)
-            if owner is not None:
+            if owner is None:
+                continue
+            try:
                 self._apply(delta, *owner, now, progress)
+            except CONTROL:
+                raise
+            except BaseException as error:
+                self._fail(owner[0], error, now, progress)
         return progress
 
     def take(self, request_id: str) -> RequestOutput | None:
-        """What the consumer has not seen (or, cumulative, all so far); None when there is nothing new."""
+        """What the consumer has not seen (or, cumulative, all so far); None when there is nothing new.
+
+        Raises `RequestFailedError` when that cannot be rendered; the request is to be removed then.
+        """
         request = self._requests[request_id]
         if not request.news:
             return None
         request.news = False
-        outputs = request.best() if request.admitted.params.chooses else request.outputs()
-        asked_prompt = request.admitted.params.prompt_logprobs is not None
-        return RequestOutput(
-            request_id=request_id,
-            prompt=request.admitted.prompt,
-            prompt_token_ids=request.admitted.prompt_token_ids,
-            outputs=outputs,
-            finished=request.ended,
-            prompt_logprobs=self._prompt_logprobs(request) if asked_prompt else None,
-            num_cached_tokens=request.cached_tokens,
-            metrics=replace(request.metrics),
-        )
+        try:
+            return self._render(request)
+        except CONTROL:
+            raise
+        except BaseException as error:
+            raise failure_of("rendering an output", error) from error
+
+    def take_failed(self, request_id: str, error: EngineError) -> RequestOutput:
+        """What there is of a request that failed, with finish_reason "error"; nothing of it is rendered anew."""
+        request = self._requests[request_id]
+        return self._output(request, [sample.failed(str(error)) for sample in request.samples], None)
 
     def finished(self, request_id: str) -> bool:
         return self._requests[request_id].ended
@@ -171,7 +188,7 @@ class OutputProcessor:
         if not delta.token_ids and sample.finish_reason is None:
             return
         ended = request.ended
-        if not ended and request.admitted.params.chooses:
+        if not ended and request.only_end_counts:
             return
         if ended or not request.news:  # with unseen news its consumer has been told already, but not of the end
             request.news = True
@@ -180,20 +197,57 @@ class OutputProcessor:
             request.metrics.finished_time = now
             progress.finished.append(request.timings(now))
 
+    def _fail(self, request: _Request, error: BaseException, now: float, progress: Progress) -> None:
+        """The front end's own failure. The core is told of every sample, also of one that it has ended itself."""
+        request.error = failure_of("taking in the core's outputs", error)
+        for sample in request.samples:
+            if self._owners.pop(sample.core_id, None) is not None:
+                progress.aborts.append(sample.core_id)
+                sample.fail(str(request.error))
+        request.news = True
+        request.metrics.finished_time = now
+        progress.touched.append(request.admitted.request_id)
+        progress.finished.append(request.timings(now))
+
     def _end_samples(self, request: _Request) -> None:
         for sample in request.samples:
             if sample.finish_reason is None:
-                sample.finish("abort")
                 self._owners.pop(sample.core_id, None)
+                try:
+                    sample.finish("abort")
+                except CONTROL:
+                    raise
+                except BaseException as error:
+                    sample.fail(str(failure_of("ending a sequence", error)))
+
+    def _render(self, request: _Request) -> RequestOutput:
+        outputs = request.best() if request.admitted.params.chooses else request.outputs()
+        asked_prompt = request.admitted.params.prompt_logprobs is not None
+        return self._output(request, outputs, self._prompt_logprobs(request) if asked_prompt else None)
+
+    def _output(
+        self, request: _Request, outputs: list[CompletionOutput], prompt_logprobs: list[LogprobsAt | None] | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.admitted.request_id,
+            prompt=request.admitted.prompt,
+            prompt_token_ids=request.admitted.prompt_token_ids,
+            outputs=outputs,
+            finished=request.ended,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.cached_tokens,
+            metrics=replace(request.metrics),
+        )
 
     def _prompt_logprobs(self, request: _Request) -> list[LogprobsAt | None] | None:
-        complete = len(request.prompt_logprobs) >= len(request.admitted.prompt_token_ids) - 1
-        if not complete:
+        """Converted once: cumulative outputs share them, and of deltas one has them."""
+        if request.prompt_logprobs_shown is not None:
+            return None if request.delta else request.prompt_logprobs_shown
+        if len(request.prompt_logprobs) < len(request.admitted.prompt_token_ids) - 1:
             return None
-        if request.delta and request.prompt_logprobs_shown:
-            return None
-        request.prompt_logprobs_shown = True
-        return [None, *(to_logprobs(entry, self._tokenizer) for entry in request.prompt_logprobs)]
+        shown = [None, *(to_logprobs(entry, self._tokenizer) for entry in request.prompt_logprobs)]
+        request.prompt_logprobs_shown = shown
+        return shown
 
 
 def _exception(delta: SequenceDelta) -> EngineError:

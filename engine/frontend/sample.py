@@ -72,6 +72,23 @@ class Sample:
         if self._matcher is not None:
             self._advance_text(len(self.token_ids))
 
+    def fail(self, error: str) -> None:
+        """End it where it stands, with what was rendered before: nothing of it is decoded any more."""
+        self.finish_reason, self._stop_reason, self._stop_token = "error", error, False
+        self._detokenizer = self._matcher = None
+        del self._raw_logprobs[len(self._logprobs) :]
+
+    def failed(self, error: str) -> CompletionOutput:
+        """What there is of it after that, or after its output could not be rendered."""
+        self.fail(error)
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=error,
+        )
+
     @property
     def score(self) -> float:
         """Sum of the log-probabilities of its tokens, where they were asked for."""

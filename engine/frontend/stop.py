@@ -2,12 +2,14 @@
 
 Only the longest suffix that could still become a stop string is held back. The match that is complete first wins (of
 two that end together, the longer): that answer does not depend on where the pieces break, and nothing waits longer
-than it must.
+than it must. Each character of the text is looked at once for each stop string (Knuth, Morris, Pratt 1977), however
+long they are and however much is held back: a token must not cost the event loop more than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -16,7 +18,7 @@ class StopMatcher:
     __slots__ = ("_held", "_include", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._stops = [_Stop(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -24,34 +26,66 @@ class StopMatcher:
     def feed(self, text: str) -> str:
         """Text that is now certain. When a stop string completed: what precedes it (with it, if it is to be
         included)."""
-        text = self._held + text
-        end, stop = self._first_match(text)
-        if stop is not None:
-            self.matched = stop
+        first, matched = len(text) + 1, None
+        for stop in self._stops:  # longest first: the longer wins where two end together
+            end = stop.feed(text)
+            if end is not None and end < first:
+                first, matched = end, stop.text
+        whole = self._held + text
+        if matched is not None:
+            self.matched = matched
+            end = len(self._held) + first
             self._held = ""
-            return text[:end] if self._include else text[: end - len(stop)]
-        keep = self._open_suffix(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return whole[:end] if self._include else whole[: end - len(matched)]
+        certain = len(whole) - max((stop.open for stop in self._stops), default=0)
+        self._held = whole[certain:]
+        return whole[:certain]
 
     def flush(self) -> str:
         """The sequence ended otherwise: what was held back belongs to the text after all."""
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str | None]:
-        best_end, best = len(text) + 1, None
-        for stop in self._stops:  # longest first: the longer wins where two end together
-            start = text.find(stop, 0, best_end)
-            if start >= 0 and start + len(stop) < best_end:
-                best_end, best = start + len(stop), stop
-        return best_end, best
 
-    def _open_suffix(self, text: str) -> int:
-        best = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), best, -1):
-                if text.endswith(stop[:size]):
-                    best = size
+class _Stop:
+    """One of them; `open`: how many of its characters the text ends with."""
+
+    __slots__ = ("open", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.open = 0
+
+    def feed(self, text: str) -> int | None:
+        """The index behind its first end in `text`, if there is one."""
+        stop, state = self.text, self.open
+        at, size, fallbacks = 0, len(stop), _fallbacks(stop)
+        while at < len(text):
+            if state == 0:
+                at = text.find(stop[0], at)
+                if at < 0:
                     break
-        return best
+                state = 1
+            else:
+                while state and stop[state] != text[at]:
+                    state = fallbacks[state - 1]
+                if stop[state] == text[at]:
+                    state += 1
+            at += 1
+            if state == size:
+                return at
+        self.open = state
+        return None
+
+
+@lru_cache(256)
+def _fallbacks(stop: str) -> tuple[int, ...]:
+    """For each of its beginnings the longest shorter one that it ends with."""
+    found, state = [0], 0
+    for character in stop[1:]:
+        while state and stop[state] != character:
+            state = found[state - 1]
+        if stop[state] == character:
+            state += 1
+        found.append(state)
+    return tuple(found)

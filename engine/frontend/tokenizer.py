@@ -3,37 +3,63 @@
 transformers knows which `tokenizers.Tokenizer` is the right one (`tokenizer_source`) and is not needed after that.
 Encoding and decoding go straight to that Rust object, which is safe to share between threads; transformers' wrapper is
 not (it changes truncation settings on every call).
+
+Templates, and long texts of `encode_async`, are the work of helper processes (`helpers`), which can be ended when it
+takes too long or nobody waits for it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InvalidRequestError
+import msgspec
+
+from engine.errors import InvalidRequestError, RequestFailedError
+from engine.frontend import conversation, long_texts
+from engine.frontend.conversation import ChatMessage, RenderAnswer
+from engine.frontend.failures import fails_alone
+from engine.frontend.helpers import HelperEndedError, Helpers
+from engine.frontend.long_texts import EncodeAnswer, EncodeQuestion
+from engine.frontend.texts import check_text, too_many_tokens
 from engine.frontend.tokenizer_source import TokenizerDescription, describe_tokenizer, load_with_transformers
+from engine.limits import Limits
 
 if TYPE_CHECKING:
     import tokenizers
     import transformers
 
-ChatMessage = dict[str, Any]
-"""{"role": …, "content": str | list of {"type": "text", "text": …}, …} as in OpenAI's API; templates may read further
-keys"""
-
 _INLINE_CHARS = 512
 """below this, encoding takes less time (about 0.1 ms) than the way to another thread and back"""
+_THREAD_CHARS = 16384
+"""up to this, a thread: a few milliseconds, which nobody need interrupt; above, a helper process"""
+_THREADS = 2
+_RENDERERS = 8
+_ENCODERS = 2
+
+_answers = msgspec.msgpack.Decoder(RenderAnswer)
+_encodings = msgspec.msgpack.Decoder(EncodeAnswer)
 
 
 class Tokenizer:
-    """Encode, decode and render for one model. All methods may be called from any thread."""
+    """Encode, decode and render for one model. All methods may be called from any thread, those that are coroutines
+    from one event loop."""
 
-    def __init__(self, description: TokenizerDescription, path: str) -> None:
-        """`path`: where it came from."""
+    def __init__(
+        self,
+        description: TokenizerDescription,
+        path: str,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 (it is frozen)
+        max_model_len: int | None = None,
+    ) -> None:
+        """`path`: where it came from. `max_model_len` bounds texts; None: nothing does."""
         import tokenizers
 
         self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(description.backend)
@@ -42,14 +68,31 @@ class Tokenizer:
         self._special_tokens = description.special_tokens
         self._chat_template = description.chat_template
         self._path = path
+        self._limits = limits
+        self._max_model_len = max_model_len
+        self._longest_token = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         self._token_texts: dict[int, str] = {}
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="tokenizer")
+        self._renderers = Helpers(conversation.MAKE, memory_bytes=limits.template_bytes, size=_RENDERERS)
+        self._encoders = Helpers(
+            long_texts.MAKE,
+            setup=description.backend.encode,
+            memory_bytes=limits.tokenize_bytes,
+            size=_ENCODERS,
+        )
 
     @classmethod
-    def load(cls, path: str, cache_dir: Path | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: str,
+        cache_dir: Path | None = None,
+        *,
+        limits: Limits = Limits(),  # noqa: B008
+        max_model_len: int | None = None,
+    ) -> Tokenizer:
         """Load from a directory or a GGUF file. With `cache_dir` what transformers makes of it is kept there, and later
         loads take a tenth of a second. Raises `ConfigError` where neither holds a tokenizer."""
-        return cls(describe_tokenizer(path, cache_dir), path)
+        return cls(describe_tokenizer(path, cache_dir), path, limits=limits, max_model_len=max_model_len)
 
     @cached_property
     def hf(self) -> transformers.PreTrainedTokenizerBase:
@@ -63,16 +106,79 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode without holding up the event loop."""
-        if len(text) <= _INLINE_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        # Of the two, only the batch form lets go of the interpreter lock while it works.
-        batch = await loop.run_in_executor(
-            self._pool, lambda: self.encode_batch([text], add_special_tokens=add_special_tokens)
+    def check_length(self, text: str, field: str = "prompt", *, contexts: int = 1) -> None:
+        """Before it is tokenized: a token has at most so many characters, so a text that has more than a context's
+        worth of them is not looked at. Raises `InvalidRequestError` for it, and for what is no text.
+
+        (A normalizer may drop characters, so that a longer text would have fitted; it would be mostly nothing.)
+        """
+        limit = contexts * self._max_chars
+        if len(check_text(text, field)) > limit:
+            raise InvalidRequestError(
+                f"{field}: {len(text)} characters; at most {limit} are tokenized, since a token of this model has at "
+                f"most {self._longest_token} (max_model_len is {self._max_model_len})",
+                field,
+            )
+
+    @property
+    def _max_chars(self) -> int:
+        return sys.maxsize if self._max_model_len is None else self._max_model_len * self._longest_token
+
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt", max_ids: int | None = None
+    ) -> list[int]:
+        """Encode without holding up the event loop; being cancelled ends the work.
+
+        Raises `InvalidRequestError` naming `field`, also for more than `max_ids`, and `RequestFailedError`.
+        """
+        if len(text) > _THREAD_CHARS:
+            return await self._encode_elsewhere(EncodeQuestion(text, add_special_tokens, max_ids), field)
+        with fails_alone("tokenizing"):
+            if len(text) <= _INLINE_CHARS:
+                ids = self.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                [ids] = await self._encode_in_thread([text], add_special_tokens)
+        if max_ids is not None and len(ids) > max_ids:
+            raise self._too_many(len(ids), max_ids, field)
+        return ids
+
+    async def encode_batch_async(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Of a few thousand characters, all together. Raises `RequestFailedError`."""
+        if not texts:
+            return []
+        with fails_alone("tokenizing"):
+            return await self._encode_in_thread(texts, add_special_tokens)
+
+    async def _encode_in_thread(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # The batch form lets go of the interpreter lock while it works.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: self.encode_batch(texts, add_special_tokens=add_special_tokens)
         )
-        return batch[0]
+
+    async def _encode_elsewhere(self, question: EncodeQuestion, field: str) -> list[int]:
+        try:
+            seconds = self._limits.tokenize_s
+            reply = await self._encoders.ask_async(msgspec.msgpack.encode(question), seconds)
+        except HelperEndedError as error:
+            if error.too_slow:
+                self._limits.refuse("tokenize_s", field=field)
+            if error.too_large:
+                self._limits.refuse("tokenize_bytes", field=field)
+            raise RequestFailedError(f"tokenizing failed: {error}") from error
+        answer = _encodings.decode(reply)
+        if answer.error is not None:
+            raise RequestFailedError(f"tokenizing failed: {answer.error}")
+        if answer.ids is None:
+            raise self._too_many(answer.count, question.max_ids or 0, field)
+        return answer.token_ids()
+
+    def _too_many(self, count: int, max_ids: int, field: str) -> InvalidRequestError:
+        if self._max_model_len is not None and max_ids < self._max_model_len:
+            return too_many_tokens(count, self._max_model_len, field)
+        times = self._limits.contexts_translated
+        return InvalidRequestError(
+            f"{field}: {count} tokens; at most {max_ids} are counted (--limit contexts_translated={times})", field
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the tokenizer's vocabulary contribute nothing (models pad their vocabulary)."""
@@ -115,49 +221,16 @@ class Tokenizer:
     ) -> str:
         """Render a conversation to the prompt text, special tokens written out (encode it with none added).
 
-        Raises `InvalidRequestError` for messages that the template refuses, or where the model has no template.
+        Raises `InvalidRequestError` for messages that the template refuses, for what takes too long or too much
+        memory, or where the model has no template.
         """
-        if chat_template is None and not self.has_chat_template:
-            raise InvalidRequestError(
-                "this model's tokenizer has no chat template: use completions, or give a chat_template", "messages"
-            )
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-            )
-        conversation = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not conversation:
-            raise InvalidRequestError("messages must hold at least one message", "messages")
-        import jinja2
-
-        from engine.frontend.chat_template import render
-
+        question, field = self._question(
+            messages, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
+        )
         try:
-            rendered = render(
-                self._template(chat_template, bool(tools)),
-                conversation,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables={**self._special_tokens, **(template_kwargs or {})},
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise InvalidRequestError(f"the chat template does not parse: {error}", "chat_template") from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", "messages") from error
-        return rendered
-
-    def _template(self, asked: str | None, with_tools: bool) -> str:
-        """`asked` may be a template or the name of one of the model's; None: the model's own for the purpose."""
-        own = self._chat_template
-        if not isinstance(own, dict):
-            return asked if asked is not None else own or ""
-        if asked is not None:
-            return own.get(asked, asked)
-        for name in ("tool_use", "default") if with_tools else ("default",):
-            if name in own:
-                return own[name]
-        raise ValueError(f"it has no default template; give chat_template as one of {', '.join(sorted(own))}")
+            return self._text_of(self._renderers.ask(question, self._limits.template_s))
+        except HelperEndedError as error:
+            raise self._not_rendered(error, field) from error
 
     async def apply_chat_template_async(
         self,
@@ -169,36 +242,87 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """`apply_chat_template` off the event loop (a template is a program: its time is not bounded by its size)."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool,
-            lambda: self.apply_chat_template(
-                messages,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=template_kwargs,
-            ),
+        """`apply_chat_template` off the event loop; being cancelled ends the rendering."""
+        question, field = self._question(
+            messages, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
+        try:
+            return self._text_of(await self._renderers.ask_async(question, self._limits.template_s))
+        except HelperEndedError as error:
+            raise self._not_rendered(error, field) from error
+
+    def start_renderer(self) -> None:
+        """In the background, so that the first conversation need not wait for it."""
+        if self.has_chat_template:
+            with suppress(RequestFailedError):  # who asks first learns why it cannot be started
+                self._renderers.start_one()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._renderers.close()
+        self._encoders.close()
 
+    def _question(
+        self,
+        messages: Sequence[ChatMessage],
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> tuple[bytes, str]:
+        """And the field to name when it takes too long."""
+        if chat_template is None and not self.has_chat_template:
+            raise InvalidRequestError(
+                "this model's tokenizer has no chat template: use completions, or give a chat_template", "messages"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        template = self._template(chat_template, bool(tools))
+        blamed = "messages" if chat_template is None else "chat_template"
+        question = conversation.question(
+            messages,
+            template=template,
+            blamed=blamed,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            special_tokens=self._special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            max_chars=min(sys.maxsize, self._limits.template_output_factor * self._max_chars),
+            limits=self._limits,
+        )
+        return question, blamed
 
-def _plain_message(index: int, message: ChatMessage) -> ChatMessage:
-    """Text parts become one string, joined by newlines, since most templates know only strings."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"messages[{index}] must be an object with a role", "messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"messages[{index}].content must be a string or a list of text parts", "messages")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
-            raise InvalidRequestError(f"messages[{index}].content holds a part that is not text", "messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
+    def _text_of(self, reply: bytes) -> str:
+        answer = _answers.decode(reply)
+        if answer.text is None:
+            raise InvalidRequestError(answer.error, answer.field)
+        return answer.text
+
+    def _not_rendered(self, error: HelperEndedError, field: str) -> Exception:
+        if error.too_slow:
+            return InvalidRequestError(self._limits.message("template_s", field=field), field)
+        return RequestFailedError(f"rendering the messages failed: {error}")
+
+    def _template(self, asked: str | None, with_tools: bool) -> str:
+        """`asked` may be a template or the name of one of the model's; None: the model's own for the purpose. Raises
+        `InvalidRequestError`."""
+        own = self._chat_template
+        if asked is not None:
+            known = own.get(asked) if isinstance(own, dict) else None
+            if known is not None:
+                return known
+            self._limits.check("template_chars", len(check_text(asked, "chat_template")), "chat_template")
+            return asked
+        if not isinstance(own, dict):
+            return own or ""
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in own:
+                return own[name]
+        raise InvalidRequestError(
+            f"the model has no default chat template; give chat_template as one of {', '.join(sorted(own))}",
+            "chat_template",
+        )

@@ -3,6 +3,9 @@
 Its import takes seconds and brings torch along (400 MiB); a GGUF file takes seconds more. What comes out
 is small: the JSON of a `tokenizers.Tokenizer`, a template, a few tokens. So it is made once, in a process of its own,
 and kept in the cache directory under the identity of the files that it came from.
+
+What is kept is two lines: that identity and the content's SHA-256, and the content. An entry that does not verify does
+not exist, nor does one in a directory that somebody else may write.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,18 +25,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.errors import ConfigError
+from engine.models.bounds import TOKENIZER_BYTES
 
 if TYPE_CHECKING:
     import transformers
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """of a kept description; raise it when its meaning changes"""
 _FOLDER = "tokenizers"
 _CONVERT_TIMEOUT_S = 300
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """of a model's directory, what no tokenizer is made of"""
+_BOUNDED = (".json", ".txt", ".jinja", ".model")
+"""what one is made of, and what is read whole"""
 
 # As the core's: the child imports from where the parent does, and not from the user's directory (-P).
 _BOOT = (
@@ -61,14 +68,17 @@ def describe_tokenizer(path: str, cache_dir: Path | None) -> TokenizerDescriptio
     """
     if not os.path.isfile(path) and not os.path.isdir(path):
         raise ConfigError(f"tokenizer {path!r} is neither a directory nor a GGUF file")
+    key = _identity(path)
     if cache_dir is None:
         return _description_of(load_with_transformers(path))
-    kept = cache_dir / _FOLDER / f"{_identity(path)}.json"
-    known = _read(kept)
+    folder = _trusted_folder(cache_dir)
+    kept = None if folder is None else folder / f"{key[:32]}.jsonl"
+    known = None if kept is None else _read(kept, key)
     if known is None:
         text = _convert(path)
         known = msgspec.json.decode(text, type=TokenizerDescription)
-        _keep(kept, text)
+        if kept is not None:
+            _keep(kept, key, text)
     return known
 
 
@@ -81,8 +91,15 @@ def load_with_transformers(path: str) -> transformers.PreTrainedTokenizerBase:
             directory, file = os.path.split(path)
             return AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True)
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"no tokenizer can be loaded from {path!r} (setting `tokenizer`): {error}") from error
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of several libraries about anybody's files; `tokenizers` panics beside Exception
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: str, error: BaseException) -> ConfigError:
+    reason = " ".join(str(error).split())[:500] or type(error).__name__
+    return ConfigError(f"no tokenizer can be loaded from {path!r} (setting `tokenizer`): {reason}")
 
 
 def convert_main(path: str) -> int:
@@ -92,13 +109,27 @@ def convert_main(path: str) -> int:
     try:
         if os.path.isfile(path):
             _read_gguf_quickly()
-        answer, status = msgspec.json.encode(_description_of(load_with_transformers(path))), 0
+        answer, status = msgspec.json.encode(_checked(path)), 0
     except ConfigError as error:
         answer, status = str(error).encode(), 1
     with os.fdopen(out, "wb") as file:
         file.write(answer)
         file.flush()
     os._exit(status)  # the answer is out; taking torch down takes time
+
+
+def _checked(path: str) -> TokenizerDescription:
+    """What is kept was read back once."""
+    import tokenizers
+
+    description = _description_of(load_with_transformers(path))
+    try:
+        tokenizers.Tokenizer.from_str(description.backend)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise _refusal(path, error) from error
+    return description
 
 
 def _read_gguf_quickly() -> None:
@@ -150,7 +181,8 @@ def _convert(path: str) -> bytes:
 
 
 def _identity(path: str) -> str:
-    """Changes with the files (place, size, time of change) and with the libraries that read them."""
+    """Changes with the files (place, size, time of change) and with the libraries that read them. Raises `ConfigError`
+    for a file that no tokenizer has."""
     place = os.path.realpath(path)
     if os.path.isfile(place):
         files = [place]
@@ -161,25 +193,60 @@ def _identity(path: str) -> str:
     facts: list[object] = [FORMAT, version("transformers"), version("tokenizers"), place]
     for file in files:
         status = os.stat(file)
+        if status.st_size > TOKENIZER_BYTES and file.endswith(_BOUNDED):
+            raise ConfigError(f"{file}: has {status.st_size} bytes; at most {TOKENIZER_BYTES} are read of such a file")
         facts.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _read(file: Path) -> TokenizerDescription | None:
+class _Seal(msgspec.Struct, frozen=True):
+    """The first line of an entry."""
+
+    key: str
+    sha256: str
+
+
+def _trusted_folder(cache_dir: Path) -> Path | None:
+    """Where entries are, made for this user only; None where there can be none, or where others may write: what a
+    tokenizer makes of a text is in their hands then."""
+    folder = cache_dir / _FOLDER
     try:
-        return msgspec.json.decode(file.read_bytes(), type=TokenizerDescription)
-    except (OSError, msgspec.DecodeError):
-        return None  # never kept, or cut off by a full disk: it is made again
+        for directory in (cache_dir, folder):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = directory.stat()
+            if status.st_uid != os.geteuid():
+                raise PermissionError(f"{directory} belongs to user {status.st_uid}")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(f"{directory} is writable by others ({stat.filemode(status.st_mode)})")
+    except OSError as error:
+        logger.warning("the converted tokenizer cannot be kept in %s, and is made at every start: %s", folder, error)
+        return None
+    return folder
 
 
-def _keep(file: Path, text: bytes) -> None:
+def _read(file: Path, key: str) -> TokenizerDescription | None:
+    """None: never kept, cut off by a full disk, damaged, or another's: it is made again."""
+    try:
+        first, _, content = file.read_bytes().partition(b"\n")
+        seal = msgspec.json.decode(first, type=_Seal)
+        if seal != _Seal(key, hashlib.sha256(content).hexdigest()):
+            raise ValueError("its seal is of another content")
+        return msgspec.json.decode(content, type=TokenizerDescription)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("the kept tokenizer %s does not verify (%s) and is made again", file, error)
+        return None
+
+
+def _keep(file: Path, key: str, content: bytes) -> None:
     """Readers see a whole file or none. A cache that cannot be written only costs the next start its time."""
+    seal = _Seal(key, hashlib.sha256(content).hexdigest())
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
         try:
             with os.fdopen(handle, "wb") as new:
-                new.write(text)
+                new.write(msgspec.json.encode(seal) + b"\n" + content)
             os.replace(name, file)
         except BaseException:
             Path(name).unlink(missing_ok=True)

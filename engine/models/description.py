@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast
 
 import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.bounds import CONFIG_BYTES
 from engine.models.families.registry import find_family
+from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
 from engine.models.gguf_header import read_gguf_header
+from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
 
 ModelDType = Literal["bfloat16", "float16", "float32"]
 _DTYPES = ("bfloat16", "float16", "float32")
-_SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +36,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     vocab_size: int
     generation_defaults: dict[str, bool | int | float]
-    """the sampling values that the model's authors recommend, under generation_config.json's names; may be empty"""
+    """the sampling values that the model's authors recommend, under generation_config.json's names; may be empty.
+    `engine.resolve.resolve_here` puts what the user wants in their place and checks the ranges."""
 
 
 def describe(path: str) -> ModelDescription:
@@ -47,66 +50,73 @@ def describe(path: str) -> ModelDescription:
     if location.is_file() and location.suffix.lower() == ".gguf":
         header = read_gguf_header(location)
         config = hf_config_of(header)
-        return _described(path, "gguf", config, generation_config_of(header), dtype_of(header))
-    if not (location / "config.json").is_file():
+        return _described(path, "gguf", (path, config), (path, generation_config_of(header)), dtype_of(header))
+    config_file, generation_file = location / "config.json", location / "generation_config.json"
+    if not config_file.is_file():
         raise ConfigError(f"model: {path} is neither a directory with a config.json nor a .gguf file")
-    config = _read_json(location / "config.json")
-    generation_file = location / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    config = read_json_object(config_file, CONFIG_BYTES)
+    generation = read_json_object(generation_file, CONFIG_BYTES) if generation_file.is_file() else {}
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return _described(path, "hf", config, generation, str(dtype))
+    return _described(path, "hf", (str(config_file), config), (str(generation_file), generation), dtype)
+
+
+_Read = tuple[str, Mapping[str, object]]
+"""a file's name and what it holds"""
 
 
 def _described(
-    path: str, source: Literal["hf", "gguf"], config: dict[str, object], generation: dict[str, object], dtype: str
+    path: str, source: Literal["hf", "gguf"], config_read: _Read, generation_read: _Read, dtype: object
 ) -> ModelDescription:
+    (config_file, config), (generation_file, generation) = config_read, generation_read
     for key in ("quantization_config", "compression_config"):
         quantization = config.get(key)
         if quantization:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise UnsupportedModelError(
-                f"{path}: {key} ({method}) is not supported; unquantised safetensors and GGUF files are"
+                f"{config_file}: {key} ({shown(method)}) is not supported; unquantised safetensors and GGUF files are"
             )
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise UnsupportedModelError(f"{path}: dtype {dtype!r} is not supported; supported are {', '.join(_DTYPES)}")
-    try:
+    stored = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if stored not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{config_file}: dtype {shown(dtype)} is not supported; supported are {', '.join(_DTYPES)}"
+        )
+    with _errors_name(config_file):
         spec = find_family(config).spec(config)
-    except (ConfigError, UnsupportedModelError) as error:
-        raise type(error)(f"{path}: {error}") from error
-    starts = _token_ids(generation, "bos_token_id") or _token_ids(config, "bos_token_id")
-    ends = (*_token_ids(generation, "eos_token_id"), *_token_ids(config, "eos_token_id"))
+        starts, ends = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
+    with _errors_name(generation_file):
+        starts = _token_ids(generation, "bos_token_id") or starts
+        ends = [*_token_ids(generation, "eos_token_id"), *ends]
+        defaults = generation_defaults(generation)
     return ModelDescription(
         path=path,
         source=source,
-        hf_config=config,
+        hf_config=dict(config),
         spec=spec,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        # Configs of small models often keep ids of the family's large vocabulary; no such token can come.
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < spec.vocab_size)),
         bos_token_id=starts[0] if starts else None,
-        default_dtype=cast(ModelDType, dtype),
+        default_dtype=cast(ModelDType, stored),
         max_position=spec.max_position,
         vocab_size=spec.vocab_size,
-        generation_defaults={
-            key: value for key in _SAMPLING_DEFAULTS if isinstance(value := generation.get(key), (bool, int, float))
-        },
+        generation_defaults=defaults,
     )
 
 
-def _token_ids(config: Mapping[str, object], key: str) -> tuple[int, ...]:
+@contextmanager
+def _errors_name(file: str) -> Iterator[None]:
+    """Puts the file's name before the key that an error names."""
+    try:
+        yield
+    except (ConfigError, UnsupportedModelError) as error:
+        raise type(error)(f"{file}: {error}") from error
+
+
+def _token_ids(config: Mapping[str, object], key: str) -> list[int]:
     value = config.get(key)
     if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise ConfigError(f"{key} must be a token id or a list of them, found {value!r}")
-    return tuple(ids)
-
-
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
-    return content
+        return []
+    given = value if isinstance(value, list) else [value]
+    ids = [token for token in given if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+    if len(ids) < len(given):
+        raise ConfigError(f"{key} must be a token id or a list of them, found {shown(value)}")
+    return ids

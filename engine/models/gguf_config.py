@@ -10,7 +10,9 @@ import math
 import struct
 
 from engine.errors import UnsupportedModelError, WeightsError
+from engine.models.bounds import CONFIG_RANGES, GGUF_RANGES
 from engine.models.gguf_header import GgufHeader
+from engine.models.json_file import shown
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -44,7 +46,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
     hidden_size = _required(header, f"{arch}.embedding_length")
     num_heads = _required(header, f"{arch}.attention.head_count")
     head_dim = _head_dim(header, arch, hidden_size, num_heads)
-    epsilon = header.number(f"{arch}.attention.layer_norm_rms_epsilon")
+    epsilon = _number(header, f"{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps")
     if epsilon is None:
         raise WeightsError(f"{header.path}: metadata {arch}.attention.layer_norm_rms_epsilon is missing")
     tensors = header.tensors
@@ -56,7 +58,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
         "num_hidden_layers": _num_layers(header, arch),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": header.integer(f"{arch}.attention.head_count_kv") or num_heads,
+        "num_key_value_heads": _optional(header, f"{arch}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": _required(header, f"{arch}.context_length"),
@@ -86,8 +88,27 @@ def _required(header: GgufHeader, key: str) -> int:
     value = header.integer(key)
     if value is None:
         found = header.metadata.get(key)
-        reason = "is missing" if found is None else f"is not one integer ({found!r})"
+        reason = "is missing" if found is None else f"is not one integer ({shown(found)})"
         raise WeightsError(f"{header.path}: metadata {key} {reason}")
+    allowed = GGUF_RANGES[key.partition(".")[2]]
+    if not allowed.holds(value):
+        raise WeightsError(f"{header.path}: metadata {key} must be in {allowed}, found {shown(value)}")
+    return value
+
+
+def _optional(header: GgufHeader, key: str) -> int | None:
+    """0 stands for "not set" in some files."""
+    return _required(header, key) if header.metadata.get(key) else None
+
+
+def _number(header: GgufHeader, key: str, name: str) -> float | None:
+    """`name`: what Hugging Face's configs call it; 0 stands for "not set"."""
+    found = header.metadata.get(key) or None
+    if found is None:
+        return None
+    value, allowed = header.number(key), CONFIG_RANGES[name]
+    if value is None or not allowed.holds(value):
+        raise WeightsError(f"{header.path}: metadata {key} must be a number in {allowed}, found {shown(found)}")
     return value
 
 
@@ -106,8 +127,8 @@ def _gemma(header: GgufHeader, arch: str, config: dict[str, object]) -> dict[str
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width if wide else config["head_dim"],
         "sliding_window": _required(header, f"{arch}.attention.sliding_window"),
-        "attn_logit_softcapping": header.number(f"{arch}.attn_logit_softcapping"),
-        "final_logit_softcapping": header.number(f"{arch}.final_logit_softcapping"),
+        "attn_logit_softcapping": _number(header, f"{arch}.attn_logit_softcapping", "attn_logit_softcapping"),
+        "final_logit_softcapping": _number(header, f"{arch}.final_logit_softcapping", "final_logit_softcapping"),
     }
     pattern = f"{arch}.attention.sliding_window_pattern"
     if pattern in header.metadata:
@@ -116,7 +137,7 @@ def _gemma(header: GgufHeader, arch: str, config: dict[str, object]) -> dict[str
         )
     if arch == "gemma3":
         more["model_type"] = "gemma3_text"
-        local = header.number(f"{arch}.rope.freq_base_swa") or 10000.0
+        local = _number(header, f"{arch}.rope.freq_base_swa", "rope_theta") or 10000.0
         more["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -125,10 +146,10 @@ def _gemma(header: GgufHeader, arch: str, config: dict[str, object]) -> dict[str
 
 
 def _head_dim(header: GgufHeader, arch: str, hidden_size: int, num_heads: int) -> int:
-    key_length = header.integer(f"{arch}.attention.key_length")
-    rotary = header.integer(f"{arch}.rope.dimension_count")
-    head_dim = key_length or rotary or hidden_size // max(num_heads, 1)
-    value_length = header.integer(f"{arch}.attention.value_length") or head_dim
+    key_length = _optional(header, f"{arch}.attention.key_length")
+    rotary = _optional(header, f"{arch}.rope.dimension_count")
+    head_dim = key_length or rotary or hidden_size // num_heads
+    value_length = _optional(header, f"{arch}.attention.value_length") or head_dim
     if value_length != head_dim or (rotary or head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{header.path}: key length {head_dim}, value length {value_length}, rotary dimensions {rotary} differ"
@@ -142,10 +163,10 @@ def _end_tokens(header: GgufHeader) -> list[int]:
 
 
 def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, object]:
-    theta = header.number(f"{arch}.rope.freq_base") or 10000.0
+    theta = _number(header, f"{arch}.rope.freq_base", "rope_theta") or 10000.0
     scaling = f"{arch}.rope.scaling"
     kind = header.text(f"{scaling}.type") or "none"
-    factor = header.number(f"{scaling}.factor") or header.number(f"{arch}.rope.scale_linear")
+    factor = _number(header, f"{scaling}.factor", "factor") or _number(header, f"{arch}.rope.scale_linear", "factor")
     if "rope_freqs.weight" in header.tensors:
         if kind != "none":
             raise UnsupportedModelError(f"{header.path}: rope_freqs with {scaling}.type {kind!r} is not supported")
@@ -159,14 +180,16 @@ def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, 
     if kind != "yarn":
         raise UnsupportedModelError(f"{header.path}: {scaling}.type {kind!r} is not supported (none, linear, yarn are)")
     parameters: dict[str, object] = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
-    original = header.integer(f"{scaling}.original_context_length")
+    original = _optional(header, f"{scaling}.original_context_length")
     if original is not None:
         parameters["original_max_position_embeddings"] = original
     for name in ("beta_fast", "beta_slow"):
-        value = header.number(f"{scaling}.yarn_{name}")
+        value = _number(header, f"{scaling}.yarn_{name}", name)
         if value is not None:
             parameters[name] = value
-    extra = header.number(f"{scaling}.yarn_attn_factor") or header.number(f"{scaling}.attn_factor")
+    extra = _number(header, f"{scaling}.yarn_attn_factor", "attention_factor") or _number(
+        header, f"{scaling}.attn_factor", "attention_factor"
+    )
     if extra is not None and factor is not None:
         # llama.cpp multiplies this number with YaRN's own magnitude; Hugging Face's attention_factor replaces it.
         parameters["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
@@ -186,6 +209,10 @@ def _llama3_parameters(header: GgufHeader, theta: float, head_dim: int) -> dict[
         file.seek(tensor.offset)
         divisors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.size_bytes))
     factor = max(divisors)
+    if not all(divisor >= 1.0 for divisor in divisors) or not CONFIG_RANGES["factor"].holds(factor):
+        raise WeightsError(
+            f"{header.path}: rope_freqs.weight must hold divisors of at least 1, found {shown(divisors)}"
+        )
     low, high, original = (float(value) for value in _LLAMA3.values())
     for index, found in enumerate(divisors):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)

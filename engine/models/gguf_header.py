@@ -18,6 +18,11 @@ from engine.errors import WeightsError
 
 _LONGEST_KEPT_ARRAY = 1024
 _MAX_DIMS = 4
+# Counts are read before what they count: a file of zeros would keep the parser busy for hours, or fill the memory.
+_MAX_TENSORS = 2**20
+_MAX_VALUES = 2**16
+_MAX_ARRAY = 2**26
+_MAX_STRING = 2**26
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -99,8 +104,14 @@ class _Parser:
     def count(self, layout: str, what: str) -> int:
         return int(self.scalar(layout, what))
 
+    def bounded(self, layout: str, what: str, largest: int) -> int:
+        value = self.count(layout, what)
+        if value > largest:
+            raise self.fail(f"{what} of {value} (at most {largest} is plausible)")
+        return value
+
     def string(self, what: str) -> str:
-        length = self.count("<Q", what)
+        length = self.bounded("<Q", f"{what}: length", _MAX_STRING)
         start = self.advance(length, what)
         try:
             return self.data[start : start + length].decode("utf-8")
@@ -127,7 +138,7 @@ class _Parser:
         return self.scalar(_SCALARS[kind], key)
 
     def array(self, key: str) -> MetadataValue:
-        kind, count = self.count("<I", key), self.count("<Q", key)
+        kind, count = self.count("<I", key), self.bounded("<Q", f"{key}: length", _MAX_ARRAY)
         if kind == _ARRAY:
             raise self.fail(f"{key} is an array of arrays")
         if count <= _LONGEST_KEPT_ARRAY:
@@ -148,10 +159,13 @@ class _Parser:
         version = self.count("<I", "the version")
         if version not in (2, 3):
             raise WeightsError(f"{self.path}: GGUF version {version} is not supported (2 and 3 little-endian are)")
-        num_tensors, num_values = self.count("<Q", "the tensor count"), self.count("<Q", "the metadata count")
+        num_tensors = self.bounded("<Q", "the tensor count", _MAX_TENSORS)
+        num_values = self.bounded("<Q", "the metadata count", _MAX_VALUES)
         metadata: dict[str, MetadataValue] = {}
         for _ in range(num_values):
             key = self.string("a metadata key")
+            if key in metadata:
+                raise self.fail(f"metadata {key[:80]} stands there twice")
             metadata[key] = self.value(self.count("<I", key), key)
         infos = [self.tensor_info() for _ in range(num_tensors)]
         header = GgufHeader(self.path, metadata, {})

@@ -173,7 +173,8 @@ class BatchBuilder:
         dispatch = choose(tokens, sent.one_token_each)
         full = dispatch.route == "full"
         seqs = dispatch.size if full else n
-        sizes = StepSizes(n, tokens, samples, seqs, dispatch.size, int(full), sent.one_token_each)
+        longest = max(sent.query_lens)
+        sizes = StepSizes(n, tokens, samples, seqs, dispatch.size, longest, int(full), sent.one_token_each)
         table, kernels, step = self._table, self._kernels, self._step
         max_seq_len = max(sent.seq_lens)
         kernels.prepare_inputs(step, table.tokens, table.block_tables, self.buffers, sizes, self._block_size)
@@ -181,7 +182,7 @@ class BatchBuilder:
         kernels.gather_block_tables(table.block_tables, step[0], self.buffers.block_tables, sizes, columns)
         views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens))
         attention = self._attention_batches(
-            views, full, sent.one_token_each, max(sent.query_lens), max_seq_len, sent.query_lens, sent.seq_lens
+            views, full, sent.one_token_each, longest, max_seq_len, sent.query_lens, sent.seq_lens
         )
         return StepBatch(
             dispatch=dispatch,

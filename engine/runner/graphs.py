@@ -28,10 +28,21 @@ RESERVE_BYTES = 256 << 20
 """stays free beside captures: for what libraries and the sampler allocate while serving"""
 
 
-def make_dispatcher(config: EngineConfig, backend: AttentionBackend) -> Dispatcher:
-    """With nothing captured yet. Raises ConfigError as `graph_mode`."""
+def make_dispatcher(config: EngineConfig, backend: AttentionBackend, error: Exception | None = None) -> Dispatcher:
+    """With nothing captured yet. `error`: why the model's pieces do not serve on this device; then what serves without
+    them, and a warning says so. Raises ConfigError as `graph_mode`."""
+    mode = graph_mode(config.compile.graphs, config.compile.mode, backend)
+    if error is not None:
+        mode = graph_mode("auto", "none", backend)
+        logger.warning(
+            "compiled pieces fail on this device; serving goes on with compile='none', graphs=%r, which is slower "
+            "(setting both says that this is wanted): %s: %s",
+            mode,
+            type(error).__name__,
+            error,
+        )
     return Dispatcher(
-        graph_mode(config.compile.graphs, config.compile.mode, backend),
+        mode,
         backend_capture_safe=backend.capabilities().capture_safe,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_tokens=config.scheduler.max_num_batched_tokens,

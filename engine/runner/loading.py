@@ -18,10 +18,11 @@ from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.errors import ConfigError
 from engine.machine import release_free_memory
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
 from engine.models.spec import DecoderSpec
+from engine.runner.preflight import check_device
 from engine.weights.loader import load_weights
 from engine.weights.packing import Packer
 
@@ -87,6 +88,8 @@ class RunnerParts:
     """of weights and activations"""
     backend: AttentionBackend
     weight_bytes: int
+    sinks: tuple[torch.Tensor, ...] = ()
+    """each layer's, where the spec has them"""
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -98,9 +101,12 @@ def device_of(config: EngineConfig) -> torch.device:
 def load_parts(config: EngineConfig) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend.
 
-    Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError.
+    Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
+    also what the preflight finds missing, before anything else takes time.
     """
     device = device_of(config)
+    if device.type == "cuda":
+        check_device(config, device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     description = describe(config.model.path)
     spec = description.spec
@@ -116,6 +122,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
             name=config.device.attention_backend,
             cache_dir=Path(config.compile.cache_dir),
             kv_dtype=getattr(torch, config.cache.dtype),
+            needs_sinks=spec.sinks,
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
@@ -131,4 +138,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
-    return RunnerParts(model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes)
+    sinks = tuple(layer.sinks for layer in model.layers if isinstance(layer, DecoderLayer) and layer.sinks is not None)
+    return RunnerParts(
+        model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes, sinks=sinks
+    )

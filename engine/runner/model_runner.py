@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
@@ -40,14 +40,13 @@ from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import StagedWrites
+from engine.runner.step_sampler import StepSampler
 from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
-from engine.sampling import LogprobTensors, Sampler
-from engine.step import LoadReport, ScheduledRow, ScheduledRows, StepPlan, WarmUpReport
+from engine.sampling import Sampler
+from engine.step import LoadReport, StepPlan, WarmUpReport
 
-_PROMPT_LOGITS_BYTES = 64 << 20
-"""logits of prompt positions are made and scored in pieces of at most this size"""
 _EXAMPLE_TOKENS = 8
 FIRST_CAPTURES_S = 10.0
 """start-up goes on capturing for this long although every step already has a graph"""
@@ -83,7 +82,7 @@ class ModelRunner:
         self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
         self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
         self._attention = PagedAttention(
-            parts.backend, attention_layers(parts.spec), getattr(torch, config.cache.dtype), self._groups
+            parts.backend, attention_layers(parts.spec, parts.sinks), getattr(torch, config.cache.dtype), self._groups
         )
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
@@ -91,6 +90,7 @@ class ModelRunner:
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
         self._writes = StagedWrites(tables, self._kernels, self._streams)
         self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams)
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -101,7 +101,6 @@ class ModelRunner:
         self._counts = False
         """whether compilations since the counter's mark are ones that should not have been"""
         self._compiles_behind = config.compile.mode == "pieces" and self._dispatcher.mode == "none"
-        self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * parts.spec.vocab_size))
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
         if device.type == "cuda":
@@ -158,22 +157,23 @@ class ModelRunner:
         the graphs that make serving good (`StepGraphs.capture_first`); `idle_work` captures the others.
 
         Without graphs, which are made of compiled pieces, steps can start eagerly: compiling is left to `compile_job`.
+        Pieces that fail to compile, to run or to be captured cost speed, not the start: the model itself runs then.
         """
         started = time.perf_counter()
-        compiled = CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
         if self._config.compile.mode == "pieces":
             self._check_compilable()
-        if self._config.compile.mode == "pieces" and not self._compiles_behind:
-            compiled = self._compiled = self._compile()
-        self._run = compiled.run
         with torch.inference_mode():
             self._sampler.warm_up()
-        self._run_warm_up_plans()
-        if self._dispatcher.mode != "none":
-            self._graphs = self._make_graphs(compiled)
-            self._graphs.capture_first(FIRST_CAPTURES_S)
-            self._step_done.record()
-            self._run_warm_up_plans()
+        wanted = self._config.compile.mode == "pieces" and not self._compiles_behind
+        if wanted:
+            try:
+                self._compiled = self._compile()
+                self._start_with(self._compiled)
+            except Exception as error:
+                self._leave_pieces(error)
+        compiled = self._compiled or CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
+        if self._compiled is None:
+            self._start_with(compiled)
         self._start_counting()
         return WarmUpReport(
             distinct_pieces=compiled.report.distinct_pieces,
@@ -184,7 +184,23 @@ class ModelRunner:
             graphs_captured=self._graphs.num_captured if self._graphs else 0,
             graphs_pending=self._graphs.num_pending if self._graphs else 0,
             swap_block_s=self._attention.time_swap(self._device),
+            compile_failed=wanted and self._compiled is None,
         )
+
+    def _start_with(self, compiled: CompiledModel) -> None:
+        self._run = compiled.run
+        self._run_warm_up_plans()
+        if self._dispatcher.mode != "none":
+            self._graphs = self._make_graphs(compiled)
+            self._graphs.capture_first(FIRST_CAPTURES_S)
+            self._step_done.record()
+            self._run_warm_up_plans()
+
+    def _leave_pieces(self, error: Exception) -> None:
+        self._compiled = self._graphs = None
+        self._dispatcher = make_dispatcher(self._config, self._attention.backend, error)
+        if taken := list(self._table.prompt_len):  # by a warm-up plan that failed
+            self.execute(StepPlan(step_id=-4, rows=[], released=taken)).wait()
 
     def compile_job(self) -> CompileJob | None:
         """What `warm_up` left to compile. The job may run in any thread while steps are executed; what it returns
@@ -245,7 +261,7 @@ class ModelRunner:
             if batch is None:
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
-                step = self._sample(plan, batch, self._forward(batch))
+                step = self._step_sampler.run(plan, batch, self._forward(batch), self._observer)
             self._step_done.record()
             self._observer.mark(step_profile.RESULTS)
             pending = self._results.start(step, self._step_done)
@@ -290,38 +306,6 @@ class ModelRunner:
             run = self._run if observed is None else observed.program(self._compiled)
             return run(batch.input_ids, batch.positions)
         return self._graphs.replay(batch.dispatch)[: batch.num_tokens]
-
-    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor) -> SampledStep:
-        self._observer.mark(step_profile.LOGITS)
-        prompt = self._score_prompts(plan.rows, hidden) if self._table.prompt_logprobs else ()
-        rows = batch.sample_rows_host
-        if not rows:
-            return SampledStep(plan.step_id, rows, None, prompt)
-        last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
-        logits = self._model.compute_logits(last)
-        self._observer.mark(step_profile.SAMPLING)
-        tokens = self._table.tokens
-        sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
-        self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
-        return SampledStep(plan.step_id, rows, sampled, prompt)
-
-    def _score_prompts(self, rows: Sequence[ScheduledRow], hidden: torch.Tensor) -> list[tuple[int, LogprobTensors]]:
-        """The query at position p scores the known token p + 1, for rows that asked, as far as their prompt goes."""
-        scores = []
-        first_token = 0
-        if isinstance(rows, ScheduledRows):  # decodes in columns are past their prompts
-            first_token, rows = len(rows.decodes), rows.others
-        for row in rows:
-            k = self._table.prompt_logprobs.get(row.row)
-            if k is not None:
-                count = min(row.query_len, self._table.prompt_len[row.row] - 1 - row.computed)
-                for start in range(0, count, self._prompt_piece):
-                    end = min(start + self._prompt_piece, count)
-                    logits = self._model.compute_logits(hidden[first_token + start : first_token + end])
-                    known = self._table.tokens[row.row, row.computed + start + 1 : row.computed + end + 1]
-                    scores.append((row.row, self._sampler.prompt_logprobs(logits, known.to(torch.int64), k)))
-            first_token += row.query_len
-        return scores
 
     def _check_compilable(self) -> nn.Module:
         if not isinstance(self._model, nn.Module):

@@ -3,10 +3,12 @@ reach it."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from engine.errors import in_words
 from engine.row_writes import BlockAppends, TokenRewrites
 from engine.step import BlockAppend, NewRow, RowParams, StepPlan
 
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.runner.staging import StagedWrites, Values
+
+
+logger = logging.getLogger(__name__)
+
+_ANYHOW = RowParams(seed=0, temperature=0.0)
+"""of a row whose request has failed, until it is released"""
 
 
 class SamplerColumns(Protocol):
@@ -50,6 +58,8 @@ class RequestTable:
         """on the host: no kernel needs it"""
         self.prompt_logprobs: dict[int, int] = {}
         """rows that asked for the log-probabilities of their prompt → how many alternatives"""
+        self.failed: dict[int, str] = {}
+        """rows that hold what could not be applied, and why: they end with the step that is told of it"""
 
     def staged_tables(self) -> list[torch.Tensor]:
         """The tables in the order in which `stage` numbers them; the sampler's follow."""
@@ -67,7 +77,12 @@ class RequestTable:
             sampler.release(row)
         for new in plan.added:
             self._add(new)
-            sampler.add(new.row, new.params, new.token_ids, new.prompt_len)
+            try:
+                sampler.add(new.row, new.params, new.token_ids, new.prompt_len)
+            except Exception as error:
+                logger.exception("row %d cannot be sampled as its request asks", new.row)
+                self.failed[new.row] = in_words(error)
+                sampler.add(new.row, _ANYHOW, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
         rewrites, appends = plan.rewrites, plan.block_appends
         for rewrite in rewrites.single if isinstance(rewrites, TokenRewrites) else rewrites:
@@ -87,6 +102,7 @@ class RequestTable:
         if self.prompt_len.pop(row, None) is None:
             raise ValueError(f"row {row} was released, but holds nothing")
         self.prompt_logprobs.pop(row, None)
+        self.failed.pop(row, None)
 
     def _add(self, new: NewRow) -> None:
         if new.row in self.prompt_len:

@@ -3,8 +3,8 @@ arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,8 @@ class SampledStep:
     sampled: SampleOutput | None
     prompt: Sequence[tuple[int, LogprobTensors]] = ()
     """(row, scores of consecutive prompt tokens); a row may come several times, in order"""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """rows for which something raised, and what"""
 
 
 class PendingResult:
@@ -65,6 +67,7 @@ class ResultCopier:
                 rows=step.rows,
                 sampled=None if step.sampled is None else _sample_to_host(step.sampled),
                 prompt=[(row, scores.start_copy()) for row, scores in step.prompt],
+                failures=step.failures,
             )
             event.record()
 
@@ -93,12 +96,20 @@ def _to_result(step: SampledStep) -> StepResult:
     for row, scores in step.prompt:
         prompt.setdefault(row, []).extend(scores.to_list())
     if step.sampled is None:
-        return StepResult(step_id=step.step_id, token_ids=[], prompt_logprobs=prompt)
+        return StepResult(
+            step_id=step.step_id,
+            token_ids=[],
+            prompt_logprobs=prompt,
+            faults=list(step.failures),
+            reasons=dict(step.failures),
+        )
     faults = step.sampled.faults.tolist()
+    faulty = [row for row, fault in zip(step.rows, faults, strict=True) if fault] if True in faults else []
     return StepResult(
         step_id=step.step_id,
         token_ids=step.sampled.token_ids.tolist(),
         logprobs={} if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
         prompt_logprobs=prompt,
-        faults=[row for row, fault in zip(step.rows, faults, strict=True) if fault] if True in faults else [],
+        faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
+        reasons=dict(step.failures),
     )

@@ -62,6 +62,24 @@ def empty_scores(device: torch.device) -> LogprobTensors:
     return LogprobTensors((), (), empty, empty.to(torch.float32), empty[:, 0])
 
 
+def joined(scores: Sequence[LogprobTensors]) -> LogprobTensors | None:
+    """One behind the other; None of none."""
+    if not scores:
+        return None
+    columns = max(one.token_ids.shape[1] for one in scores)
+
+    def widened(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, columns - values.shape[1]))
+
+    return LogprobTensors(
+        rows=tuple(row for one in scores for row in one.rows),
+        widths=tuple(width for one in scores for width in one.widths),
+        token_ids=torch.cat([widened(one.token_ids) for one in scores]),
+        logprobs=torch.cat([widened(one.logprobs) for one in scores]),
+        ranks=torch.cat([one.ranks for one in scores]),
+    )
+
+
 def score(logits: torch.Tensor, targets: torch.Tensor, rows: Sequence[int], ks: Sequence[int]) -> LogprobTensors:
     """Score `targets` int64 `[n]` under unmodified logits float32 `[n, V]`, with `ks[j]` alternatives for position
     j."""

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.errors import InvalidRequestError
 from engine.sampling.upload import upload
 from engine.step import RowParams
 
 _ALWAYS = 2**62
-_ANY = -1
-"""prefix entry that matches every token"""
 
 
 class RowEdits(msgspec.Struct, frozen=True):
@@ -36,7 +33,11 @@ class RowEdits(msgspec.Struct, frozen=True):
     last: torch.Tensor
     """int64 `[s]`: last token of each bad sequence of two or more"""
     prefix: torch.Tensor
-    """int32 `[s, q]`: the tokens before it, right-aligned after `_ANY`"""
+    """int32 `[t]`: the tokens before the last ones, of one sequence after the other"""
+    prefix_of: torch.Tensor
+    """int64 `[t]`: of which sequence"""
+    prefix_back: torch.Tensor
+    """int64 `[t]`: how far before the last token, at least 1"""
     prefix_len: torch.Tensor
     """int64 `[s]`"""
 
@@ -56,17 +57,18 @@ def row_edits(params: RowParams, vocab_size: int, device: torch.device) -> RowEd
     sequences = [w for w in words if len(w) > 1]
     if not edits and not sequences and params.allowed_token_ids is None:
         return None
-    width = max((len(w) - 1 for w in sequences), default=0)
-    prefix = [token for w in sequences for token in [_ANY] * (width - len(w) + 1) + list(w[:-1])]
+    lengths = [len(w) - 1 for w in sequences]
     allowed = params.allowed_token_ids
     return RowEdits(
         ids=upload([e[0] for e in edits], torch.int64, device),
         values=upload([e[1] for e in edits], torch.float32, device),
         until=upload([e[2] for e in edits], torch.int64, device),
-        allowed=None if allowed is None else upload(sorted(set(allowed)), torch.int64, device),
+        allowed=None if allowed is None else upload(np.unique(allowed), torch.int64, device),
         last=upload([w[-1] for w in sequences], torch.int64, device),
-        prefix=upload(prefix, torch.int32, device).view(len(sequences), width),
-        prefix_len=upload([len(w) - 1 for w in sequences], torch.int64, device),
+        prefix=upload([token for w in sequences for token in w[:-1]], torch.int32, device),
+        prefix_of=upload(np.repeat(np.arange(len(sequences)), lengths), torch.int64, device),
+        prefix_back=upload([back for n in lengths for back in range(n, 0, -1)], torch.int64, device),
+        prefix_len=upload(lengths, torch.int64, device),
     )
 
 
@@ -89,6 +91,8 @@ class BatchEdits(msgspec.Struct, frozen=True):
     last_at: torch.Tensor
     last: torch.Tensor
     prefix: torch.Tensor
+    prefix_of: torch.Tensor
+    prefix_back: torch.Tensor
     prefix_len: torch.Tensor
 
     def apply(
@@ -116,12 +120,13 @@ class BatchEdits(msgspec.Struct, frozen=True):
     def _completes_bad_word(
         self, rows: torch.Tensor, positions: torch.Tensor, prompt_lens: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        width = self.prefix.shape[1]
         end = positions[self.last_at]
-        back = torch.arange(-width, 0, device=rows.device)
-        history = tokens[rows[self.last_at].unsqueeze(1), (end.unsqueeze(1) + back).clamp_(min=0)]
-        same = ((history == self.prefix) | (self.prefix == _ANY)).all(1)
-        return same & (end - prompt_lens[self.last_at] >= self.prefix_len)
+        at = self.last_at[self.prefix_of]
+        history = tokens[rows[at], (positions[at] - self.prefix_back).clamp_(min=0)]
+        differ = torch.zeros_like(self.prefix_len).index_add_(
+            0, self.prefix_of, (history != self.prefix).to(torch.int64)
+        )
+        return (differ == 0) & (end - prompt_lens[self.last_at] >= self.prefix_len)
 
 
 def _add(logits: torch.Tensor, at: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -135,7 +140,7 @@ def combine(rows: Sequence[tuple[int, RowEdits]], device: torch.device) -> Batch
         return None
     edits = [e for _, e in rows]
     limited = [(at, e.allowed) for at, e in rows if e.allowed is not None]
-    width = max(e.prefix.shape[1] for e in edits)
+    first = np.cumsum([0, *(e.last.shape[0] for e in edits)]).tolist()
     return BatchEdits(
         edit_at=_places([(at, e.ids) for at, e in rows], device),
         ids=torch.cat([e.ids for e in edits]),
@@ -146,7 +151,9 @@ def combine(rows: Sequence[tuple[int, RowEdits]], device: torch.device) -> Batch
         allowed=torch.cat([a for _, a in limited]) if limited else edits[0].ids[:0],
         last_at=_places([(at, e.last) for at, e in rows], device),
         last=torch.cat([e.last for e in edits]),
-        prefix=torch.cat([F.pad(e.prefix, (width - e.prefix.shape[1], 0), value=_ANY) for e in edits]),
+        prefix=torch.cat([e.prefix for e in edits]),
+        prefix_of=torch.cat([e.prefix_of + start for e, start in zip(edits, first)]),
+        prefix_back=torch.cat([e.prefix_back for e in edits]),
         prefix_len=torch.cat([e.prefix_len for e in edits]),
     )
 

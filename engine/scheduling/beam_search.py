@@ -6,12 +6,14 @@ log-probabilities only; who runs the beams keeps their KV.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
-from engine.core.wire import BeamParams
+from engine.core.wire import BeamParams, candidates_of
 from engine.step import TokenLogprobs
 
 Choice = tuple[int, int]
@@ -21,13 +23,32 @@ Choice = tuple[int, int]
 class Hypothesis(NamedTuple):
     """A finished sequence."""
 
-    score: float
-    """sum of log-probabilities / length ** length_penalty"""
+    rank: float
+    """larger is better: see `rank_of`"""
     logprob: float
+    length: int
+    penalty: float
     token_ids: list[int]
     """what was generated, a stop token included"""
     stopped: bool
     """ended by a stop token, not by the limit"""
+
+    @property
+    def score(self) -> float:
+        """logprob / length ** penalty; what no float can hold becomes the nearest that one can"""
+        if self.logprob >= 0.0:
+            return self.logprob
+        exponent = math.log(-self.logprob) - self.penalty * math.log(self.length)
+        return -math.exp(exponent) if exponent < _LARGEST_EXPONENT else -sys.float_info.max
+
+
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+def rank_of(logprob: float, length: int, penalty: float) -> float:
+    """Orders sequences as their scores, logprob / length ** penalty, do, where neither the power nor the quotient is a
+    number that a float can hold: minus the logarithm of minus the score, for log-probabilities are at most 0."""
+    return penalty * math.log(length) - math.log(-logprob) if logprob < 0.0 else math.inf
 
 
 class BeamSearch:
@@ -87,9 +108,12 @@ class BeamSearch:
         return going_on
 
     def _finish(self, ended: list[tuple[float, list[int]]]) -> None:
-        penalty = self.length**self._params.length_penalty
-        found = [Hypothesis(logprob / penalty, logprob, ids, ids[-1] in self.stop_token_ids) for logprob, ids in ended]
-        merged = sorted([*self.finished, *found], key=lambda one: -one.score)  # stable: of equals the earlier one
+        length, penalty = self.length, self._params.length_penalty
+        found = [
+            Hypothesis(rank_of(logprob, length, penalty), logprob, length, penalty, ids, ids[-1] in self.stop_token_ids)
+            for logprob, ids in ended
+        ]
+        merged = sorted([*self.finished, *found], key=lambda one: -one.rank)  # stable: of equals the earlier one
         self.finished = merged[: self._params.width]
 
     def _is_over(self, best_running: float) -> bool:
@@ -98,9 +122,4 @@ class BeamSearch:
             return True
         longest = self._params.early_stopping == "never" and self._params.length_penalty > 0
         length = self.limit if longest else self.length
-        best: float = best_running / length**self._params.length_penalty
-        return best <= self.finished[-1].score
-
-
-def candidates_of(width: int, num_stop_tokens: int) -> int:
-    return max(2, 1 + num_stop_tokens) * width
+        return rank_of(best_running, length, self._params.length_penalty) <= self.finished[-1].rank

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.swapping import swap_in
+from engine.scheduling.failures import Failures
 from engine.scheduling.pins import Pins
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_set import RunningSet
@@ -20,7 +21,8 @@ class Holdings:
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
-        self.rows = RunningSet(num_rows, kv, fewest_searches)
+        self.failures = Failures()
+        self.rows = RunningSet(num_rows, kv, fewest_searches, self.failures)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
@@ -55,7 +57,7 @@ class Holdings:
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 seq.blocks.num_tokens = min(seq.blocks.num_tokens, seq.computed)  # not what the step was to compute
-                self.kv.register(seq.blocks, seq.tokens)
+                self.make_findable(seq)
                 self.kv.free(seq.blocks)
         if latest.group is not None:
             latest.group.drop_candidates()
@@ -66,9 +68,11 @@ class Holdings:
         return victims
 
     def swap_in(self, members: list[Sequence]) -> None:
-        """They run again, each on a row of its own; what is to be told of them comes with the next plan."""
+        """The first of the queue and its siblings run again, each on a row of its own; what is to be told of them comes
+        with the next plan."""
         assert self.kv.host is not None
         swap_in(self.kv, self.kv.host, [member.blocks for member in members])
+        self.waiting.pop()
         leader = members[0]
         for member in members:
             if member is not leader:
@@ -76,13 +80,20 @@ class Holdings:
                 member.leader = None
                 self.following -= 1
             self.rows.enter(member)
-            member.new_row = True
             if member is leader and leader.group is not None:
                 self.rows.reserve(leader.group)
 
-    def leave_device(self, seq: Sequence) -> None:
+    def make_findable(self, seq: Sequence) -> None:
+        """The full blocks of what it has computed."""
+        try:
+            self.kv.register(seq.blocks, seq.tokens)
+        except Exception as error:
+            self.failures.note(seq, error)
+
+    def leave_device(self, seq: Sequence, findable: bool = True) -> None:
         self.rows.leave(seq)
-        self.kv.register(seq.blocks, seq.tokens)
+        if findable:
+            self.make_findable(seq)
         self.kv.free(seq.blocks)
 
     def unfollow(self, follower: Sequence) -> None:
@@ -92,16 +103,29 @@ class Holdings:
         follower.status = Status.WAITING
         self.waiting.push(follower)
 
-    def end(self, seq: Sequence) -> None:
-        """It is over; of a search, all of it."""
+    def end_request(self, seq: Sequence) -> list[str]:
+        """It failed: all of its request that still lives ends, and nothing of it can be found. Returns their ids."""
+        group = seq.group
+        members = group.members if group is not None else list(seq.siblings)
+        request_ids = group.request_ids if group is not None else [each.request_id for each in members]
+        for member in members[:1] if group is not None else members:
+            self.end(member, findable=False)
+        for member in members:
+            self.kv.forget(member.blocks)
+            if member.pin is not None:
+                self.pins.release(member.pin)
+        return request_ids
+
+    def end(self, seq: Sequence, findable: bool = True) -> None:
+        """It is over; of a search, all of it. `findable`: what it computed may serve others."""
         if seq.group is not None:
             for member in seq.group.members:
-                self._stop(member)
+                self._stop(member, findable)
             self.rows.give_back(seq.group)
             for request_id in seq.group.request_ids:
                 del self.live[request_id]
             return
-        self._stop(seq)
+        self._stop(seq, findable)
         self.pins.settle(seq)
         seq.siblings.remove(seq)
         followers, seq.followers = seq.followers, []
@@ -115,13 +139,14 @@ class Holdings:
             line_up(leader, others)
         del self.live[seq.request_id]
 
-    def _stop(self, seq: Sequence) -> None:
+    def _stop(self, seq: Sequence, findable: bool) -> None:
         before, seq.status = seq.status, Status.FINISHED
         if before is Status.RUNNING:
-            self.leave_device(seq)
+            self.leave_device(seq, findable)
         elif before is Status.WAITING:
             self.waiting.discard()
         elif seq.leader is not None:
             self.following -= 1
             seq.leader.followers.remove(seq)
+            seq.leader = None
         self.kv.free(seq.blocks)  # on the host, if anywhere

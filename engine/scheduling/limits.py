@@ -1,11 +1,19 @@
-"""What can never be served, whatever else there is: refused before it is queued, with the field and the setting."""
+"""What can never be served, whatever else there is: refused before it is queued, with the field and the setting.
+
+The front end's admission has looked at all of it with better words. This is for what reaches the core without it: a
+frame that was damaged or forged must not reach the device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest
 from engine.errors import InvalidRequestError
 from engine.kv_cache.kv_cache import KVCache
+from engine.limits import RANGES
+from engine.step import RowParams
 
 
 def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig, kv: KVCache, pinned: int) -> int:
@@ -22,12 +30,17 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             f"{config.max_model_len} tokens (--max-model-len)",
             "prompt",
         )
-    width = 1 if request.beams is None else request.beams.width
-    if width > config.max_num_seqs:
-        raise InvalidRequestError(
-            f"a search with {width} beams needs as many rows, but there are {config.max_num_seqs} (--max-num-seqs)",
-            "best_of",
-        )
+    RANGES["n"].check("n", 1 + len(request.followers))
+    if len(set(request.request_ids)) < len(request.request_ids):
+        raise InvalidRequestError("the samples of a request need ids of their own", "request_id")
+    if request.pin is not None and (request.beams is not None or request.followers):
+        raise InvalidRequestError("a prefix is pinned by a request with one sequence", "pin")
+    RANGES["priority"].check("priority", request.priority)
+    _check_ids("prompt", request.prompt_token_ids, config.vocab_size)
+    _check_params(request.params, config.vocab_size)
+    for follower in request.followers:
+        RANGES["seed"].check("seed", follower.seed)
+    width = _width(request, config)
     # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt.
     own = kv.blocks_beyond(prompt_len, max_total - 1)
     need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks - pinned
@@ -38,3 +51,56 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             "max_tokens" if kv.blocks_for(prompt_len) <= total else "prompt",
         )
     return need
+
+
+def _width(request: AddRequest, config: SchedulerConfig) -> int:
+    if request.beams is None:
+        return 1
+    width = request.beams.width
+    if not 1 <= width <= config.max_num_seqs:
+        raise InvalidRequestError(
+            f"a search with {width} beams needs as many rows, but there are {config.max_num_seqs} (--max-num-seqs)",
+            "best_of",
+        )
+    if len(request.followers) >= width:
+        raise InvalidRequestError(f"a search with {width} beams cannot return {1 + len(request.followers)}", "n")
+    RANGES["length_penalty"].check("length_penalty", request.beams.length_penalty)
+    return width
+
+
+_MOST_TOKENS = 2**31
+_ROW_RANGES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "top_k",
+)
+
+
+def _check_params(params: RowParams, vocab_size: int) -> None:
+    for name in _ROW_RANGES:
+        RANGES[name].check(name, getattr(params, name))
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and not 0 <= value <= vocab_size:
+            raise InvalidRequestError(f"{name} must be in [0, {vocab_size}], got {value}", name)
+    for bias in params.logit_bias.values():
+        RANGES["logit_bias"].check("logit_bias", bias)
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    # What only forbids and compares may name tokens that a tokenizer knows and the model does not.
+    _check_ids("stop_token_ids", params.stop_token_ids, _MOST_TOKENS)
+    for word in params.bad_words:
+        _check_ids("bad_words", word, _MOST_TOKENS)
+
+
+def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequestError(f"{field}: token id {wrong} is outside the vocabulary [0, {vocab_size})", field)

@@ -27,10 +27,11 @@ class Outcomes:
         """`rows`: of the plan that has this result, with their owners at the time."""
         deltas: list[Delta] = []
         if rows.steady is not None:
-            deltas += self._of_steady(rows.steady, result.token_ids[: len(rows.steady)], result.faults)
+            deltas += self._of_steady(rows.steady, result.token_ids[: len(rows.steady)], result)
         for step in rows.searches:
             for search in step.table.take(step, result):
-                deltas += self._of_search(step, search, result)
+                with self._held.failures.isolate(step.beams[search, 0]):
+                    deltas += self._of_search(step, search, result)
         return deltas + self._of_each(rows.others, result.token_ids[rows.num_steady :], result)
 
     def _of_search(self, step: SearchesStep, search: int, result: StepResult) -> list[SequenceDelta]:
@@ -48,51 +49,57 @@ class Outcomes:
         rows = [step.row_of(search, index) for index in range(len(beams))]
         for beam, row in zip(beams, rows, strict=True):
             if row.row in result.faults:
-                return self._fault(beam, row)
+                return self._fault(beam, row, result)
         if not goes_on:
             return []
         for beam, row in zip(beams, rows, strict=True):
             group.bring(beam, result.logprobs[row.row])
         return self._choose(group)
 
-    def _of_steady(self, step: SteadyStep, tokens: list[int], faults: list[int]) -> list[Delta]:
+    def _of_steady(self, step: SteadyStep, tokens: list[int], result: StepResult) -> list[Delta]:
         """They have brought one token each, not their last one but for a stop token, and nothing else."""
+        faults = result.faults
         request_ids, plain, special = self._held.rows.steady.take(step, tokens, faults)
         deltas: list[Delta] = [TokenDeltas(request_ids=request_ids, token_ids=plain)] if plain else []
         for seq, token, row in special:
             seq.in_flight -= 1
             if seq.status is Status.FINISHED:
                 continue
-            if row.row in faults:
-                deltas += self._fault(seq, row)
-            else:
-                deltas.append(self._deliver(seq, token))
-                self.generated_tokens += 1
+            with self._held.failures.isolate(seq):
+                if row.row in faults:
+                    deltas += self._fault(seq, row, result)
+                else:
+                    deltas.append(self._deliver(seq, token))
+                    self.generated_tokens += 1
         self.generated_tokens += len(plain)
         return deltas
 
     def _of_each(self, rows: Rows, token_ids: list[int], result: StepResult) -> list[SequenceDelta]:
-        deltas = []
+        deltas: list[SequenceDelta] = []
         tokens = iter(token_ids)
         for seq, row in rows:
             token = None
             if row.samples:
                 seq.in_flight -= 1
                 token = next(tokens)
-            if seq.status is Status.FINISHED:
-                continue
-            if row.row in result.faults:
-                deltas += self._fault(seq, row)
-            elif seq.group is not None:
-                if row.samples and seq.status is Status.RUNNING and seq.group.bring(seq, result.logprobs[row.row]):
-                    deltas += self._choose(seq.group)
-            else:
-                delta = self._advance(seq, row, token, result)
-                if delta is not None:
-                    deltas.append(delta)
+            if seq.status is not Status.FINISHED:
+                try:
+                    deltas += self._of_one(seq, row, token, result)
+                except Exception as error:
+                    self._held.failures.note(seq, error)
         return deltas
 
-    def _fault(self, seq: Sequence, row: ScheduledRow) -> list[SequenceDelta]:
+    def _of_one(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> list[SequenceDelta]:
+        if row.row in result.faults:
+            return self._fault(seq, row, result)
+        if seq.group is None:
+            delta = self._advance(seq, row, token, result)
+            return [] if delta is None else [delta]
+        if row.samples and seq.status is Status.RUNNING and seq.group.bring(seq, result.logprobs[row.row]):
+            return self._choose(seq.group)
+        return []
+
+    def _fault(self, seq: Sequence, row: ScheduledRow, result: StepResult) -> list[SequenceDelta]:
         """Its KV is not to be trusted: the next request with this prefix computes it itself."""
         cached_tokens = seq.newly_cached
         if seq.steady:
@@ -106,7 +113,8 @@ class Outcomes:
             request_id=seq.request_id,
             cached_tokens=cached_tokens,
             finish_reason="error",
-            error=f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
+            error=result.reasons.get(row.row)
+            or f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed",
             error_kind="fault",
         )
         return [delta] if seq.group is None else [replace(delta, request_id=each) for each in seq.group.request_ids]

@@ -24,7 +24,7 @@ class Placement:
         may_fork = bool(followers and self._rows.num_free) and any(is_twin(each, seq) for each in followers)
         samples = draft.place(seq, query_len, growth, may_fork)
         if growth is not NO_GROWTH or query_len > 1:
-            self._kv.register(seq.blocks, seq.tokens)
+            self._held.make_findable(seq)
         if seq.group is None:
             if samples and seq.certain_to_end:
                 self._ending.append(seq)
@@ -46,13 +46,14 @@ class Placement:
             twin, start = is_twin(follower, seq), start_of(follower, seq, self._kv.block_size)
             if seq.computed < start or (twin and not samples):
                 continue
-            seq.followers.remove(follower)
             if not self._rows.num_free and seq.group is None:
+                seq.followers.remove(follower)
                 self._held.unfollow(follower)
                 continue
+            blocks = self._kv.fork(seq.blocks, None if twin else start)
+            seq.followers.remove(follower)
             self._held.following -= 1
-            follower.leader = None
-            follower.blocks = self._kv.fork(seq.blocks, None if twin else start)
+            follower.leader, follower.blocks = None, blocks
             if follower.cached_tokens is None:
                 follower.cached_tokens = seq.cached_tokens
             follower.computed = start

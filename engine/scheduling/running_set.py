@@ -6,16 +6,17 @@ from bisect import bisect_left, insort
 
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.failures import Failures
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.steady_rows import SteadyRows
 from engine.scheduling.steady_searches import SteadySearches
 
 
 class RunningSet:
-    def __init__(self, num_rows: int, kv: KVCache, fewest_searches: int) -> None:
+    def __init__(self, num_rows: int, kv: KVCache, fewest_searches: int, failures: Failures) -> None:
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
-        self.steady = SteadyRows(num_rows, kv)
+        self.steady = SteadyRows(num_rows, kv, failures)
         self.searches = SteadySearches(num_rows, kv, fewest_searches)
         self._groups: set[BeamGroup] = set()
         """searches that run"""
@@ -41,7 +42,7 @@ class RunningSet:
         """The sequence runs, on a row of its group's or any free one."""
         reserved = seq.group.spare_rows if seq.group is not None else []
         seq.row = reserved.pop() if reserved else self._free.pop()
-        seq.status = Status.RUNNING
+        seq.status, seq.new_row = Status.RUNNING, True
         insort(self.sequences, seq, key=_key)
 
     def leave(self, seq: Sequence) -> None:
@@ -63,7 +64,6 @@ class RunningSet:
         for beam in group.beams:
             if beam.status is not Status.RUNNING:
                 self.enter(beam)
-                beam.new_row = True
 
     def went_on(self, group: BeamGroup) -> None:
         """After a choice, its beams may be steady."""

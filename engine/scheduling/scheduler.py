@@ -78,8 +78,9 @@ class Scheduler:
             if request_id in self._live:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
         need = check_servable(request, max_total, self._config, self._kv, self._held.pins.num_blocks)
-        if self.num_waiting >= self._config.max_waiting:
-            raise QueueFullError(f"{self.num_waiting} requests wait already (--max-waiting {self._config.max_waiting})")
+        waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
+        if waiting and waiting + new > self._config.max_waiting:
+            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
             self._held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, self._live.values())
@@ -89,7 +90,11 @@ class Scheduler:
             self._held.queue(first, [])
             return
         leader = self._open(request, request.request_id, request.params, max_total)
-        others = [self._open(request, each.request_id, each.params, max_total) for each in request.followers]
+        alike = replace(request.params, prompt_logprobs=None)  # equal for all samples: computed once
+        others = [
+            self._open(request, each.request_id, replace(alike, seed=each.seed), max_total)
+            for each in request.followers
+        ]
         samples = [leader, *others]
         for seq in samples:
             seq.siblings, seq.max_blocks = samples, need
@@ -127,6 +132,29 @@ class Scheduler:
                 deltas += [SequenceDelta(request_id=each, finish_reason="abort") for each in ended]
         return deltas
 
+    def end_failed(self) -> list[SequenceDelta]:
+        """End the requests of which anything failed since the last call. To be called behind every `plan`."""
+        deltas: list[SequenceDelta] = []
+        for seq, reason in self._held.failures.take():
+            if seq.status is not Status.FINISHED:
+                deltas += self._end_with_error(seq, reason, "fault")
+        return deltas
+
+    def has_begun(self, request_id: str) -> bool:
+        """A step has taken it up; true for one that is over, too."""
+        seq = self._live.get(request_id)
+        return seq is None or seq.cached_tokens is not None
+
+    def give_up(self, request_id: str) -> list[SequenceDelta]:
+        """End a request that no step has taken up yet, because it has waited for too long; nothing for any other."""
+        if self.has_begun(request_id):
+            return []
+        return self._end_with_error(self._live[request_id], "it waited for its turn for too long", "queue_full")
+
+    def _end_with_error(self, seq: Sequence, reason: str, kind: str) -> list[SequenceDelta]:
+        ended = self._held.end_request(seq)
+        return [SequenceDelta(request_id=i, finish_reason="error", error=reason, error_kind=kind) for i in ended]
+
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
@@ -137,6 +165,7 @@ class Scheduler:
             self._admit_waiting(draft)
         rows = draft.rows
         if not rows:
+            draft.drop()  # what was to start has failed
             return None
         plan = draft.plan(self._num_steps, rows, self._rows.take_released(), self._kv.take_transfers())
         self._steps.push(self._num_steps, rows)
@@ -161,22 +190,29 @@ class Scheduler:
                 # Those that a sequence before them has preempted run no more.
                 if draft.budget > 0 and seq.status is Status.RUNNING:
                     query_len = 1 if sequences is decoding else min(seq.remaining, draft.budget)
-                    growth = self._kv.append(seq.blocks, seq.computed + query_len)
-                    if growth is None:
-                        preempted = True
-                        growth = self._make_room(draft, seq, query_len)
+                    growth = None
+                    try:
+                        growth = self._kv.append(seq.blocks, seq.computed + query_len)
+                        if growth is None:
+                            preempted = True
+                            growth = self._make_room(draft, seq, query_len)
+                    except Exception as error:
+                        self._held.failures.note(seq, error)
                     if growth is not None:
                         draft.tentative[seq] = (query_len, growth)
                         draft.budget -= query_len
         draft.place_steady(steady)
         draft.place_searches(searches)
         for seq, (query_len, growth) in draft.tentative.items():
-            if seq.rewrite_from is not None and not seq.new_row:
-                draft.place_beam(seq, growth)
-                if growth is not NO_GROWTH:
-                    self._kv.register(seq.blocks, seq.tokens)
-            else:
-                self._placement.place(draft, seq, query_len, growth)
+            try:
+                if seq.rewrite_from is not None and not seq.new_row:
+                    draft.place_beam(seq, growth)
+                    if growth is not NO_GROWTH:
+                        self._held.make_findable(seq)
+                else:
+                    self._placement.place(draft, seq, query_len, growth)
+            except Exception as error:
+                self._held.failures.note(seq, error)
         return preempted
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -217,14 +253,17 @@ class Scheduler:
                 return
             if seq.group is not None and self._rows.num_free < len(seq.group.members):
                 return
-            if seq.blocks.on_host:
-                if not self._swap_in(draft, seq):
-                    return
-                continue
-            if (hit := self._find_room(seq)) is None:
+            went_on = False
+            with self._held.failures.isolate(seq):  # nobody behind it starts in this step: it may hold anything
+                went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
+            if not went_on:
                 return
-            self._waiting.pop()
+
+    def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
+        hit = self._find_room(seq)
+        if hit is not None:
             self._start(draft, seq, hit)
+        return hit is not None
 
     def _find_room(self, seq: Sequence) -> PrefixHit | None:
         """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
@@ -275,7 +314,6 @@ class Scheduler:
             self._held.unfollow(follower)
         assert need <= room
         self._blocked = None
-        self._waiting.pop()
         self._held.swap_in(members)
         for member in members:
             query_len = min(member.remaining, draft.budget)
@@ -290,6 +328,7 @@ class Scheduler:
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
+        self._waiting.pop()
         if seq.cached_tokens is None:
             seq.cached_tokens = hit.num_tokens
             self._prompt_tokens += seq.prompt_len
@@ -302,7 +341,7 @@ class Scheduler:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len
         draft.start_row(seq)
-        self._kv.register(seq.blocks, seq.tokens)
+        self._held.make_findable(seq)
         self._placement.place(draft, seq, query_len, NO_GROWTH)
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -313,7 +352,7 @@ class Scheduler:
         rows = self._steps.pop(result)
         if seconds:
             self._costs.observe(rows, seconds)
-        return self._outcomes.of(rows, result)
+        return [*self._outcomes.of(rows, result), *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------
 

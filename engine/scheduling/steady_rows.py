@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.row_writes import RowWrites
+from engine.scheduling.failures import Failures
 from engine.scheduling.sequence import Sequence
 from engine.step import ScheduledRow
 
@@ -50,8 +51,8 @@ class SteadyStep:
 
 
 class SteadyRows:
-    def __init__(self, num_rows: int, kv: KVCache) -> None:
-        self._kv = kv
+    def __init__(self, num_rows: int, kv: KVCache, failures: Failures) -> None:
+        self._kv, self._failures = kv, failures
         self._owners = np.full(num_rows, None, dtype=object)
         self._request_ids = np.full(num_rows, None, dtype=object)
         self._computed = np.zeros(num_rows, dtype=np.int32)
@@ -172,7 +173,9 @@ class SteadyRows:
         """Room for one more token each, or they leave."""
         self._catch_up(rows)
         for seq in self._owners[rows].tolist():
-            growth = self._kv.append(seq.blocks, seq.computed + 1)
+            growth = None
+            with self._failures.isolate(seq):
+                growth = self._kv.append(seq.blocks, seq.computed + 1)
             if growth is None:
                 self.leave(seq)
                 continue

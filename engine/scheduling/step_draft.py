@@ -25,6 +25,7 @@ class StepDraft:
         "_prefills",
         "_rewrites",
         "_rewritten",
+        "_started",
         "budget",
         "searches",
         "steady",
@@ -43,6 +44,7 @@ class StepDraft:
         self._decodes: Rows = []
         self._prefills: Rows = []
         self._added: list[NewRow] = []
+        self._started: list[Sequence] = []
         self._rewrites: list[TokenRewrite] = []
         self._rewritten: list[tuple[int, RowWrites]] = []
         self._appends: list[BlockAppend] = []
@@ -78,11 +80,17 @@ class StepDraft:
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
-        self._added.append(
-            NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
-        )
-        self._append_blocks(seq.row, Growth(0, [table.copy() for table in seq.blocks.tables], []))
+        new = NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
+        table = Growth(0, [table.copy() for table in seq.blocks.tables], [])
+        self._added.append(new)
+        self._started.append(seq)
+        self._append_blocks(seq.row, table)
         seq.rewrite_from, seq.moved, seq.new_row = None, NO_GROWTH, False
+
+    def drop(self) -> None:
+        """The draft becomes no plan: the device is not told of the rows that were to start."""
+        for seq in self._started:
+            seq.new_row = seq.row >= 0
 
     def _tell(self, seq: Sequence, growth: Growth) -> None:
         """What the device has to know of the sequence beside its growth."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.errors import WeightsError
+from engine.errors import ConfigError, WeightsError
+from engine.models.bounds import INDEX_BYTES
+from engine.models.json_file import read_json_object, shown
 
 _INDEX = "model.safetensors.index.json"
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
@@ -42,13 +43,19 @@ class SafetensorsSource:
         if not path.is_file():
             return None
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            promised = {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{path}: not a safetensors index: {error!r}") from error
-        for file in promised.values():
-            if Path(file).name != file:
-                raise WeightsError(f"{path}: names {file!r}, which is not a file of this directory")
+            weight_map = read_json_object(path, INDEX_BYTES).get("weight_map")
+        except ConfigError as error:
+            raise WeightsError(str(error)) from error
+        if not isinstance(weight_map, dict):
+            raise WeightsError(f"{path}: weight_map must be an object, found {shown(weight_map)}")
+        promised: dict[str, str] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise WeightsError(
+                    f"{path}: weight_map[{shown(name)}] is {shown(file)}, "
+                    "which is not a file of this directory with a name in .safetensors"
+                )
+            promised[name] = file
         return promised
 
     def _loose_files(self) -> list[str]:
@@ -71,7 +78,7 @@ class SafetensorsSource:
                 self._shapes[name] = tuple(handle.get_slice(name).get_shape())
         except FileNotFoundError as error:
             raise WeightsError(f"{path}: missing, though {_INDEX} names it") from error
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:  # ValueError: a name that is none, as one with NUL
             raise WeightsError(f"{path}: damaged or cut short ({error}); download the file again") from error
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

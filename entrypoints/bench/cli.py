@@ -10,6 +10,7 @@ import sys
 from entrypoints.bench import profile
 from entrypoints.bench.paper import command as paper
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+from entrypoints.start import INTERRUPTED, interrupts_raise
 
 _RANDOM_ONLY = {
     "throughput": {"input_len", "output_len", "num_prompts", "range_ratio"},
@@ -97,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     except (EngineError, ValueError) as error:
         print(f"engine-bench: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("engine-bench: interrupted", file=sys.stderr)
+        return INTERRUPTED
     print(json.dumps({"command": options.command, "results": results}))
     return 0
 
@@ -120,9 +124,12 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
     from entrypoints.bench import offline
 
     with LLM.from_args(engine_args(options, options.model)) as llm:
+        interrupts_raise()
         llm.wait_compiled()  # what is measured is the steady state
         return offline.latency(llm, options) if options.command == "latency" else offline.throughput(llm, options)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from entrypoints.start import bench
+
+    raise SystemExit(bench())

@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from engine.errors import InvalidRequestError
 from entrypoints.server import errors, operation, prefixes
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
@@ -126,8 +125,4 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         context.check_model(body.model)
-        limit = engine.config.model.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < limit:
-                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {limit})", "tokens")
-        return {"prompt": engine.detokenize(body.tokens)}
+        return {"prompt": await engine.detokenize(body.tokens)}

@@ -10,7 +10,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from engine.errors import InvalidRequestError
-from engine.request import CompletionOutput
+from engine.frontend.failures import fails_alone
+from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.context import Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
@@ -45,7 +46,7 @@ class ChatHandler:
         max_tokens = body.token_limit(None if recommended is None else int(recommended))
         defaults = context.engine.default_sampling_params()
         self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs)
-        self.echoed = _answer_so_far(body.messages[-1]) if body.echo else ""
+        self.echoed = ""
         self.usage = UsageCount()
 
     async def stream(self, *, delta: bool) -> Outputs:
@@ -57,6 +58,8 @@ class ChatHandler:
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )
+        if body.echo:  # rendered, so it is a message
+            self.echoed = _answer_so_far(body.messages[-1])
         prompt = {"prompt_token_ids": token_ids}
         return self.context.generate(prompt, self.params, body, self.id, delta=delta)
 
@@ -67,6 +70,10 @@ class ChatHandler:
 
     async def whole(self) -> ChatCompletion:
         output = await last(await self.stream(delta=False))
+        with fails_alone("making the answer"):
+            return self.reply(output)
+
+    def reply(self, output: RequestOutput) -> ChatCompletion:
         self.usage.add(0, output)
         choices = [
             ChatChoice(
@@ -86,6 +93,11 @@ class ChatHandler:
     def envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(self.id, self.created, self.context.served_name, choices)
 
+    def chunk(self, part: CompletionOutput) -> ChatChunk:
+        delta = Delta(content=part.text) if part.text or not part.finished else Delta()
+        choice = ChatChunkChoice(part.index, delta, self.logprobs(part), part.finish_reason, part.stop_reason)
+        return self.envelope([choice])
+
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         each = bool(options and options.continuous_usage_stats)
@@ -98,13 +110,11 @@ class ChatHandler:
                         yield event(self.envelope([ChatChunkChoice(index, Delta("assistant", self.echoed))]))
                 self.usage.add(0, output)
                 for part in output.outputs:
-                    delta = Delta(content=part.text) if part.text or not part.finished else Delta()
-                    choice = ChatChunkChoice(
-                        part.index, delta, self.logprobs(part), part.finish_reason, part.stop_reason
-                    )
-                    chunk = self.envelope([choice])
-                    chunk.usage = self.usage.usage() if each else None
-                    yield event(chunk)
+                    with fails_alone("making a part of the answer"):
+                        chunk = self.chunk(part)
+                        chunk.usage = self.usage.usage() if each else None
+                        shown = event(chunk)
+                    yield shown
         if options and options.include_usage:
             final = self.envelope([])
             final.usage = self.usage.usage()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from engine.frontend.failures import fails_alone
 from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.context import EnginePrompt, Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
@@ -36,6 +37,9 @@ class CompletionHandler:
             body.best_of,
         )
         self.prompts = body.prompts()
+        context.engine.config.limits.check("prompts", len(self.prompts), "prompt")
+        self.prompt_texts: dict[int, str] = {}
+        """of token ids that are to be echoed"""
         self.usage = UsageCount()
         self.prompt_scores: dict[int, PromptLogprobs] = {}
         self.held: dict[int, list[CompletionOutput]] = {}
@@ -45,6 +49,8 @@ class CompletionHandler:
     async def stream(self, prompt_index: int, *, delta: bool) -> Outputs:
         given = self.prompts[prompt_index]
         prompt: EnginePrompt = given if isinstance(given, str) else {"prompt_token_ids": given}
+        if self.body.echo and not isinstance(given, str):
+            self.prompt_texts[prompt_index] = await self.context.engine.detokenize(given, field="prompt")
         if isinstance(given, str) and self.body.add_special_tokens is False:
             ids = await self.context.engine.tokenize(given, add_special_tokens=False)
             prompt = {"prompt": given, "prompt_token_ids": ids}
@@ -60,7 +66,7 @@ class CompletionHandler:
         text = "" if self.score_only else part.text
         echoed = None
         if self.body.echo and index not in self.started:
-            echoed = self._prompt_text(output)
+            echoed = self.prompt_texts.get(prompt_index, output.prompt or "")
             text = echoed + text
         self.started.add(index)
         choice = CompletionChoice(index, text, None, part.finish_reason, part.stop_reason)
@@ -84,11 +90,6 @@ class CompletionHandler:
             return self.scores[index].next([], [], prompt)
         return self.scores[index].next(part.token_ids, part.logprobs or [], prompt)
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        return self.context.engine.detokenize(output.prompt_token_ids)
-
     def take(self, prompt_index: int, output: RequestOutput) -> list[CompletionOutput]:
         """Count an output and return what of it may be shown. The scores of an echoed prompt come once, with any
         sample: until they are there, the others are held back."""
@@ -107,9 +108,10 @@ class CompletionHandler:
         return Completion(self.id, self.created, self.context.served_name, choices)
 
     def _event(self, prompt_index: int, output: RequestOutput, part: CompletionOutput, with_usage: bool) -> bytes:
-        chunk = self.envelope([self.choice(prompt_index, output, part)])
-        chunk.usage = self.usage.usage() if with_usage else None
-        return event(chunk)
+        with fails_alone("making a part of the answer"):
+            chunk = self.envelope([self.choice(prompt_index, output, part)])
+            chunk.usage = self.usage.usage() if with_usage else None
+            return event(chunk)
 
     async def whole(self) -> Completion:
         tasks = [asyncio.ensure_future(last(s)) for s in await self.streams(delta=False)]
@@ -119,6 +121,10 @@ class CompletionHandler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        with fails_alone("making the answer"):
+            return self.reply(outputs)
+
+    def reply(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = []
         for i, output in enumerate(outputs):
             made = [self.choice(i, output, part) for part in self.take(i, output)]

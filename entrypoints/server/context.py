@@ -34,14 +34,20 @@ class ServerContext:
         self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool
     ) -> Outputs:
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
-            prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt, delta=delta
+            prompt,
+            params,
+            request_id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            delta=delta,
+            final_only=not delta,
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream
 
 
 async def last(stream: Outputs) -> RequestOutput:
-    """The final state of a request whose outputs are cumulative."""
+    """The one output of a request of which only the end is wanted."""
     final: RequestOutput | None = None
     async with aclosing(stream):
         async for output in stream:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, EngineError
 from entrypoints.server.context import ServerContext
 from entrypoints.server.protocol import PinRequest
+from entrypoints.server.streaming import answer
 
 
 async def pin(engine: AsyncEngine, body: PinRequest) -> int:
@@ -56,8 +57,9 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     engine = context.engine
 
     @app.post("/v1/prefixes")
-    async def pin_prefix(body: PinRequest) -> dict[str, object]:
-        return {"object": "prefix", "name": body.name, "tokens": await pin(engine, body)}
+    async def pin_prefix(body: PinRequest, request: Request) -> dict[str, object]:
+        """Whoever leaves before the answer has nothing pinned."""
+        return {"object": "prefix", "name": body.name, "tokens": await answer(request, pin(engine, body))}
 
     @app.get("/v1/prefixes")
     async def pinned_prefixes() -> dict[str, object]:

@@ -6,6 +6,7 @@ cannot do is accepted only at its neutral value, and otherwise refused by name.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 """one wrong item is named, not each of a million"""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(BaseModel):
@@ -239,7 +241,9 @@ def _or(value: T | None, default: T) -> T:
 def _token_ids(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise InvalidRequestError("logit_bias keys must be token ids written as integers", "logit_bias") from None
+    for token in bias:
+        if _TOKEN_ID.fullmatch(token) is None:
+            raise InvalidRequestError(
+                f"logit_bias keys must be token ids written as integers, got {token[:20]!a}", "logit_bias"
+            )
+    return {int(token): value for token, value in bias.items()}

@@ -14,6 +14,7 @@ from engine.core.wire import (
     SequenceDelta,
     StepOutputs,
     ToCore,
+    UnpinPrefix,
 )
 from engine.errors import CoreDiedError
 
@@ -26,6 +27,7 @@ class EchoCore:
         self.running: dict[str, tuple[AddRequest, int]] = {}
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
+        self.pinned: set[str] = set()
         self.most_at_once = 0
         self.steps = 0
         self.closed = False
@@ -79,12 +81,17 @@ class EchoCore:
             message = self._inbox.popleft()
             if isinstance(message, AddRequest):
                 self.added.append(message)
+                if message.pin is not None:
+                    assert message.pin not in self.pinned
+                    self.pinned.add(message.pin)
                 for request_id in message.request_ids:
                     self.running[request_id] = (message, 0)
             elif isinstance(message, AbortRequests):
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
                     self.running.pop(request_id, None)
+            elif isinstance(message, UnpinPrefix):
+                self.pinned.discard(message.name)
         self.most_at_once = max(self.most_at_once, len(self.running))
 
     def _step(self) -> StepOutputs:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_requests import Panic, raise_for_one
 from scripted_core import EchoCore
 
 from engine import LLM, EngineArgs, SamplingParams
@@ -78,6 +79,59 @@ def test_more_prompts_than_the_queue_holds_are_fed_as_room_appears(tiny_model: P
         outputs = llm.generate(["hello"] * 20, SamplingParams(max_tokens=4, n=2), use_tqdm=False)
         assert len(outputs) == 20
         assert core_of(llm).most_at_once <= 3
+
+
+def test_sequences_that_are_not_returned_take_their_place_in_the_queue_too(tiny_model: Path) -> None:
+    """Of best_of = 4 samples one is returned; all of them wait."""
+    with make(tiny_model, max_waiting=8) as llm:
+        params = SamplingParams(max_tokens=2, best_of=4, n=1)
+        outputs = llm.generate(["hello"] * 7, params, use_tqdm=False)
+        assert [len(output.outputs) for output in outputs] == [1] * 7
+        assert core_of(llm).most_at_once == 8
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+@pytest.mark.parametrize("where", ["engine.frontend.sample.Sample.extend", "engine.frontend.sample.Sample.output"])
+def test_what_one_request_raises_is_its_own_output(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
+) -> None:
+    expected = llm.generate(TEXTS, SamplingParams(max_tokens=9), use_tqdm=False)
+    raise_for_one(monkeypatch, where, kind)
+    params = [SamplingParams(max_tokens=9, min_tokens=1 if i == 1 else 0) for i in range(3)]
+    outputs = llm.generate(TEXTS, params, use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert kind.__name__ in str(outputs[1].outputs[0].stop_reason)
+    assert [outputs[i].outputs[0].text for i in (0, 2)] == [expected[i].outputs[0].text for i in (0, 2)]
+    core_of(llm)._drain()
+    assert not core_of(llm).running
+
+
+def test_a_pin_that_does_not_complete_is_given_back(tiny_model: Path) -> None:
+    with make(tiny_model, lambda config: EchoCore(config, poison=7)) as llm:
+        with pytest.raises(InvalidRequestError, match="not pinned"):
+            llm.pin_prefix("a", {"prompt_token_ids": [7, 8]})
+        core_of(llm)._drain()
+        assert not core_of(llm).pinned and llm.pinned_prefixes() == {}
+        assert llm.pin_prefix("a", "hello") == llm.pinned_prefixes()["a"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("half \ud83d", {}, "prompt"),
+        ({"prompt": "x", "cache_salt": "\ud83d"}, {}, "cache_salt"),
+        ("x", {"stop": "\ud83d"}, "stop"),
+        ("x", {"stop": ["a", "\udc00"]}, "stop"),
+        ("x", {"stop": [5]}, "stop"),
+        ("x", {"bad_words": ["\ud83d"]}, "bad_words"),
+        ("x" * 100_000, {}, "prompt"),
+    ],
+)
+def test_texts_that_are_none_are_refused_by_field(llm: LLM, prompt: Any, params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    assert caught.value.field == field
+    assert core_of(llm).added == []
 
 
 def test_a_stop_string_ends_the_core_request(llm: LLM) -> None:

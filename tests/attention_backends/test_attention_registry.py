@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,55 @@ def test_backends_from_outside_are_found_and_their_failures_reported(monkeypatch
     assert "not an AttentionBackend" in chosen.rejected["wrong"]
     needs = select("cpu", torch.float32, 60, 16, True, True)
     assert needs.rejected["failing"] == "has no sliding window; has no soft cap"
+
+
+class GpuBackend(ReferenceBackend):
+    """Would serve a GPU, if its compiler did not fail."""
+
+    speed_rank = 1
+    only_by_name = frozenset()
+
+    def prepare(self, cache_dir: Path | None = None) -> None:
+        raise OSError("nvcc failed: no such header")
+
+
+class SlowerGpuBackend(GpuBackend):
+    speed_rank = 2
+
+    def prepare(self, cache_dir: Path | None = None) -> None:
+        """Serves."""
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **classes: type) -> None:
+    monkeypatch.setattr(registry, "_IN_TREE", {name: f"{__name__}:{each.__name__}" for name, each in classes.items()})
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [])
+
+
+def test_on_a_gpu_the_oracle_serves_only_by_name_and_the_error_lists_every_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only(monkeypatch, mine=GpuBackend, reference=ReferenceBackend, cpu=CpuBackend)
+    with pytest.raises(NoBackendError, match="no attention backend can serve") as refused:
+        select("cuda", torch.bfloat16, 64, 16, False, False)
+    for reason in (
+        "mine: OSError: nvcc failed",
+        "reference: serves cuda only by name",
+        "cpu: runs on cpu, not on cuda",
+    ):
+        assert reason in str(refused.value)
+    assert select("cuda", torch.bfloat16, 64, 16, False, False, name="reference").backend.name == "reference"
+    assert select("cpu", torch.float64, 64, 16, False, False).backend.name == "reference"
+
+
+def test_a_backend_that_fails_on_its_own_device_is_a_warning_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only(monkeypatch, mine=GpuBackend, slower=SlowerGpuBackend, reference=ReferenceBackend, cpu=CpuBackend)
+    with caplog.at_level(logging.DEBUG, registry.__name__):
+        assert isinstance(select("cuda", torch.bfloat16, 64, 16, False, False).backend, SlowerGpuBackend)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned == ["attention backend mine cannot serve, slower does: OSError: nvcc failed: no such header"]
+    assert {r.args[0] for r in caplog.records if r.args} == {"mine", "reference", "cpu"}
 
 
 def test_importing_the_registry_loads_no_backend() -> None:

@@ -16,7 +16,6 @@ import torch
 from emulated_cuda import EMULATOR, KERNELS, EmulatedLibrary, compile_library
 
 from attention_backends.cuda_build import find_nvcc
-from attention_backends.toolchain import find_compiler
 
 SELF_TEST = EMULATOR / "self_test.cu"
 FAULTS = [  # `Fault` of self_test.cu, in its order
@@ -51,10 +50,8 @@ Call = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLibrary:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return compile_library(tmp_path_factory.mktemp("emulator"), "self_test", [SELF_TEST])
+def emulated(native_cache: Path) -> EmulatedLibrary:
+    return compile_library(native_cache, "self_test", [SELF_TEST])
 
 
 class Layer:
@@ -231,10 +228,30 @@ def test_the_last_block_to_arrive_sees_what_all_have_written(layer: Layer, block
     for _ in range(3):  # as a graph's replays: the counter is ready again
         parts.fill_(torch.nan)
         out.zero_()
-        layer.call("self_test_arrive", parts, arrivals, out, blocks)
+        layer.call("self_test_arrive", parts, arrivals, out, blocks, 0)
         want = torch.arange(blocks * 4, dtype=torch.float64).view(blocks, 4).sum(0)
         assert out.cpu().double().tolist() == [*want.tolist(), want[3].item()]
         assert arrivals.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("disorder", "message"),
+    [
+        (1, "atomic_add without a fence of its own thread behind the barrier"),
+        (2, "atomic_add without a fence of its own thread behind the barrier"),
+        (3, "atomic_add before the block has met"),
+        (4, "without a fence behind the atomic_add"),
+        (5, "without a barrier behind the fence"),
+    ],
+    ids=["fence before the barrier", "no first fence", "no first barrier", "no last fence", "no last barrier"],
+)
+def test_blocks_that_hand_over_in_another_order_than_the_memory_model_asks_for_are_an_error(
+    emulated: EmulatedLibrary, disorder: int, message: str
+) -> None:
+    parts, out, arrivals = torch.zeros(3, 4), torch.zeros(5), torch.zeros(1, dtype=torch.int32)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (parts, arrivals, out))
+    with pytest.raises(RuntimeError, match=message):
+        emulated.call("self_test_arrive", *pointers, 3, disorder)
 
 
 def run_neighbour(emulated: EmulatedLibrary, fault: str, threads: int = 96) -> torch.Tensor:

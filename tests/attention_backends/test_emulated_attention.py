@@ -143,7 +143,7 @@ def kernels(kernel_cache: Path) -> EmulatedKernels:
 PHASES = ("decode", "prefill")
 EDGES = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 700)
 SHORT = [(1, 300), (3, 257), (1, 0), (2, 2), (1, 1), (4, 65), (1, 700), (0, 0), (3, 16)]
-LONG = [(70, 70), (5, 300), (1, 0), (33, 129), (0, 0), (130, 257), (1, 64), (2, 17)]
+LONG = [(70, 70), (5, 300), (1, 0), (33, 129), (0, 0), (0, 130), (130, 257), (1, 64), (2, 17)]
 
 
 def assert_matches_oracle(problem: Problem, kernels: EmulatedKernels, phase: str) -> None:

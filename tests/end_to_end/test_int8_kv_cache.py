@@ -13,8 +13,8 @@ from attention_backends.cpu import CpuBackend
 from attention_backends.interface import AttentionSpec
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
+from engine.kv_budget import kv_bytes_per_token
 from engine.models.description import describe
-from engine.resolve import kv_bytes_per_token
 from engine.runner.paged_attention import PagedAttention, attention_layers
 
 PROMPTS = [[3 + (i * 37 + j * j) % 400 for j in range(n)] for i, n in enumerate((5, 40, 300, 300, 17))]

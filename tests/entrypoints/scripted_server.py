@@ -143,7 +143,12 @@ class ScriptedCore:
 
     def send(self, message: ToCore) -> None:
         if isinstance(message, AddRequest):
-            followers = [replace(message, request_id=f.request_id, params=f.params) for f in message.followers]
+            followers = [
+                replace(
+                    message, request_id=f.request_id, params=replace(message.params, seed=f.seed, prompt_logprobs=None)
+                )
+                for f in message.followers
+            ]
             for sample in (message, *followers):
                 self.added.append(sample)
                 task = asyncio.get_running_loop().create_task(self._answer(sample))

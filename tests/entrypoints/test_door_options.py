@@ -43,6 +43,17 @@ def test_defaults_of_options_are_those_of_the_settings() -> None:
     assert made == EngineArgs(model="m", cache_dir="c")
 
 
+def test_the_demo_answers_with_what_its_authors_recommend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.frontend.demo.demo_model_path", lambda: "demo.gguf")
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    made = engine_args(parser.parse_args([]), None)
+    assert (made.model, made.override_generation_config) == ("demo.gguf", {"temperature": 0.2, "top_p": 0.9})
+    asked = parser.parse_args(["--override-generation-config", '{"temperature": 0.7, "top_k": 5}'])
+    assert engine_args(asked, None).override_generation_config == {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    assert engine_args(asked, "m").override_generation_config == {"temperature": 0.7, "top_k": 5}
+
+
 def test_sizes_are_read_in_both_units() -> None:
     assert [size_bytes(t) for t in ("4GiB", "512M", "1000", "1.5kib")] == [4 * 2**30, 512 * 10**6, 1000, 1536]
     for wrong in ("4 apples", "", "GiB"):
@@ -60,6 +71,8 @@ def test_sizes_are_read_in_both_units() -> None:
         ("bench", ["serve", "--workload", "W1", "--request-rate", "3"], "--request-rate"),
         ("bench", ["serve", "--num-prompts", "0"], "--num-prompts"),
         ("serve", ["--allowed-origins", "*"], "--allowed-origins"),
+        ("serve", ["--override-generation-config", "0.7"], "--override-generation-config"),
+        ("serve", ["--override-generation-config", "[" * 100_000], "--override-generation-config"),
     ],
 )
 def test_an_option_without_effect_is_refused_by_name(

@@ -219,3 +219,54 @@ def test_an_id_in_flight_can_not_be_used_again(front: Front) -> None:
     assert caught.value.field == "request_id"
     processor.remove("r", 1.0)
     processor.add(front.admit("y"), now=0.0)
+
+
+@pytest.mark.parametrize("final_only", [True, False])
+def test_scores_of_a_prompt_are_converted_once(front: Front, monkeypatch: pytest.MonkeyPatch, final_only: bool) -> None:
+    """However many outputs show them."""
+    converted: list[int] = []
+
+    def counted(entry: TokenLogprobs, tokenizer: object) -> dict[int, Logprob]:
+        converted.append(entry.token_ids[0])
+        return {entry.token_ids[0]: Logprob(entry.logprobs[0])}
+
+    monkeypatch.setattr("engine.frontend.output_processor.to_logprobs", counted)
+    processor = OutputProcessor(front.tokenizer)
+    admitted = front.admit("hello world", prompt_logprobs=0)
+    prompt, core_id = admitted.prompt_token_ids, admitted.message.request_id
+    processor.add(admitted, now=0.0, **({"final_only": True} if final_only else {}))
+    scores = [TokenLogprobs([t], [-1.0], 1) for t in prompt[1:]]
+    processor.process([SequenceDelta(request_id=core_id, prompt_logprobs=scores)], 1.0)
+    outputs = []
+    for delta in deltas(core_id, [40] * 30, finish_reason="length"):
+        processor.process([delta], 1.0)
+        outputs.append(processor.take("r"))
+    shown = [output for output in outputs if output is not None]
+    assert len(shown) == (1 if final_only else 30)
+    assert [len(output.prompt_logprobs or []) for output in shown] == [len(prompt)] * len(shown)
+    assert converted == prompt[1:]
+
+
+def test_samples_of_a_request_that_failed_are_given_up_in_the_core(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = OutputProcessor(front.tokenizer)
+    admitted, other = front.admit("x", n=3, stop="never"), front.admit("y", "other")
+    processor.add(admitted, now=0.0)
+    processor.add(other, now=0.0)
+    a, b, c = admitted.message.request_ids
+    processor.process(deltas(a, [40], finish_reason="length"), 1.0)
+
+    def broken(self: object, text: str) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("engine.frontend.stop.StopMatcher.feed", broken)
+    news = [*deltas(b, [41]), *deltas(other.message.request_id, [42]), *deltas(c, [43])]
+    progress = processor.process(news, 2.0)
+    assert sorted(progress.aborts) == sorted([b, c])
+    assert [t.finish_reasons for t in progress.finished] == [["length", "error", "error"]]
+    assert isinstance(processor.error("r"), RequestFailedError) and processor.error("other") is None
+    assert progress.touched == ["r", "other"]
+    taken = processor.take("other")
+    assert taken is not None and taken.outputs[0].token_ids == [42]
+    assert processor.remove("r", 3.0) == ([], None)

@@ -11,9 +11,10 @@ from tiny_front import MACHINE, MAX_POSITION
 
 from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError
+from engine.kv_budget import kv_bytes_per_token
 from engine.machine import CudaDevice, Machine, probe_machine
 from engine.models.description import ModelDescription, describe
-from engine.resolve import kv_bytes_per_token, resolve
+from engine.resolve import resolve, resolve_here
 from engine.sizes import parse_size
 
 H100 = CudaDevice(name="H100", capability=(9, 0), memory_bytes=80 * 2**30)
@@ -164,6 +165,75 @@ def test_the_context_shrinks_to_what_the_given_cache_holds(model: ModelDescripti
     assert kv_bytes_per_token(model.spec, "bfloat16") == PER_TOKEN
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 100).model.max_model_len == 96  # whole blocks
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 10_000).model.max_model_len == MAX_POSITION
+
+
+def test_a_context_cut_by_the_cache_is_told_with_what_would_restore_it(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = EngineArgs(model=str(tiny_model), device="cpu", dtype="bfloat16", kv_cache_memory=PER_TOKEN * 40)
+    _, config = resolve_here(args)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert config.model.max_model_len == 32
+    assert "32 tokens" in warning and f"made for {MAX_POSITION}" in warning
+    caplog.clear()
+    enough = warning.partition("kv_cache_memory=")[2].split()[0]
+    for fits in ({"kv_cache_memory": enough}, {"max_model_len": 32}, {"kv_cache_memory": None}):
+        resolve_here(msgspec.structs.replace(args, **fits))
+    assert not caplog.records
+    assert resolve_here(msgspec.structs.replace(args, kv_cache_memory=enough))[1].model.max_model_len == MAX_POSITION
+
+
+def test_sizes_may_be_written_with_units_and_a_bad_one_is_refused_by_name(model: ModelDescription) -> None:
+    cache = _resolve(model, kv_cache_memory="256MiB", swap_space="1 GiB").cache
+    assert (cache.kv_cache_memory, cache.swap_space) == (2**28, 2**30)
+    for name in ("kv_cache_memory", "swap_space"):
+        for wrong in ("lots", "", "9" * 5000, "-1GiB", 1.5, True):
+            with pytest.raises(ConfigError, match=name):
+                _resolve(model, **{name: wrong})
+
+
+def test_a_model_that_is_far_too_large_is_refused_by_its_dimensions(model: ModelDescription) -> None:
+    spec = msgspec.structs.replace(model.spec, hidden_size=2**17, intermediate_size=2**20)
+    large = msgspec.structs.replace(model, spec=spec)
+    for settings in ({}, {"quantization": "int4"}):
+        with pytest.raises(ConfigError, match="num_hidden_layers=2, hidden_size=131072"):
+            _resolve(large, **settings)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ({"temprature": 0.5}, "temprature"),
+        ({"do_sample": True}, "do_sample"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": float("inf")}, "top_k"),
+        ({"min_p": True}, "min_p"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_an_override_that_no_request_could_use_is_refused_by_its_key(
+    override: dict[str, object], says: str, tiny_model: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"override_generation_config.*{says}"):
+        resolve_here(EngineArgs(model=str(tiny_model), device="cpu", override_generation_config=override))
+
+
+def test_an_override_goes_before_what_the_files_recommend(tmp_path: Path, tiny_model: Path) -> None:
+    args = EngineArgs(model=str(tiny_model), device="cpu", override_generation_config={"top_k": 9, "min_p": 0.1})
+    described = resolve_here(args)[0]
+    assert described.generation_defaults == {"temperature": 0.25, "top_k": 9, "min_p": 0.1}
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0, "temperature": 0.5}')
+    with pytest.raises(ConfigError, match=r"recommended top_p.*override_generation_config"):
+        resolve_here(EngineArgs(model=str(tmp_path), device="cpu"))
+    args = EngineArgs(model=str(tmp_path), device="cpu", override_generation_config={"top_p": 0.9})
+    assert resolve_here(args)[0].generation_defaults == {"top_p": 0.9, "temperature": 0.5}
 
 
 def test_budget_and_rows_follow_each_other(model: ModelDescription) -> None:

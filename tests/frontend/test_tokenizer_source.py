@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from engine.frontend import tokenizer_source
 from engine.frontend.demo import demo_model_path
 from engine.frontend.tokenizer import Tokenizer
 from engine.frontend.tokenizer_source import describe_tokenizer
+from engine.models.bounds import TOKENIZER_BYTES
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 SPECIAL += ["  ", "\n\n", "é", "e\u0301", "你好", "😀", "\u2581", "'s", "12345"]
@@ -115,6 +118,88 @@ def test_changed_files_and_damaged_entries_are_converted_again(tmp_path: Path, c
         entry.write_bytes(entry.read_bytes()[:100])
     describe_tokenizer(str(path), cache)
     assert len(conversions) == 3
+
+
+def test_an_entry_that_does_not_verify_is_made_again(tmp_path: Path, conversions: list[str]) -> None:
+    """Also one that is whole JSON: a vocabulary without its last words, what was made of another model."""
+    path, cache = str(save_model(tmp_path / "tiny")), tmp_path / "cache"
+    expected = describe_tokenizer(path, cache)
+    [entry] = kept(cache)
+    describe_tokenizer(str(save_model(tmp_path / "other", chat_template="another")), cache)
+    [foreign] = [file for file in kept(cache) if file != entry]
+    whole, other = entry.read_bytes(), foreign.read_bytes()
+    seal, _, content = whole.partition(b"\n")
+    damaged = msgspec.json.decode(content)
+    damaged["backend"] = json.dumps({**json.loads(damaged["backend"]), "added_tokens": []})
+    for wrong in (
+        seal + b"\n" + msgspec.json.encode(damaged),
+        msgspec.json.encode(damaged),  # as it was kept before entries had seals
+        other,
+        other.partition(b"\n")[0] + b"\n" + content,
+        content,
+        seal,
+        b"[" * 100_000 + b"\n",
+        b"",
+    ):
+        entry.write_bytes(wrong)
+        conversions.clear()
+        assert describe_tokenizer(path, cache) == expected
+        assert conversions == [path] and entry.read_bytes() == whole
+    conversions.clear()
+    assert describe_tokenizer(path, cache) == expected and not conversions
+
+
+def test_no_entry_is_loaded_from_a_directory_that_others_may_write(
+    tmp_path: Path, conversions: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, cache = str(save_model(tmp_path / "tiny")), tmp_path / "cache"
+    before = os.umask(0o002)
+    try:
+        describe_tokenizer(path, cache)
+    finally:
+        os.umask(before)
+    for folder in (cache, cache / "tokenizers"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o770)
+        conversions.clear()
+        describe_tokenizer(path, cache)
+        assert conversions == [path] and f"{folder} is writable by others" in caplog.text
+        folder.chmod(0o700)
+    conversions.clear()
+    describe_tokenizer(path, cache)
+    assert not conversions
+
+
+class PanicError(BaseException):
+    """As Rust libraries raise it: beside Exception."""
+
+
+@pytest.mark.parametrize("error", [PanicError("index out of range"), RecursionError(), TypeError("a\nb")])
+def test_whatever_libraries_raise_about_a_tokenizer_is_one_line_that_names_it(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", broken)
+    with pytest.raises(ConfigError, match=r"no tokenizer can be loaded from .*tiny") as refused:
+        describe_tokenizer(str(save_model(tmp_path / "tiny")), None)
+    assert "\n" not in str(refused.value)
+
+
+def test_absurd_tokenizer_files_are_refused(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "tiny")
+    whole = (path / "tokenizer.json").read_text()
+    for text in ("[" * 100_000, "{}", "[]", whole[:1000], json.dumps({**json.loads(whole), "model": {"type": "BPE"}})):
+        (path / "tokenizer.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"no tokenizer can be loaded from .*tiny"):
+            describe_tokenizer(str(path), None)
+    with open(path / "tokenizer.json", "wb") as file:
+        file.truncate(TOKENIZER_BYTES + 1)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: has \d+ bytes"):
+        describe_tokenizer(str(path), tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GptOssConfig
@@ -9,10 +12,17 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer, Gpt
 
 from attention_backends.interface import AttentionBatch
 from attention_backends.registry import select
+from engine.config import EngineArgs, EngineConfig
+from engine.errors import ConfigError
+from engine.models import description
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.families.common import llama_weight_rows
+from engine.models.families.common import Family, llama_weight_rows
 from engine.models.families.gpt_oss import gpt_oss_attention_spec
+from engine.resolve import resolve_here
+from engine.runner.loading import load_parts
+from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_attention import PagedAttention, attention_layers
+from engine.weights import loader
 
 TOKENS, WINDOW, BLOCK = 40, 16, 16
 CONFIG = GptOssConfig(
@@ -108,6 +118,37 @@ def one_prompt() -> AttentionBatch:
         query_lens_host=(TOKENS,),
         seq_lens_host=(TOKENS,),
     )
+
+
+@pytest.fixture
+def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """GPT-OSS's config, under a family that takes its attention and an MLP that exists here."""
+    family = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_attention_spec, llama_weight_rows)
+    monkeypatch.setattr(description, "find_family", lambda config: family)
+    monkeypatch.setattr(loader, "family_named", lambda name: family)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "dtype": "float32"}, default=str))
+    return tmp_path
+
+
+def configured(model_path: Path, backend: str) -> EngineConfig:
+    args = EngineArgs(
+        model=str(model_path), load_format="dummy", device="cpu", dtype="float32", compile="none", max_model_len=64,
+        attention_backend=backend, cache_dir=str(model_path / "cache"),
+    )  # fmt: skip
+    return resolve_here(args)[1]
+
+
+def test_a_backend_without_sinks_is_rejected_by_name(model_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cpu: has no attention sinks"):
+        load_parts(configured(model_path, "cpu"))
+
+
+def test_a_runner_gives_the_backend_each_layers_sinks(model_path: Path) -> None:
+    runner = ModelRunner.load(configured(model_path, "reference"))
+    model = runner._model
+    assert isinstance(model, Decoder)
+    for layer, given in zip(model.layers, runner._attention._layers, strict=True):
+        assert given.sinks is layer.sinks is not None
 
 
 def test_sinks_cannot_be_forgotten() -> None:

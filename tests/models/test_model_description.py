@@ -58,6 +58,12 @@ def test_every_end_token_is_kept_once_and_generation_defaults_are_read(tmp_path:
     assert (description.default_dtype, description.max_position, description.vocab_size) == ("bfloat16", 128, 100)
 
 
+@pytest.mark.parametrize("change", [{"temperature": "hot"}, {"top_k": 2.5}, {"do_sample": 1}, {"eos_token_id": -1}])
+def test_malformed_recommendations_are_refused_by_file_and_key(change: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {next(iter(change))} must be"):
+        describe(written(tmp_path, LLAMA, change))
+
+
 def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
     legacy = {**LLAMA, "torch_dtype": "float16"}
     del legacy["dtype"]

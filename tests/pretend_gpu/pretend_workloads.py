@@ -74,6 +74,7 @@ class Oracles:
         self._folder = folder
         self._greedy: dict[str, Outputs] = {}
         self._mixed: tuple[Outputs, Outputs] | None = None
+        self._samples: Outputs | None = None
 
     def greedy(self, dtype: str) -> Outputs:
         if dtype not in self._greedy:
@@ -86,6 +87,12 @@ class Oracles:
             with loaded(self._folder, device="cpu", attention_backend="reference", **SMALL_POOL | EXACT) as llm:
                 self._mixed = run_mixed(llm)
         return self._mixed
+
+    def samples(self) -> Outputs:
+        if self._samples is None:
+            with loaded(self._folder, device="cpu", attention_backend="reference", **ROOMY, dtype="float32") as llm:
+                self._samples = run_samples(llm)
+        return self._samples
 
 
 def same_but_for_ties(ours: Outputs, theirs: Outputs, tolerance: float) -> int:
@@ -140,3 +147,31 @@ def run_mixed(llm: LLM) -> tuple[Outputs, Outputs]:
     second = generate(llm, prompts[::3], params[::3])
     assert sum(output.num_cached_tokens or 0 for output in second) > 0
     return first, second
+
+
+ROOMY: dict[str, Any] = {"kv_cache_memory": 3 << 20, "max_num_seqs": 16}
+"""prompts stay cached"""
+SAMPLED_PROMPTS = [ids(300 + i, n) for i, n in enumerate((1, 4, 16, 17, 33, 48, 49, 70))]
+
+
+def run_samples(llm: LLM) -> Outputs:
+    """64 requests of 1 to 6 samples at once, whose prompts are cached but for their ends, or short: first steps have
+    fewer tokens than sequences."""
+    generate(llm, SAMPLED_PROMPTS, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.0},
+        {"temperature": 1.1, "min_p": 0.02, "logit_bias": {7: 4.0}},
+    ]
+    prompts = [SAMPLED_PROMPTS[i % 8] for i in range(64)]
+    params = [
+        SamplingParams(n=1 + (i + i // 8) % 6, seed=100 * i, max_tokens=1 + i % 3, ignore_eos=True, **kinds[i % 5])
+        for i in range(64)
+    ]
+    outputs = generate(llm, prompts, params)
+    assert [len(output.outputs) for output in outputs] == [one.n for one in params]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
+    assert all((found > 0) == (len(prompt) > 16) for found, prompt in zip(cached, prompts, strict=True)), cached
+    return outputs

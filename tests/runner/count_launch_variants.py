@@ -41,7 +41,7 @@ def input_step(n: int) -> None:
         sample_positions=zeros(32),
         block_tables=int32(2, 32, 20),
     )
-    sizes = StepSizes(n, n + n % 3, n, n, 64, n % 2)
+    sizes = StepSizes(n, n + n % 3, n, n, 64, 1 + n % 3, n % 2)
     kernels.prepare_inputs(step, tokens, tables, out, sizes, 4)
     kernels.gather_block_tables(tables, step[0], out.block_tables, sizes, n)
     kernels.post_update(tokens, zeros(n + 1)[1:], zeros(n), zeros(n))

@@ -44,10 +44,23 @@ def buffers(max_tokens: int, max_seqs: int, max_blocks: int) -> InputBuffers:
     )
 
 
+def query_lens(rng: np.random.Generator, n: int, case: int) -> np.ndarray:
+    """Decodes, mixtures, and requests of up to six samples: a fork has no query and samples from the row before it.
+    Where prompts are cached or short, there are fewer tokens than sequences."""
+    if case % 3 == 0:
+        return np.ones(n, np.int32)
+    longest = 20 if case % 2 else 4
+    query = rng.integers(1, longest, n).astype(np.int32)
+    if case % 3 == 1:
+        samples = int(rng.integers(2, 7))
+        query[np.arange(n) % samples > 0] = 0
+    return query
+
+
 def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     n = int(rng.integers(1, ROWS + 1))
     decode_only = case % 3 == 0
-    query = np.ones(n, np.int32) if decode_only else rng.integers(1, 20, n).astype(np.int32)
+    query = query_lens(rng, n, case)
     computed = rng.integers(0, LENGTH - 20, n).astype(np.int32)
     samples = np.ones(n, bool) if decode_only else rng.random(n) < 0.6
     total, max_tokens, max_blocks = int(query.sum()), 256, -(-LENGTH // BLOCK)
@@ -57,6 +70,7 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
         int(samples.sum()),
         padded_seqs=int(rng.integers(n, ROWS + 1)),
         padded_tokens=int(rng.integers(total, max_tokens)),
+        max_query_len=int(query.max()),
         padded_query_len=case % 2,
     )
     step = torch.zeros(4, ROWS + 1, dtype=torch.int32)

@@ -44,7 +44,7 @@ def test_plain_decode_steps_equal_the_general_way(steps: list[tuple[list[int], i
         step[0, :n] = torch.tensor(rows[:n])
         step[1, :n] = torch.tensor([rng.randrange(COLUMNS) for _ in range(n)])  # type: ignore[attr-defined]
         step[2:, : n + 1] = torch.arange(n + 1, dtype=torch.int32)
-        sizes = StepSizes(n, n, n, n, n)
+        sizes = StepSizes(n, n, n, n, n, 1, one_token_each=True)
         kernels.prepare_inputs(step, tokens, tables, short, sizes, BLOCK_SIZE)
         HostKernels()._prepare_any(step, tokens, tables, general, sizes, BLOCK_SIZE)
         for field in dataclasses.fields(InputBuffers):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from msgspec.structs import replace
 from replaying_executor import ReplayingExecutor
 
 from engine.config import Policy, Preemption, SchedulerConfig
@@ -88,8 +87,7 @@ class Loop:
             priority=priority,
             cache_salt=salt,
             followers=[
-                Follower(request_id=name, params=replace(params, prompt_logprobs=None, seed=0 if alike else index))
-                for index, name in enumerate(followers, 1)
+                Follower(request_id=name, seed=0 if alike else index) for index, name in enumerate(followers, 1)
             ],
             beams=beams,
         )
@@ -104,6 +102,9 @@ class Loop:
     def turn(self) -> bool:
         """Plan and submit one step, collect what is due. False when there was nothing to do."""
         plan = self.scheduler.plan()
+        failed = self.scheduler.end_failed()
+        self.receive(failed)
+        self.executor.some_failed = bool(failed)
         if plan is not None:
             self.plans.append(plan)
             self.executor.submit(plan)
@@ -112,7 +113,7 @@ class Loop:
         if due:
             self.pending.popleft()
             self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
-        return plan is not None or due
+        return plan is not None or due or bool(failed)
 
     def run(self, max_turns: int = 5000) -> None:
         for _ in range(max_turns):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal, localcontext
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from replaying_executor import POISON, VOCAB, generate, search
@@ -10,7 +13,9 @@ from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
 from engine.errors import InvalidRequestError
+from engine.scheduling.beam_search import BeamSearch, rank_of
 from engine.scheduling.sequence import Status
+from engine.step import TokenLogprobs
 
 PROMPT = [(i * i + 3) % 11 for i in range(50)]
 
@@ -131,3 +136,25 @@ def test_what_can_never_run_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="needs 30 KV blocks, but there are 20"):
         add(loop, "a", 4, PROMPT[:40], 18)
     assert not loop.scheduler.has_work
+
+
+@pytest.mark.parametrize("penalty", [-100.0, -1.0, 0.0, 0.5, 100.0])
+def test_sequences_are_ranked_by_their_scores_where_no_float_can_hold_them(penalty: float) -> None:
+    found = [(logprob, length) for logprob in (-1e-3, -0.5, -7.0, -2500.0) for length in (1, 2, 3, 501, 2047, 10**6)]
+    with localcontext() as context:
+        context.prec = 60
+        exact = sorted(found, key=lambda one: Decimal(one[0]) / Decimal(one[1]) ** Decimal(penalty))
+    assert sorted(found, key=lambda one: rank_of(*one, penalty)) == exact
+
+
+@pytest.mark.parametrize("penalty", [-100.0, 100.0])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_a_search_with_an_extreme_penalty_ends_with_scores_that_are_numbers(
+    penalty: float, early_stopping: bool | Literal["never"]
+) -> None:
+    params = BeamParams(width=2, length_penalty=penalty, early_stopping=early_stopping)
+    search = BeamSearch(params, frozenset({0}), 2048)
+    found = TokenLogprobs(token_ids=[5, 5, 6, 0, 7], logprobs=[-0.1, -0.1, -0.2, -0.15, -3.0], rank=1)
+    while search.advance([found] * len(search.scores), lambda beam: [5] * search.length) is not None:
+        assert search.length < 2048
+    assert search.finished and all(math.isfinite(one.score) and one.score <= 0 for one in search.finished)

@@ -36,6 +36,8 @@ SHAPES = {
 
 def write(path: Path, shapes: dict[str, tuple[int, ...]] = SHAPES, architecture: str = "llama", parts: int = 1) -> Path:
     writer = GGUFWriter(str(path), architecture)
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 40)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -75,6 +77,7 @@ def test_the_undamaged_file_loads_and_long_arrays_are_only_counted(tmp_path: Pat
     assert header.metadata["tokenizer.ggml.tokens"] == ArrayLength(1500)
     assert header.metadata["tokenizer.ggml.scores"] == ArrayLength(1500)
     assert header.metadata["llama.embedding_length"] == HIDDEN
+    assert describe(str(path)).generation_defaults == {"temperature": 0.5, "top_k": 40}
     assert all(parameter.isfinite().all() for parameter in load(path).parameters())
 
 
@@ -128,6 +131,48 @@ def test_an_offset_beyond_the_file_is_refused_naming_the_tensor(tmp_path: Path) 
     struct.pack_into("<Q", content, offset_at, 1 << 40)
     path.write_bytes(bytes(content))
     with pytest.raises(WeightsError, match=r"blk\.0\.attn_v\.weight.*file ends"):
+        describe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 2**32 - 1),
+        ("llama.embedding_length", 0),
+        ("llama.embedding_length", 10**9),
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count_kv", 10**9),
+        ("llama.context_length", 2**31),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan")),
+    ],
+)
+def test_absurd_metadata_is_refused_by_its_key(key: str, value: float, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    at = content.index(key.encode()) + len(key) + 4
+    struct.pack_into("<f" if isinstance(value, float) else "<I", content, at, value)
+    path.write_bytes(bytes(content))
+    with pytest.raises(WeightsError, match=rf"m\.gguf: metadata {key} must be"):
+        describe(str(path))
+
+
+@pytest.mark.parametrize(("at", "what"), [(8, "tensor count"), (16, "metadata count"), (24, "a metadata key: length")])
+def test_absurd_counts_are_refused_before_they_are_counted(at: int, what: str, tmp_path: Path) -> None:
+    """The file is as large as what they promise, but sparse."""
+    path = write(tmp_path / "m.gguf")
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(struct.pack("<Q", 2**27))
+        file.truncate(2**28)
+    with pytest.raises(WeightsError, match=rf"m\.gguf: damaged.*{what}"):
+        describe(str(path))
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    content, one, other = path.read_bytes(), b"tokenizer.ggml.tokens", b"tokenizer.ggml.scores"
+    path.write_bytes(content.replace(other, one))
+    with pytest.raises(WeightsError, match=r"m\.gguf: .*tokenizer\.ggml\.tokens stands there twice"):
         describe(str(path))
 
 

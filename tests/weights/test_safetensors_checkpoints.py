@@ -135,6 +135,27 @@ def test_an_index_that_points_out_of_the_directory_or_at_the_wrong_shard_is_refu
         load(directory)
 
 
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "holds list"),
+        ("{}", "weight_map must be an object"),
+        ('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "'a' stands there twice"),
+        ('{"weight_map": {"a": 5}}', r"weight_map\['a'\] is 5"),
+        ('{"weight_map": {"a": {"b": []}}}', r"weight_map\['a'\]"),
+        ('{"weight_map": {"a": ""}}', r"weight_map\['a'\]"),
+        (r'{"weight_map": {"a": "\u0000.safetensors"}}', "safetensors"),
+        (r'{"weight_map": {"a": "\ud83d.safetensors"}}', "safetensors"),
+    ],
+)
+def test_an_absurd_index_is_refused_by_name(index: str, says: str, directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(WeightsError, match=says) as refused:
+        load(directory)
+    assert str(directory) in str(refused.value)
+
+
 def test_a_directory_without_safetensors_is_refused(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="safetensors"):

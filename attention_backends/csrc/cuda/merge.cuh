@@ -11,15 +11,15 @@ namespace pageloom::cuda {
 // afterwards, so a captured graph may be replayed.
 __device__ __forceinline__ bool last_to_arrive(int32_t* counter, int count, int flag_at) {
   int* flag = reinterpret_cast<int*>(shared_memory() + flag_at);
-  fence_device();
-  sync_block();
+  sync_block();  // what the block wrote is before all that thread 0 does from here on
   if (threadIdx.x == 0) {
+    fence_device();  // release, of the block's writes: only the adding thread's own fence, behind the barrier, covers them
     const bool last = atomic_add(counter, 1) == count - 1;
+    fence_device();  // acquire: what those wrote whose additions this one has seen
     if (last) *counter = 0;
-    fence_device();
     *flag = last ? 1 : 0;
   }
-  sync_block();
+  sync_block();  // and hands that on to the block
   return *flag != 0;
 }
 

@@ -1,6 +1,7 @@
 """What the families share: typed reading of a Hugging Face config, RoPE, windows, and the weight names.
 
-Defaults are those of transformers' config classes, because `config.json` leaves out what equals them.
+Defaults are those of transformers' config classes, because `config.json` leaves out what equals them. Values outside
+`engine.models.bounds` are refused; messages name the key, and whoever read the file puts its name before them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.bounds import CONFIG_RANGES
+from engine.models.json_file import shown
 from engine.models.spec import Activation, DecoderSpec, LayerSpec, RopeSpec
 
 Config = Mapping[str, object]
@@ -62,7 +65,8 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"config.json: {key} must be a positive integer, found {value!r}")
+        raise ConfigError(f"{key} must be a positive integer, found {shown(value)}")
+    _check_range(key, value)
     return value
 
 
@@ -70,15 +74,22 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"config.json: {key} must be a positive number, found {value!r}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ConfigError(f"{key} must be a number, found {shown(value)}")
+    _check_range(key, value)
     return float(value)
+
+
+def _check_range(key: str, value: float) -> None:
+    allowed = CONFIG_RANGES[key]
+    if not allowed.holds(value):
+        raise ConfigError(f"{key} must be in {allowed}, found {shown(value)}")
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key} must be true or false, found {value!r}")
+        raise ConfigError(f"{key} must be true or false, found {shown(value)}")
     return default if value is None else value
 
 
@@ -89,16 +100,16 @@ def optional_number(config: Config, key: str, default: float | None = None) -> f
 
 def activation_of(config: Config, key: str, default: str) -> Activation:
     name = config.get(key) or default
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"{key} {shown(name)} is not supported; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 def refuse(config: Config, reasons: Mapping[str, str]) -> None:
     """Raises UnsupportedModelError where a key that would change what is computed is set; `reasons`: what it does."""
     for key, reason in reasons.items():
         if config.get(key):
-            raise UnsupportedModelError(f"{key}={config[key]!r} is not supported: {reason}")
+            raise UnsupportedModelError(f"{key}={shown(config[key])} is not supported: {reason}")
 
 
 def decoder_spec(
@@ -123,9 +134,9 @@ def decoder_spec(
     num_kv_heads = integer(config, "num_key_value_heads", (default_kv_heads if absent else None) or num_heads)
     head_dim = integer(config, "head_dim", default_head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: {num_heads} query heads are not a multiple of {num_kv_heads} key-value heads")
+        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key-value heads")
     if head_dim % 2:
-        raise ConfigError(f"config.json: head_dim {head_dim} is odd")
+        raise ConfigError(f"head_dim {head_dim} is odd")
     trained_positions = integer(config, "max_position_embeddings")
     rope = rope_spec(config, head_dim, trained_positions)
     return DecoderSpec(
@@ -162,8 +173,8 @@ def layer_type_windows(config: Config) -> list[int | None]:
     window = integer(config, "sliding_window", 4096)
     if config.get("layer_types") is None:
         first = config.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise ConfigError(f"config.json: max_window_layers must be an integer, found {first!r}")
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ConfigError(f"max_window_layers must be an integer of at least 0, found {shown(first)}")
         return [window if layer >= first else None for layer in range(count)]
     return named_windows(config, window)
 
@@ -182,25 +193,26 @@ def named_windows(config: Config, window: int) -> list[int | None]:
     """`window` where `layer_types` says sliding_attention."""
     layer_types, count = config.get("layer_types"), num_layers(config)
     if not isinstance(layer_types, list) or len(layer_types) != count:
-        raise ConfigError(f"config.json: layer_types must name the type of each of the {count} layers")
+        raise ConfigError(f"layer_types must name the type of each of the {count} layers")
     unknown = sorted({str(kind) for kind in layer_types} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedModelError(
-            f"layer types {', '.join(unknown)} are not supported (full_attention and sliding_attention are)"
+            f"layer_types {shown(unknown)} are not supported (full_attention and sliding_attention are)"
         )
     return [window if kind == "sliding_attention" else None for kind in layer_types]
 
 
 def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
     """Both `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters = config.get(key) or {}
     if not isinstance(parameters, Mapping):
-        raise ConfigError(f"config.json: rope_parameters must be an object, found {parameters!r}")
+        raise ConfigError(f"{key} must be an object, found {shown(parameters)}")
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModelError("rope parameters that differ between layer types are not supported for this family")
+        raise UnsupportedModelError(f"{key} that differ between layer types are not supported for this family")
     name = str(parameters.get("rope_type") or parameters.get("type") or "default")
     if name not in _ROPE_KINDS:
-        raise UnsupportedModelError(f"rope type {name!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
+        raise UnsupportedModelError(f"rope_type {shown(name)} is not supported; supported are {', '.join(_ROPE_KINDS)}")
     merged = {**{key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}, **parameters}
     if number(merged, "partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported for this family")
@@ -212,6 +224,8 @@ def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
     if kind == "yarn" and original is not None and merged.get("factor") is None:
         merged["factor"] = max_position / original
     numbers = {key: number(merged, key) for key in _ROPE_NUMBERS[kind]}
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise ConfigError(f"high_freq_factor must exceed low_freq_factor, found {shown(dict(parameters))}")
     if kind == "yarn":
         numbers |= {key: _option(merged, key) for key in _YARN_OPTIONS if merged.get(key) is not None}
     theta = number(merged, "rope_theta", 10000.0)
@@ -267,13 +281,13 @@ def llama_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
 
 def _option(parameters: Config, key: str) -> float:
     value = parameters[key]
-    if not isinstance(value, (int, float)):
-        raise ConfigError(f"config.json: rope parameter {key} must be a number, found {value!r}")
-    return float(value)
+    return number({key: int(value) if isinstance(value, bool) else value}, key)  # truncate is true or false
 
 
 def _reachable_positions(rope: RopeSpec, trained_positions: int) -> int:
     """YaRN stretches the trained context; configs differ in whether max_position_embeddings says so already."""
     if rope.kind == "yarn" and rope.original_max_position is not None:
-        return max(trained_positions, int(rope.original_max_position * rope.params["factor"]))
+        stretched = max(1, int(rope.original_max_position * rope.params["factor"]))
+        _check_range("max_position_embeddings", stretched)
+        return max(trained_positions, stretched)
     return trained_positions

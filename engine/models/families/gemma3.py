@@ -19,6 +19,7 @@ from engine.models.families.common import (
     rope_spec,
 )
 from engine.models.families.gemma2 import gemma_spec
+from engine.models.json_file import shown
 from engine.models.spec import DecoderSpec
 
 
@@ -40,11 +41,11 @@ def _rope_parameters(config: Config) -> tuple[Config, Config]:
     `rope_theta` with `rope_scaling`, and `rope_local_base_freq` (before)."""
     named = config.get("rope_parameters") or {}
     if not isinstance(named, Mapping):
-        raise ConfigError(f"config.json: rope_parameters must be an object, found {named!r}")
+        raise ConfigError(f"rope_parameters must be an object, found {shown(named)}")
     scaling = config.get("rope_scaling") or named.get("full_attention") or {}
     local = named.get("sliding_attention") or {}
     if not isinstance(scaling, Mapping) or not isinstance(local, Mapping):
-        raise ConfigError("config.json: rope_parameters must hold an object for each layer type")
+        raise ConfigError("rope_parameters must hold an object for each layer type")
     return (
         {"rope_theta": config.get("rope_theta") or 1_000_000.0, **scaling},
         {"rope_theta": config.get("rope_local_base_freq") or 10_000.0, **local},

@@ -17,7 +17,7 @@ def gpt2_spec(config: Config) -> DecoderSpec:
     )
     hidden_size, num_heads = integer(config, "n_embd", 768), integer(config, "n_head", 12)
     if hidden_size % num_heads:
-        raise ConfigError(f"config.json: n_embd {hidden_size} is not a multiple of {num_heads} heads")
+        raise ConfigError(f"n_embd {hidden_size} is not a multiple of {num_heads} heads")
     head_dim = hidden_size // num_heads
     return DecoderSpec(
         family="gpt2",

@@ -13,7 +13,7 @@ def opt_spec(config: Config) -> DecoderSpec:
         raise UnsupportedModelError("layer_norm_elementwise_affine=false is not supported: LayerNorms have weights")
     hidden_size, num_heads = integer(config, "hidden_size", 768), integer(config, "num_attention_heads", 12)
     if hidden_size % num_heads:
-        raise ConfigError(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
+        raise ConfigError(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads")
     embedding_size = integer(config, "word_embed_proj_dim", hidden_size)
     norms_first = flag(config, "do_layer_norm_before", True)
     bias = flag(config, "enable_bias", True)

@@ -15,6 +15,7 @@ from engine.models.families.mistral import MISTRAL
 from engine.models.families.opt import OPT
 from engine.models.families.qwen2 import QWEN2
 from engine.models.families.qwen3 import QWEN3
+from engine.models.json_file import shown
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OPT, GPT2)
 
@@ -26,7 +27,7 @@ def find_family(config: Mapping[str, object]) -> Family:
     for family in (*FAMILIES, GPT_OSS):
         if family.architecture in named or (not named and family.name == config.get("model_type")):
             return family
-    found = ", ".join(named) or f"model_type {config.get('model_type')!r}"
+    found = f"architectures {shown(named)}" if named else f"model_type {shown(config.get('model_type'))}"
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModelError(f"{found} is not supported; supported architectures are {supported}")
 

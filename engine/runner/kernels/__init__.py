@@ -22,6 +22,8 @@ class StepSizes:
     num_samples: int
     padded_seqs: int
     padded_tokens: int
+    max_query_len: int
+    """longest real query. Counts do not tell: a fork has none, so there may be fewer tokens than sequences"""
     padded_query_len: int = 0
     """query tokens of each padded sequence: 1 where every sequence has one (a full decode graph), else 0"""
     one_token_each: bool = False

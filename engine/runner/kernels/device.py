@@ -233,8 +233,7 @@ class TritonKernels:
         sizes: StepSizes,
         block_size: int,
     ) -> None:
-        longest = sizes.num_tokens - sizes.num_seqs + 1  # a bound: every sequence has a token
-        prepare_inputs_kernel[(sizes.num_seqs + 1, self._parts_of(longest))](
+        prepare_inputs_kernel[(sizes.num_seqs + 1, self._parts_of(sizes.max_query_len))](
             step,
             step.stride(0),
             tokens,
@@ -288,4 +287,5 @@ class TritonKernels:
         )
 
     def _parts_of(self, length: int) -> int:
-        return min(-(-length // self._block), self._parts)
+        # An empty grid runs nothing, and says nothing: there is always a first part, which writes what there is once.
+        return max(1, min(-(-length // self._block), self._parts))

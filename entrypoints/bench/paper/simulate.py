@@ -192,7 +192,7 @@ class Simulation:
             beams = BeamParams(width=len(names))
             self.scheduler.add(_request(names[0], job, params, beams=beams))
         else:
-            followers = [Follower(request_id=name, params=params) for name in names[1:]]
+            followers = [Follower(request_id=name, seed=index) for name in names[1:]]
             self.scheduler.add(_request(names[0], job, params, followers=followers))
 
     def _pretend(self, plan: StepPlan) -> tuple[float, StepResult]:

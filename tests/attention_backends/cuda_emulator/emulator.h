@@ -49,6 +49,11 @@ char* shared_memory();
 void check_shared_row(const void* row, Site site);
 // 16 bytes at `at`: aligned, and inside the block's shared memory or (if any are registered) inside a registered range.
 void check_access(const void* at, Site site, const char* what);
+// Order between blocks: a fence of the running thread; before it adds to a counter, its own fence behind the latest
+// barrier of its block; before anyone reads what other blocks wrote, a fence behind the addition and a barrier.
+void fence();
+void check_release(Site site);
+void check_acquired(Site site);
 void cp_async16(void* shared, const void* global, bool valid, Site site);
 void cp_async_commit();
 void cp_async_wait(int at_most_pending);

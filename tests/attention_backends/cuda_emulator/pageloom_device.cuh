@@ -148,15 +148,21 @@ inline void store16_streaming(void* to, vec16 value, emulator::Site site = emula
   store16(to, value, site);
 }
 
-// Blocks run one after another here, so these can only be tested for what they compute, not for when it is seen.
-inline void fence_device() {}
-inline int atomic_add(int* at, int value) {
+// Blocks run one after another here, so nothing stale is ever seen; instead, the order that the memory model asks for
+// is: barrier, fence, atomic_add, fence, barrier, load*_fresh.
+inline void fence_device() { emulator::fence(); }
+inline int atomic_add(int* at, int value, emulator::Site site = emulator::Site::current()) {
+  emulator::check_release(site);
   const int before = *at;
   *at = before + value;
   return before;
 }
-inline float load_fresh(const float* from) { return *from; }
+inline float load_fresh(const float* from, emulator::Site site = emulator::Site::current()) {
+  emulator::check_acquired(site);
+  return *from;
+}
 inline vec16 load16_fresh(const void* from, emulator::Site site = emulator::Site::current()) {
+  emulator::check_acquired(site);
   return load16(from, site);
 }
 

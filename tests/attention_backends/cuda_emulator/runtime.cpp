@@ -38,6 +38,8 @@ struct Thread {
   Site site;
   void* operand = nullptr;
   int index = 0;
+  int fenced_behind = 0;  // barriers of its block, when it fenced last
+  bool added = false;     // and has not fenced since
 };
 
 struct Random {
@@ -63,6 +65,9 @@ struct Machine {
   void (*entry)(const void*) = nullptr;
   const void* argument = nullptr;
   int num_threads = 0;
+  int barriers = 0;        // that the block has passed
+  int acquired_behind = 0;  // barriers, when a thread that had added fenced
+  bool acquired = false;
   bool failed = false;
   std::string error;
   std::deque<std::string> errors;  // for ever: launchers hand them out
@@ -162,6 +167,7 @@ bool release_block() {
     }
   }
   if (first == nullptr) return false;
+  ++machine.barriers;
   for (int i = 0; i < machine.num_threads; ++i) {
     Thread& thread = *machine.threads[static_cast<size_t>(i)];
     if (thread.state == State::waiting) thread.state = State::ready;
@@ -201,11 +207,15 @@ void record_fault() {
 
 void run_block(int shared_bytes) {
   machine.shared->reset(shared_bytes);
+  machine.barriers = machine.acquired_behind = 0;
+  machine.acquired = false;
   for (int i = 0; i < machine.num_threads; ++i) {
     Thread& thread = *machine.threads[static_cast<size_t>(i)];
     thread.index = i;
     thread.state = State::ready;
     thread.copies.clear();
+    thread.fenced_behind = 0;
+    thread.added = false;
     thread.fiber.start(thread_main);
   }
   if (sigsetjmp(machine.after_fault, 0) == 0) {
@@ -317,6 +327,31 @@ void check_shared_row(const void* row, Site site) {
   if (!machine.shared->holds(row, 16)) {
     fail(site, "ldmatrix outside the block's shared memory, %td bytes from its start",
          static_cast<const char*>(row) - machine.shared->begin());
+  }
+}
+
+void fence() {
+  Thread& self = *machine.current;
+  self.fenced_behind = machine.barriers;
+  if (!self.added) return;
+  self.added = false;
+  machine.acquired = true;
+  machine.acquired_behind = machine.barriers;
+}
+
+void check_release(Site site) {
+  Thread& self = *machine.current;
+  if (machine.barriers == 0) fail(site, "atomic_add before the block has met: what others wrote is not before it");
+  if (self.fenced_behind != machine.barriers) {
+    fail(site, "atomic_add without a fence of its own thread behind the barrier: what others wrote may come after it");
+  }
+  self.added = true;
+}
+
+void check_acquired(Site site) {
+  if (!machine.acquired) fail(site, "a read of what other blocks wrote without a fence behind the atomic_add");
+  if (machine.acquired_behind == machine.barriers) {
+    fail(site, "a read of what other blocks wrote without a barrier behind the fence");
   }
 }
 

@@ -104,18 +104,23 @@ struct ArriveParams {
   float* parts;   // [blocks][4]
   int* arrivals;  // zero, before and after
   float* out;     // [4]
+  int fault;      // `Disorder`
 };
+
+enum Disorder : int { IN_ORDER, FENCE_BEFORE_BARRIER, NO_FIRST_FENCE, NO_FIRST_BARRIER, NO_LAST_FENCE, NO_LAST_BARRIER };
 
 __global__ void last_adds_up(ArriveParams p) {
   const int thread = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x);
   int* last = reinterpret_cast<int*>(shared_memory());
   if (thread < 4) p.parts[blockIdx.x * 4 + thread] = static_cast<float>(blockIdx.x * 4 + thread);
-  fence_device();
-  sync_block();
+  if (p.fault == FENCE_BEFORE_BARRIER) fence_device();
+  if (p.fault != NO_FIRST_BARRIER) sync_block();
   if (thread == 0) {
+    if (p.fault != FENCE_BEFORE_BARRIER && p.fault != NO_FIRST_FENCE) fence_device();
     *last = atomic_add(p.arrivals, 1) == blocks - 1;
+    if (p.fault != NO_LAST_FENCE) fence_device();
     if (*last != 0) *p.arrivals = 0;
-    fence_device();
+    if (p.fault == NO_LAST_BARRIER) p.out[0] = load_fresh(p.parts);
   }
   sync_block();
   if (*last == 0) return;
@@ -273,8 +278,9 @@ const char* self_test_functions(const void* in, void* out, int count) {
   return launch(functions, dim3(1), 32, 0, nullptr, ConvertParams{in, out, count});
 }
 
-const char* self_test_arrive(float* parts, int* arrivals, float* out, int blocks) {
-  return launch(last_adds_up, dim3(static_cast<unsigned>(blocks)), 64, 16, nullptr, ArriveParams{parts, arrivals, out});
+const char* self_test_arrive(float* parts, int* arrivals, float* out, int blocks, int fault) {
+  const ArriveParams params{parts, arrivals, out, fault};
+  return launch(last_adds_up, dim3(static_cast<unsigned>(blocks)), 64, 16, nullptr, params);
 }
 
 const char* self_test_neighbour(const char* in, float* out, int fault, int threads) {

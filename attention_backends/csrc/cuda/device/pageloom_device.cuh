@@ -185,8 +185,10 @@ __device__ __forceinline__ void store16_streaming(void* to, vec16 value) {
                : "memory");
 }
 
-// Between blocks of one kernel: the writer's threads fence, meet in sync_block, and one of them adds; the reader's one
-// thread adds, fences, and its block meets in sync_block. What was written is then read by load*_fresh.
+// Between blocks of one kernel: the writer's threads meet in sync_block, then one of them fences and adds; the reader's
+// one thread adds, fences, and its block meets in sync_block. What was written is then read by load*_fresh. By PTX's
+// memory model (ISA, 8.9): writes -> barrier -> fence; add is a release pattern of the adding thread, cumulative over
+// what the barrier ordered before it. A fence before the barrier is none of it: other threads' writes are not before it.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ int atomic_add(int* at, int value) { return atomicAdd(at, value); }  // the value before
 __device__ __forceinline__ float load_fresh(const float* from) {  // past L1, which other blocks' writes do not reach

@@ -1,0 +1,227 @@
+"""Work that can be abandoned: helper processes that answer questions, one at a time each.
+
+A thread cannot be ended from outside; a process can. So what a request may blow up (a template is a program, a long
+text may meet a tokenizer's worst case) is done in one (`helper_main`), with a bound on its memory and on the time of
+each answer. Whoever is cancelled while a helper works for him ends that helper; the next question starts another.
+Questions and answers are bytes, never pickles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from engine.errors import EngineError, RequestFailedError
+from engine.frontend.helper_main import HEADER_BYTES, frame
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_BYTES = 1 << 20
+# As the core's: the child imports from where the parent does, and not from the user's directory (-P).
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.frontend.helper_main import main; main(sys.argv[2], int(sys.argv[3]))"
+)
+
+
+class HelperEndedError(EngineError):
+    """The process ended before it answered."""
+
+    def __init__(self, number: int) -> None:
+        """`number`: of the signal that ended it, or 0."""
+        super().__init__(f"the helper process ended with {signal.Signals(number).name if number else 'an error'}")
+        self.too_slow = number == signal.SIGALRM
+        self.too_large = number == signal.SIGABRT  # what Rust's allocator does when there is no more
+
+
+class Helper:
+    """One process. It starts in the background: the first question waits for it."""
+
+    def __init__(self, make: str, setup: bytes, memory_bytes: int) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), make, str(memory_bytes)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        self._to_send = frame(setup)
+        self._unread = 1  # the answer to the setup
+        self._received = bytearray()
+
+    def ask(self, question: bytes, seconds: float) -> bytes:
+        """Raises `HelperEndedError`; the helper is of no use then, nor when this is interrupted."""
+        self._socket.settimeout(None)
+        try:
+            self._socket.sendall(self._take_question(question, seconds))
+            while (answer := self._answer()) is None:
+                self._take(self._socket.recv(_RECEIVE_BYTES))
+        except OSError:
+            raise self._ended() from None
+        return answer
+
+    async def ask_async(self, question: bytes, seconds: float) -> bytes:
+        loop = asyncio.get_running_loop()
+        self._socket.settimeout(0)
+        try:
+            await loop.sock_sendall(self._socket, self._take_question(question, seconds))
+            while (answer := self._answer()) is None:
+                self._take(await loop.sock_recv(self._socket, _RECEIVE_BYTES))
+        except OSError:
+            raise self._ended() from None
+        return answer
+
+    def _take_question(self, question: bytes, seconds: float) -> bytes:
+        to_send, self._to_send = self._to_send + frame(question, max(1, round(1000 * seconds))), b""
+        self._unread += 1
+        return to_send
+
+    def _take(self, received: bytes) -> None:
+        if not received:
+            raise ConnectionResetError
+        self._received += received
+
+    def _answer(self) -> bytes | None:
+        """The one to the question, when it is complete."""
+        while len(self._received) >= HEADER_BYTES:
+            size = int.from_bytes(self._received[:HEADER_BYTES], "little")
+            if len(self._received) < HEADER_BYTES + size:
+                return None
+            answer = bytes(self._received[HEADER_BYTES : HEADER_BYTES + size])
+            del self._received[: HEADER_BYTES + size]
+            self._unread -= 1
+            if self._unread == 0:
+                return answer
+        return None
+
+    def _ended(self) -> HelperEndedError:
+        self._process.kill()  # a no-op where its end is why the socket closed
+        return HelperEndedError(max(0, -self._process.wait()))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """At once; idempotent."""
+        self._socket.close()
+        if self._process.poll() is None:
+            self._process.kill()
+            # Giving its memory back may take the kernel a moment: nobody waits for that here.
+            threading.Thread(target=self._process.wait, name="helper-end", daemon=True).start()
+
+
+class Helpers:
+    """Up to `size` helpers of one kind, started when they are needed; more questions than that wait their turn."""
+
+    def __init__(self, make: str, *, setup: Callable[[], bytes] = bytes, memory_bytes: int, size: int) -> None:
+        """`make`, `setup`: for `helper_main.main`."""
+        self._make, self._setup, self._memory_bytes = make, setup, memory_bytes
+        self._idle: list[Helper] = []
+        self._size = size
+        self._busy = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start_one(self) -> None:
+        """So that the first question need not wait for a start."""
+        self._give_back(self._new())
+
+    def ask(self, question: bytes, seconds: float) -> bytes:
+        """For threads, of which each has a helper of its own. Raises `HelperEndedError`."""
+        helper = self._take()
+        try:
+            answer = helper.ask(question, seconds)
+        except BaseException:
+            helper.end()
+            raise
+        self._give_back(helper)
+        return answer
+
+    async def ask_async(self, question: bytes, seconds: float) -> bytes:
+        """For one event loop. Raises `HelperEndedError`; being cancelled ends the work."""
+        await self._turn()
+        try:
+            helper = self._take()
+            try:
+                answer = await helper.ask_async(question, seconds)
+            except BaseException:
+                helper.end()
+                raise
+            self._give_back(helper)
+            return answer
+        finally:
+            self._next_turn()
+
+    def close(self) -> None:
+        """End those that are idle, and each that is busy when it has answered."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for helper in idle:
+            helper.end()
+
+    async def _turn(self) -> None:
+        """First come, first served."""
+        if self._busy < self._size:
+            self._busy += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came, and nobody is there to take it
+                self._next_turn()
+            else:
+                with suppress(ValueError):
+                    self._waiting.remove(turn)
+            raise
+
+    def _next_turn(self) -> None:
+        """Whoever has waited longest takes over the place that was free."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._busy -= 1
+
+    def _new(self) -> Helper:
+        try:
+            return Helper(self._make, self._setup(), self._memory_bytes)
+        except OSError as error:
+            raise RequestFailedError(f"no helper process can be started: {error}") from error
+
+    def _take(self) -> Helper:
+        with self._lock:
+            if self._closed:
+                raise RequestFailedError("the tokenizer is closed")
+            while self._idle:
+                helper = self._idle.pop()
+                if helper.alive:
+                    return helper
+                helper.end()
+        return self._new()
+
+    def _give_back(self, helper: Helper) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < self._size:
+                self._idle.append(helper)
+                return
+        helper.end()

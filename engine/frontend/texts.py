@@ -1,0 +1,57 @@
+"""What callers hand in as text is text: a string, in characters that UTF-8 can write, of a length that has a bound."""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequestError
+from engine.limits import Limits
+from engine.request import SamplingParams
+
+
+def check_text(text: object, field: str) -> str:
+    """Raises `InvalidRequestError` for what is no string, or holds half of a surrogate pair."""
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field} must be a string, got {type(text).__name__}", field)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}: the character at {error.start} is half of a surrogate pair, which is no character", field
+        ) from None
+    return text
+
+
+def too_many_tokens(count: int, max_model_len: int | None, field: str) -> InvalidRequestError:
+    """Of a prompt."""
+    limit = (max_model_len or 0) - 1
+    return InvalidRequestError(
+        f"the prompt has {count} tokens; at most {limit} fit, leaving room for one to generate "
+        f"(max_model_len is {max_model_len})",
+        field,
+    )
+
+
+def check_name(name: object, field: str, limits: Limits) -> str:
+    """Of a request or a prefix. Raises `InvalidRequestError`."""
+    text = check_text(name, field)
+    if not text:
+        raise InvalidRequestError(f"{field} must not be empty", field)
+    limits.check("name_chars", len(text), field)
+    return text
+
+
+def check_params(params: object) -> SamplingParams:
+    """The texts among them; their ranges are checked where they are made. Raises `InvalidRequestError`."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
+        )
+    for field, given in (("stop", params.stop), ("bad_words", params.bad_words)):
+        if given is None or (isinstance(given, str) and field == "stop"):
+            texts: object = () if given is None else (given,)
+        else:
+            texts = given
+        if not isinstance(texts, (list, tuple)):
+            raise InvalidRequestError(f"{field} must be a list of strings, got {type(texts).__name__}", field)
+        for text in texts:
+            check_text(text, field)
+    return params

@@ -1,0 +1,66 @@
+"""What keys and values of one sequence take, and how long a sequence a given KV cache can hold."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.config import EngineArgs, EngineConfig
+from engine.layer_groups import group_layers, most_blocks
+from engine.models.spec import DecoderSpec
+from engine.sizes import size_text
+
+if TYPE_CHECKING:
+    from engine.models.description import ModelDescription
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
+
+
+def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
+    """Bytes of keys and values that one token keeps over all layers (int8: with its float32 scales)."""
+    scale_bytes = 4 if dtype == "int8" else 0
+    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * DTYPE_BYTES[dtype] + scale_bytes)
+
+
+class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one sequence that may grow to `longest` tokens, computed in steps of up to `step_tokens`."""
+
+    spec: DecoderSpec
+    dtype: str
+    block_size: int
+    step_tokens: int
+    longest: int
+
+    def bytes_of(self, tokens: int) -> int:
+        groups = group_layers([layer.window for layer in self.spec.layers], self.longest)
+        largest = max(len(group.layers) for group in groups)
+        block_bytes = kv_bytes_per_token(self.spec, self.dtype) * self.block_size * largest // self.spec.num_layers
+        return block_bytes * sum(
+            most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in groups
+        )
+
+    def tokens_in(self, memory_bytes: int) -> int:
+        """At most `longest`; 0 where not even one fits."""
+        return bisect_right(range(1, self.longest + 1), memory_bytes, key=self.bytes_of)
+
+
+def shortened_context(args: EngineArgs, model: ModelDescription, config: EngineConfig) -> str | None:
+    """What to tell a user whose `kv_cache_memory` cut the context below what the model was made for; None: it did
+    not."""
+    context, memory = config.model.max_model_len, config.cache.kv_cache_memory
+    if memory is None or args.max_model_len is not None or context >= model.max_position:
+        return None
+    sizes = SequenceSizes(
+        spec=model.spec,
+        dtype=config.cache.dtype,
+        block_size=config.cache.block_size,
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        longest=model.max_position,
+    )
+    enough = size_text(sizes.bytes_of(sizes.longest))
+    return (
+        f"kv_cache_memory ({size_text(memory)}) cuts the context to {context} tokens, prompt and answer together; the "
+        f"model was made for {model.max_position}, which kv_cache_memory={enough} would hold"
+    )

@@ -1,0 +1,79 @@
+"""What a model may plausibly be: the values that a number of its config may take, all in one place.
+
+A file that says more is damaged, or means harm, and is refused by the name of the field, before anything is counted or
+allocated by it. Largest are several times those of the largest model published. What is within these bounds and still
+does not fit this machine, `engine.resolve` refuses.
+"""
+
+from __future__ import annotations
+
+from engine.limits import Range
+
+CONFIG_BYTES = 8 * 2**20
+"""of config.json and generation_config.json"""
+INDEX_BYTES = 64 * 2**20
+"""of model.safetensors.index.json"""
+TOKENIZER_BYTES = 256 * 2**20
+"""of one file that a tokenizer is made of"""
+
+_VOCABULARY = Range(1, 2**24)
+_WIDTH = Range(1, 2**17)
+_INNER = Range(1, 2**20)
+_LAYERS = Range(1, 2**11)
+_HEADS = Range(1, 2**12)
+_HEAD_DIM = Range(1, 2**12)
+_POSITIONS = Range(1, 2**24)
+_STRETCH = Range(1e-3, 1e6)
+
+CONFIG_RANGES = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "n_embd": _WIDTH,
+    "word_embed_proj_dim": _WIDTH,
+    "intermediate_size": _INNER,
+    "n_inner": _INNER,
+    "ffn_dim": _INNER,
+    "num_hidden_layers": _LAYERS,
+    "n_layer": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "n_head": _HEADS,
+    "head_dim": _HEAD_DIM,
+    "max_position_embeddings": _POSITIONS,
+    "n_positions": _POSITIONS,
+    "original_max_position_embeddings": _POSITIONS,
+    "sliding_window": _POSITIONS,
+    "sliding_window_pattern": _LAYERS,
+    "rms_norm_eps": Range(0.0, 1.0, open_low=True),
+    "layer_norm_epsilon": Range(0.0, 1.0, open_low=True),
+    "query_pre_attn_scalar": Range(1e-6, 1e6),
+    "attn_logit_softcapping": Range(1e-6, 1e6),
+    "final_logit_softcapping": Range(1e-6, 1e6),
+    "partial_rotary_factor": Range(0.0, 1.0, open_low=True),
+    "rope_theta": Range(1.0, 1e15, open_low=True),
+    "factor": _STRETCH,
+    "low_freq_factor": _STRETCH,
+    "high_freq_factor": _STRETCH,
+    "attention_factor": _STRETCH,
+    "beta_fast": _STRETCH,
+    "beta_slow": _STRETCH,
+    "mscale": Range(0.0, 1e3),
+    "mscale_all_dim": Range(0.0, 1e3),
+    "truncate": Range(0, 1),
+}
+"""by the names of Hugging Face's configs"""
+
+GGUF_RANGES = {
+    "embedding_length": _WIDTH,
+    "feed_forward_length": _INNER,
+    "block_count": _LAYERS,
+    "attention.head_count": _HEADS,
+    "attention.head_count_kv": _HEADS,
+    "attention.key_length": _HEAD_DIM,
+    "attention.value_length": _HEAD_DIM,
+    "attention.sliding_window": _POSITIONS,
+    "rope.dimension_count": _HEAD_DIM,
+    "context_length": _POSITIONS,
+    "rope.scaling.original_context_length": _POSITIONS,
+}
+"""the same of GGUF metadata, by its keys behind the architecture's name"""

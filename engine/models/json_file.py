@@ -1,0 +1,47 @@
+"""One reader of a model's JSON files, which come from anywhere: bounded, and every refusal names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+
+def read_json_object(file: Path, largest_bytes: int) -> dict[str, object]:
+    """Raises `ConfigError` where the file is larger, cannot be read, is no JSON object, or says a thing twice."""
+    try:
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > largest_bytes:
+                raise ConfigError(f"{file}: has {size} bytes; at most {largest_bytes} are read of such a file")
+            content = json.loads(opened.read(largest_bytes).decode("utf-8"), object_pairs_hook=_each_key_once)
+    except RecursionError:
+        raise ConfigError(f"{file}: cannot be read as JSON: it is nested too deeply") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
+    return content
+
+
+def shown(value: object) -> str:
+    """A value of such a file in a message, which stays a line whatever the value is."""
+    return _SHORT.repr(value)
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(repeated)} stands there twice")
+    return found
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80

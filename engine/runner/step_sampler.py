@@ -1,0 +1,107 @@
+"""From a step's hidden states to sampled tokens and scores of prompts. What fails for one row is that row's fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from engine.errors import in_words
+from engine.observability import step_profile
+from engine.observability.step_profile import StepObserver
+from engine.runner.batch import StepBatch
+from engine.runner.kernels import InputKernels
+from engine.runner.loading import CausalModel
+from engine.runner.request_table import RequestTable
+from engine.runner.results import SampledStep
+from engine.sampling import LogprobTensors, SampleOutput, Sampler
+from engine.sampling.logprobs import joined
+from engine.step import ScheduledRow, ScheduledRows, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_LOGITS_BYTES = 64 << 20
+"""logits of prompt positions are made and scored in pieces of at most this size"""
+
+PromptScores = list[tuple[int, LogprobTensors]]
+
+
+class StepSampler:
+    """The last part of every step of one model."""
+
+    def __init__(
+        self, model: CausalModel, sampler: Sampler, table: RequestTable, kernels: InputKernels, vocab_size: int
+    ) -> None:
+        self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
+        self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
+
+    def run(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver) -> SampledStep:
+        """`hidden`: of the step's tokens. The sampled tokens are in the table when this returns (in stream order)."""
+        observer.mark(step_profile.LOGITS)
+        failures = dict(self._table.failed)
+        prompt = self._score_prompts(plan.rows, hidden, failures) if self._table.prompt_logprobs else ()
+        rows = batch.sample_rows_host
+        if not rows:
+            return SampledStep(plan.step_id, rows, None, prompt, failures)
+        last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
+        logits = self._model.compute_logits(last)
+        observer.mark(step_profile.SAMPLING)
+        tokens = self._table.tokens
+        try:
+            sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
+        except Exception:
+            logger.exception("step %d could not be sampled at once; its rows are sampled one by one", plan.step_id)
+            # What failed may have changed the logits: the same product gives the same bits again.
+            sampled = self._sample_each(self._model.compute_logits(last), batch, failures)
+        self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
+        return SampledStep(plan.step_id, rows, sampled, prompt, failures)
+
+    def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
+        outputs = []
+        for at, row in enumerate(batch.sample_rows_host):
+            one = slice(at, at + 1)
+            try:
+                output = self._sampler.sample(
+                    logits[one], batch.sample_rows[one], [row], batch.sample_positions[one], self._table.tokens
+                )
+            except Exception as error:
+                logger.exception("row %d could not be sampled", row)
+                failures[row] = in_words(error)
+                none = torch.zeros(1, dtype=torch.int64, device=logits.device)
+                output = SampleOutput(none, torch.ones_like(none, dtype=torch.bool), None)
+            outputs.append(output)
+        return SampleOutput(
+            token_ids=torch.cat([output.token_ids for output in outputs]),
+            faults=torch.cat([output.faults for output in outputs]),
+            logprobs=joined([output.logprobs for output in outputs if output.logprobs is not None]),
+        )
+
+    def _score_prompts(
+        self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, failures: dict[int, str]
+    ) -> PromptScores:
+        """The query at position p scores the known token p + 1, for rows that asked, as far as their prompt goes."""
+        scores: PromptScores = []
+        first_token = 0
+        if isinstance(rows, ScheduledRows):  # decodes in columns are past their prompts
+            first_token, rows = len(rows.decodes), rows.others
+        for row in rows:
+            k = self._table.prompt_logprobs.get(row.row)
+            if k is not None:
+                try:
+                    scores += self._score_prompt(row, hidden[first_token : first_token + row.query_len], k)
+                except Exception as error:
+                    logger.exception("the prompt of row %d could not be scored", row.row)
+                    failures[row.row] = in_words(error)
+            first_token += row.query_len
+        return scores
+
+    def _score_prompt(self, row: ScheduledRow, hidden: torch.Tensor, k: int) -> PromptScores:
+        scores: PromptScores = []
+        count = min(row.query_len, self._table.prompt_len[row.row] - 1 - row.computed)
+        for start in range(0, count, self._prompt_piece):
+            end = min(start + self._prompt_piece, count)
+            known = self._table.tokens[row.row, row.computed + start + 1 : row.computed + end + 1]
+            logits = self._model.compute_logits(hidden[start:end])
+            scores.append((row.row, self._sampler.prompt_logprobs(logits, known.to(torch.int64), k)))
+        return scores

@@ -1,0 +1,42 @@
+"""What went wrong with one request ends that request and nothing else.
+
+Planning and completing touch one sequence after the other. Whatever raises there is noted here and the others go on;
+the request ends when the plan at hand is complete, exactly as if it were aborted then (`Scheduler.end_failed`), so
+nothing that the plan says of its row or blocks is taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.errors import in_words
+from engine.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Failures:
+    def __init__(self) -> None:
+        self._noted: dict[Sequence, str] = {}
+
+    @contextmanager
+    def isolate(self, seq: Sequence) -> Iterator[None]:
+        """An exception inside is the failure of this sequence's request."""
+        try:
+            yield
+        except Exception as error:
+            self.note(seq, error)
+
+    def note(self, seq: Sequence, error: Exception) -> None:
+        logger.error("request %r failed inside the scheduler", seq.request_id, exc_info=error)
+        self._noted.setdefault(seq, in_words(error))
+
+    def holds(self, seq: Sequence) -> bool:
+        return seq in self._noted
+
+    def take(self) -> list[tuple[Sequence, str]]:
+        """All since the last call, and why."""
+        noted, self._noted = self._noted, {}
+        return list(noted.items())
