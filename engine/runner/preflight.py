@@ -20,7 +20,7 @@ import torch
 from attention_backends.cuda_build import NVCC_FLAGS, find_cached, find_nvcc
 from attention_backends.flashinfer_library import why_missing
 from attention_backends.toolchain import build_once, hash_of, run, version_hash
-from compilation.store import trusted_directory
+from compilation.directory import trusted_directory
 from engine.config import EngineConfig
 from engine.cuda_versions import Version, dotted, driver_problem, driver_version, runtime_version
 from engine.errors import ConfigError
