@@ -1,21 +1,26 @@
-"""Compile every CUDA kernel of the tree for every target and every kind of attention without a GPU, and read what
-ptxas says of each: a kernel that spills more registers than its stated budget fails the build.
+"""Compile every CUDA kernel of the tree for every target without a GPU, and read what ptxas says of each: a kernel that
+spills more registers than its stated budget fails the build.
 
-Run: python tools/compile_cuda.py [--jobs N]. Prints a table of registers, shared memory, stack and spills. Exits 1
-when a unit does not compile, a kernel spills beyond its budget, or no kernel was found. Without nvcc it says SKIPPED
-loudly and exits 0: the binding, which needs only a C++ compiler, is compiled all the same.
+Run: python tools/compile_cuda.py [--exhaustive] [--jobs N]. Every pair of target, head size and types is compiled, with
+--exhaustive every combination. Prints a table of registers, shared memory, stack and spills. Exits 1 when a unit does
+not compile, a kernel spills beyond its budget, or no kernel was found. Without nvcc it says SKIPPED loudly and exits 0:
+the binding, which needs only a C++ compiler, is compiled all the same.
+
+What ptxas said is kept in the cache directory under the hash of all that decides it: `Toolchain`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +29,15 @@ import torch
 
 from attention_backends.cuda_build import (
     COMPILE_TIMEOUT_S,
+    SOURCES,
     CudaKernels,
     binding_command,
     find_nvcc,
     nvcc_command,
     translation_units,
 )
-from attention_backends.toolchain import BuildError, find_compiler, run
+from attention_backends.toolchain import BuildError, default_cache_dir, find_compiler, hash_of, run, version_hash
+from compilation.store import trusted_directory, write_atomically
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 HEAD_DIMS = (64, 96, 128, 256)
@@ -127,6 +134,48 @@ def demangle(text: str) -> str:
     return re.sub(r"\(anonymous namespace\)::|pageloom::cuda::", "", done.stdout)
 
 
+class Toolchain:
+    """nvcc, and what it said of units before. An entry's name hashes the command, the environment that nvcc reads, the
+    compilers' and the assembler's versions, every file of the sources, and every header outside that a unit includes.
+    """
+
+    def __init__(self, nvcc: str, scratch: Path, cache: Path) -> None:
+        self._nvcc = nvcc
+        self._scratch = scratch
+        self._entries = trusted_directory(trusted_directory(cache) / "compile-checks")
+        files = {path for path in SOURCES.rglob("*") if path.is_file()}
+        for source in translation_units():
+            files |= self._included(source)
+        tools = [nvcc, *filter(None, [find_compiler(), shutil.which("ptxas", path=self._folder())])]
+        flags = {name: value for name, value in os.environ.items() if name.startswith("NVCC_")}
+        self._hash = hash_of((flags, [version_hash(tool) for tool in tools]), sorted(files))
+
+    def _folder(self) -> str | None:
+        """Where the real nvcc is; a file on PATH may be a script that calls it."""
+        done = subprocess.run([self._nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, timeout=60)
+        return found[1] if (found := re.search(r"_HERE_=(\S+)", done.stderr)) else None
+
+    def _included(self, source: Path) -> set[Path]:
+        """Raises BuildError when it does not preprocess."""
+        rule = self._scratch / f"{source.stem}.d"
+        kernels = next(kinds(exhaustive=True))
+        run([*nvcc_command(self._nvcc, source, rule, kernels.macros, [kernels.architecture]), "-M"], COMPILE_TIMEOUT_S)
+        return {Path(name) for name in rule.read_text().split(":", 1)[1].replace("\\\n", " ").split()}
+
+    def ptxas(self, unit: Unit) -> str:
+        """What ptxas says of the unit. Raises BuildError."""
+        output = self._scratch / f"{unit.source.stem}_{unit.kernels.tag}.o"
+        command = nvcc_command(self._nvcc, unit.source, output, unit.kernels.macros, [unit.kernels.architecture])
+        command.append("-Xptxas=-v")
+        settings = [word for word in command if word.startswith("-") and not word.startswith("-I")]
+        entry = self._entries / hash_of((self._hash, unit.source.name, settings), [])
+        if entry.exists():
+            return entry.read_text()
+        said = run(command, COMPILE_TIMEOUT_S)
+        write_atomically(entry, said)
+        return said
+
+
 @dataclass(frozen=True)
 class Unit:
     """One source for one kind of attention on one architecture: shared memory differs, and tiles with it."""
@@ -138,41 +187,40 @@ class Unit:
     def title(self) -> str:
         return self.kernels.tag.split("_", 1)[1]
 
-    def compile(self, nvcc: str, scratch: Path) -> tuple[list[KernelReport], float]:
+    def compile(self, toolchain: Toolchain) -> tuple[list[KernelReport], float]:
         """What ptxas says, and seconds taken. Raises BuildError."""
         started = time.perf_counter()
-        output = scratch / f"{self.source.stem}_{self.kernels.tag}.o"
-        command = nvcc_command(nvcc, self.source, output, self.kernels.macros, [self.kernels.architecture])
-        reports = parse_ptxas(demangle(run([*command, "-Xptxas=-v"], COMPILE_TIMEOUT_S)))
+        reports = parse_ptxas(demangle(toolchain.ptxas(self)))
         return reports, time.perf_counter() - started
 
 
-def kinds(capability: tuple[int, int]) -> Iterator[CudaKernels]:
-    for head_dim in HEAD_DIMS:
-        for dtype, kv_dtype in TYPES:
-            yield CudaKernels(head_dim, dtype, kv_dtype, capability)
+def kinds(exhaustive: bool) -> Iterator[CudaKernels]:
+    """Every head size with all types, and on one target each, such that targets meet every head size and all types; or
+    all of them on all targets."""
+    for i, head_dim in enumerate(HEAD_DIMS):
+        for j, (dtype, kv_dtype) in enumerate(TYPES):
+            for capability in CAPABILITIES if exhaustive else [CAPABILITIES[(i + j) % len(CAPABILITIES)]]:
+                yield CudaKernels(head_dim, dtype, kv_dtype, capability)
 
 
 def compile_bindings(compiler: str, scratch: Path) -> str:
     """Compile the binding for every combination of types (a head size is only a number to it); raises BuildError."""
     started = time.perf_counter()
-    some = [kernels for kernels in kinds(CAPABILITIES[-1]) if kernels.head_dim == HEAD_DIMS[0]]
+    some = [CudaKernels(HEAD_DIMS[0], *types, CAPABILITIES[-1]) for types in TYPES]
     for kernels in some:
         run(binding_command(compiler, scratch / "binding.o", kernels, "pageloom_cuda_check"), COMPILE_TIMEOUT_S)
     return f"binding.cpp: {len(some)} kinds in {time.perf_counter() - started:.1f} s"
 
 
-def compile_kernels(nvcc: str, jobs: int, scratch: Path) -> list[str]:
+def compile_kernels(toolchain: Toolchain, units: Sequence[Unit], jobs: int) -> list[str]:
     """Compile everything, print what there is to know; returns what is wrong."""
-    sources = translation_units()
-    units = [Unit(source, kernels) for each in CAPABILITIES for kernels in kinds(each) for source in sources]
     failures: list[str] = []
     rows: dict[tuple[str, KernelReport], list[str]] = {}
     seconds: dict[str, float] = {}
 
     def compiled(unit: Unit) -> tuple[list[KernelReport], float] | str:
         try:
-            return unit.compile(nvcc, scratch)
+            return unit.compile(toolchain)
         except (BuildError, ValueError) as error:
             return str(error)
 
@@ -192,18 +240,18 @@ def compile_kernels(nvcc: str, jobs: int, scratch: Path) -> list[str]:
                         f"{unit.source.name} {unit.title} {report.architecture}: {report.name} spills "
                         f"{report.spills} bytes, its budget is {allowed}"
                     )
-    print_table(rows)
+    print_table(rows, Counter(f"sm_{unit.kernels.architecture}" for unit in units if unit.source == units[0].source))
     print("".join(f"{name}: {took_s:.1f} s of nvcc in all\n" for name, took_s in seconds.items()), end="")
     if not rows:
         failures.append("no CUDA kernel was found")
     return failures
 
 
-def print_table(rows: dict[tuple[str, KernelReport], list[str]]) -> None:
+def print_table(rows: dict[tuple[str, KernelReport], list[str]], kinds_of: Counter[str]) -> None:
     """One line per unit, kernel and target; kinds for which all figures are equal share one."""
     print(f"{'unit':14} {'target':7} {'regs':>4} {'shared':>6} {'stack':>5} {'spilled':>7}  kernel [kinds]")
     for (unit, report), titles in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1].name)):
-        among = "all" if len(titles) == len(HEAD_DIMS) * len(TYPES) else " ".join(titles)
+        among = "all" if len(titles) == kinds_of[report.architecture] else " ".join(titles)
         print(
             f"{unit:14} {report.architecture:7} {report.registers:4} {report.shared:6} {report.stack:5} "
             f"{report.spills:7}  {report.name} [{among}]"
@@ -213,6 +261,7 @@ def print_table(rows: dict[tuple[str, KernelReport], list[str]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="nvcc processes at a time")
+    parser.add_argument("--exhaustive", action="store_true", help="all combinations")
     arguments = parser.parse_args()
     nvcc, compiler = find_nvcc(), find_compiler()
     failures: list[str] = []
@@ -228,7 +277,9 @@ def main() -> int:
         if nvcc is None:
             print("SKIPPED: no nvcc here; the CUDA kernels were NOT compiled, and nothing is known of their spills")
         else:
-            failures += compile_kernels(nvcc, arguments.jobs, scratch)
+            units = [Unit(source, each) for each in kinds(arguments.exhaustive) for source in translation_units()]
+            toolchain = Toolchain(nvcc, scratch, default_cache_dir())
+            failures += compile_kernels(toolchain, units, arguments.jobs)
     print("\n".join(f"FAILED {failure}" for failure in failures) or "no failures")
     return 1 if failures else 0
 

@@ -2,7 +2,8 @@
 show.
 
 Run: python tools/compile_triton.py [room ...], where a room is one of those listed in `ROOMS` (default: all). Exits 1
-and names the kernel when one does not compile, or keeps more than it has registers for.
+and names the kernel when one does not compile, keeps more than it has registers for, or has not the parameters that its
+room's table says. Triton itself keeps what it compiled, by the hash of sources, options and compilers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import triton
@@ -76,11 +78,22 @@ def compile_kernel(function: triton.runtime.JITFunction, kernel: Kernel, capabil
     return Binary(len(cubin), used["REG"], used["STACK"] + used["LOCAL"])
 
 
+def check_table(room: str, device: ModuleType, kernels: Iterable[Kernel]) -> None:
+    """Raises RuntimeError for a kernel that the table lacks, or names other parameters of. Names of what only kernels
+    call begin with an underscore."""
+    jitted = {name: f.arg_names for name, f in vars(device).items() if isinstance(f, triton.runtime.JITFunction)}
+    described = {kernel.name: [*kernel.signature, *kernel.constexprs] for kernel in kernels}
+    for name in sorted(jitted.keys() | described.keys()):
+        if name[0] != "_" and jitted.get(name) != described.get(name):
+            raise RuntimeError(f"{room}: {name} takes {jitted.get(name)}, KERNELS says {described.get(name)}")
+
+
 def compile_room(room: str) -> Iterator[str]:
     """Compile a room's table; one line per kernel and target. Raises what Triton raises, with the kernel's name, and
     RuntimeError for a kernel that spills registers."""
     device = importlib.import_module(f"{room}.device")
     kernels: Iterable[Kernel] = importlib.import_module(room).KERNELS
+    check_table(room, device, kernels)
     for kernel in kernels:
         for capability in CAPABILITIES:
             started = time.perf_counter()

@@ -3,16 +3,22 @@
     python3 tools/gpu_suite.py OUT [--dry] [--only NAME,NAME] [--minutes 9]
 
 Writes OUT/gpu_suite.json (kept whole while the suite runs) and prints a table as its last lines; docs/gpu.md says how
-to read it. `--dry` runs the same code on a machine without a GPU, on a pretend one, in toy sizes. Exits 0 when every
+to read it. Run again with the same OUT it goes on: parts that have reported are not run again.
+
+`--dry` runs the same code on a machine without a GPU, on a pretend one, in toy sizes. Exits 0 when every
 part passed and no target was missed, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import nullcontext
@@ -30,6 +36,7 @@ from gpu.parts import PARTS, part_named  # noqa: E402
 def run_part(name: str, out: Path, seconds: float, dry: bool, cache_dir: Path) -> int:
     """One part, in this process; its findings go to OUT/parts/NAME.jsonl, line by line."""
     deadline = time.monotonic() + seconds
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     folder = out / "parts"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.jsonl").open("a") as lines, tempfile.TemporaryDirectory() as scratch:
@@ -48,6 +55,23 @@ def run_part(name: str, out: Path, seconds: float, dry: bool, cache_dir: Path) -
             end, reason = "failed", f"{type(error).__name__}: {error}"
         lines.write(json.dumps({"end": end, "reason": reason}) + "\n")
     return int(end == "failed")
+
+
+def _end_with_parent(parent: int) -> None:
+    """A suite that was killed leaves no part behind that holds the GPU."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def sources_hash() -> str:
+    """Of all that the parts run."""
+    digest = hashlib.sha256()
+    for folder in ("engine", "compilation", "attention_backends", "tools/gpu", "tests"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh") and path.is_file():
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def main() -> int:
@@ -71,7 +95,13 @@ def main() -> int:
     if options.part is not None:
         return run_part(options.part, options.out, options.seconds, options.dry, cache_dir)
     settings = Settings(
-        Path(__file__).resolve(), options.out.resolve(), cache_dir, options.dry, options.only, options.minutes
+        script=Path(__file__).resolve(),
+        out=options.out.resolve(),
+        cache_dir=cache_dir,
+        dry=options.dry,
+        only=options.only,
+        minutes=options.minutes,
+        sources=sources_hash(),
     )
     return run_suite(settings)
 

@@ -22,7 +22,7 @@ from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
 from engine.core.start import DEFAULT_EXECUTOR
 from engine.core.supervision import CoreHandle, SocketDirectory
-from engine.core.wire import CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
+from engine.core.wire import AddRequest, CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
 
 __all__ = ["CoreClient", "InProcessClient", "ProcessClient"]
@@ -96,6 +96,8 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        """what found the queue to the core full, and must not be lost"""
         self._died: str | None = None
         self._compiling = False
         self._kept: deque[StepOutputs] = deque()
@@ -117,8 +119,8 @@ class ProcessClient:
         self._sender = self._context.socket(zmq.PUSH)
         for socket in (self._receiver, self._sender):
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the queue that is bounded is the scheduler's: it answers
-            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.SNDHWM, self._config.limits.frames)
+            socket.setsockopt(zmq.RCVHWM, self._config.limits.frames)
         self._receiver.bind(self._directory.from_core)
         self._handle = CoreHandle(
             self._config,
@@ -152,8 +154,25 @@ class ProcessClient:
         frame = self._encoder.encode(message)
         with self._send_lock:
             self._check_open()
-            self._liveness.sent(time.monotonic())
-            self._sender.send(frame, zmq.NOBLOCK)  # connected and without a limit: never full
+            full = not self._send_kept() or not self._try_to_send(frame)
+            if full and isinstance(message, AddRequest):
+                raise errors.QueueFullError(self._config.limits.message("frames"))
+            if full:  # it ends something, so it must arrive; there are not more of them than of what they end
+                self._unsent.append(frame)
+
+    def _try_to_send(self, frame: bytes) -> bool:
+        """Connected, so that only a full queue can refuse."""
+        try:
+            self._sender.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._liveness.sent(time.monotonic())
+        return True
+
+    def _send_kept(self) -> bool:
+        while self._unsent and self._try_to_send(self._unsent[0]):
+            self._unsent.popleft()
+        return not self._unsent
 
     def recv(self) -> StepOutputs:
         while True:
@@ -228,6 +247,9 @@ class ProcessClient:
 
     def _take(self, timeout_ms: int = 0) -> StepOutputs | CoreReady | None:
         """The next message that is not a heartbeat."""
+        if self._unsent:
+            with self._send_lock:
+                self._send_kept()
         while True:
             try:
                 frame = self._receiver.recv(zmq.NOBLOCK)

@@ -102,7 +102,8 @@ class StepScheduler(Protocol):
 class CoreLoop:
     """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
 
-    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may read).
+    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may
+    read).
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Mailbox:
         self._heartbeat_s = heartbeat_s
         self._hang_timeout_s = hang_timeout_s
         self._loop: CoreLoop | None = None
-        self._received = 0
+        self._received = self._corrupt = 0
         self._closing = False
         self._send_lock = threading.Lock()
         """a ZeroMQ socket may pass from thread to thread behind a full fence, which a lock is"""
@@ -150,7 +150,9 @@ class Mailbox:
         try:
             return self._decoder.decode(frame)
         except Exception as error:  # RecursionError among them: a frame may be nested without end
-            logger.error("dropped a corrupt frame of %d bytes: %s", len(frame), error)
+            self._corrupt += 1
+            if self._corrupt.bit_count() == 1:  # the first, second, fourth …: a flood of them is no flood of lines
+                logger.error("dropped corrupt frame %d, of %d bytes: %s", self._corrupt, len(frame), error)
             return refusal(_request_id(frame), "invalid", error)
 
     def _beat(self) -> float | None:

@@ -3,7 +3,8 @@ library.
 
 Decided once, before the model is traced, for each shape and bucket of rows, and kept in the cache directory: a shape is
 computed by the same kernel at every start on this machine, so that its results do not change from start to start. A
-kernel that fails here, or computes something else than the library, is out.
+kernel that fails here, or computes something else than the library, is out. What was timed is kept as a bandwidth, and
+a choice whose bandwidth is implausible (`linear_doubts`) is made again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch.nn import functional as F
 from compilation.store import locked, trusted_directory, write_atomically
 from engine.models.kernels import BUCKETS, SPLITS, TILES, LinearKernels, Plan, device_kernels, encode, plans_for
 from engine.models.layers import Linear
+from engine.models.linear_doubts import Measured, doubts
 from engine.models.linear_timing import CudaTimer, LinearTimer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 LEAST_BYTES = 1 << 20
 """of weights, to be worth a choice: fewer are read in a fraction of a microsecond, and launches cost both the same"""
 _MUST_GAIN = 0.97
@@ -36,22 +38,15 @@ _MUST_GAIN = 0.97
 _MAX_ERROR = 0.01
 """of a row, against the library's, in the Euclidean norm: bf16 rounds to 0.2 %"""
 _L2_MULTIPLE = 4
+_ATTEMPTS = 3
+"""at timings that are plausible"""
 _TILES = {tile.name: tile for tile in TILES}
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One shape and bucket."""
-
-    tile: str | None
-    """name of the chosen tile; None: the library"""
-    splits: int = 1
-    us: float
-    """of the chosen one"""
-    library_us: float
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     material: dict[str, str]
+    copy_gb_per_s: float
+    """the best that was seen beside the timings"""
     shapes: dict[str, dict[int, Measured]]
     sha256: str
     """of `shapes`"""
@@ -130,6 +125,9 @@ class _Measurement:
         self._kernels = kernels
         self._timer = timer
 
+    def copy_gb_per_s(self) -> float:
+        return self._timer.copy_gb_per_s()
+
     def of(self, shape: Shape, linears: Sequence[Linear], rows: int) -> Measured:
         wanted = max(2, -(-_L2_MULTIPLE * self._timer.l2_bytes // shape.weight_bytes))
         linears = linears[:wanted]  # together several times the L2, so that none is found there
@@ -163,6 +161,7 @@ class _Measurement:
             splits=best.splits if best else 1,
             us=round(best_us, 3),
             library_us=round(library_us, 3),
+            gb_per_s=round(size_bytes / best_us / 1e3, 3),
         )
 
 
@@ -185,27 +184,41 @@ class _Table:
     def complete(
         self, layers: dict[Shape, list[Linear]], measurement: _Measurement
     ) -> dict[Shape, dict[int, Measured]]:
-        """Under a lock, so that processes that start together measure once, and not each other."""
+        """Under a lock, so that processes that start together measure once, and not each other. What stays implausible
+        is used, and not kept: the next start measures again."""
         with locked(self._path):
-            known = self._read()
-            missing = [shape for shape in layers if not _is_complete(known.get(str(shape)))]
-            for shape in missing:
-                known[str(shape)] = {rows: measurement.of(shape, layers[shape], rows) for rows in BUCKETS}
-            if missing:
-                write_atomically(self._path, self._text(known))
+            known, copy = self._read()
+            doubted = doubts(known, copy)
+            missing = [s for s in layers if not _is_complete(known.get(str(s))) or str(s) in doubted]
+            measured = bool(missing)
+            for attempt in range(_ATTEMPTS if missing else 0):
+                copy = max(copy, measurement.copy_gb_per_s())
+                for shape in missing:
+                    known[str(shape)] = {rows: measurement.of(shape, layers[shape], rows) for rows in BUCKETS}
+                doubted = doubts(known, copy)
+                missing = [shape for shape in layers if str(shape) in doubted]
+                for shape in missing:
+                    level = logging.INFO if attempt + 1 < _ATTEMPTS else logging.WARNING
+                    logger.log(level, "linear %s: implausible, to be timed again: %s", shape, doubted[str(shape)])
+                if not missing:
+                    break
+            if measured:
+                kept = {shape: rows for shape, rows in known.items() if shape not in doubted}
+                write_atomically(self._path, self._text(kept, copy))
         return {shape: known[str(shape)] for shape in layers}
 
-    def _read(self) -> dict[str, dict[int, Measured]]:
+    def _read(self) -> tuple[dict[str, dict[int, Measured]], float]:
+        """Shapes that fit this device and these kernels, and a copy's bandwidth."""
         try:
             file = msgspec.json.decode(self._path.read_bytes(), type=_File)
         except (OSError, msgspec.DecodeError):
-            return {}
+            return {}, 0.0
         if file.material != self._material or file.sha256 != _checksum(file.shapes):
-            return {}
-        return file.shapes
+            return {}, 0.0
+        return {shape: rows for shape, rows in file.shapes.items() if rows}, file.copy_gb_per_s
 
-    def _text(self, shapes: dict[str, dict[int, Measured]]) -> str:
-        file = _File(material=self._material, shapes=shapes, sha256=_checksum(shapes))
+    def _text(self, shapes: dict[str, dict[int, Measured]], copy_gb_per_s: float) -> str:
+        file = _File(material=self._material, copy_gb_per_s=copy_gb_per_s, shapes=shapes, sha256=_checksum(shapes))
         return msgspec.json.format(msgspec.json.encode(file)).decode()
 
 
@@ -229,11 +242,11 @@ def _load(linear: Linear, plans: dict[int, Plan | None], kernels: LinearKernels)
 
 
 def _summary(shape: Shape, measured: dict[int, Measured]) -> str:
-    def gb_per_s(us: float) -> int:
-        return round(shape.weight_bytes / max(us, 1e-3) / 1e3)
+    def library(found: Measured) -> int:
+        return round(shape.weight_bytes / max(found.library_us, 1e-3) / 1e3)
 
     return "; ".join(
-        f"{rows} rows {_plan(found) or 'library'} {gb_per_s(found.us)} GB/s (library {gb_per_s(found.library_us)})"
+        f"{rows} rows {_plan(found) or 'library'} {round(found.gb_per_s)} GB/s (library {library(found)})"
         for rows, found in measured.items()
     )
 

@@ -16,6 +16,8 @@ _SAMPLES = 5
 _BYTES_PER_GRAPH = 1 << 30
 """read by one replay, so that its launch is lost in it: about 0.2 ms on an H200"""
 _MAX_CALLS = 128
+_COPY_BYTES = 256 << 20
+"""several times what any L2 holds"""
 
 
 class LinearTimer(Protocol):
@@ -26,6 +28,10 @@ class LinearTimer(Protocol):
         """One `call(i)`, i going through `copies` sets of weights of `size_bytes` each."""
         ...
 
+    def copy_gb_per_s(self) -> float:
+        """What a copy within the device's memory reaches now, read and written bytes together."""
+        ...
+
 
 class CudaTimer:
     """See `LinearTimer`."""
@@ -34,6 +40,7 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors = int(properties.multi_processor_count)
         self.l2_bytes = int(properties.L2_cache_size)
+        self._device = device
         self._stream = torch.cuda.current_stream(device)
         self._capturer = CudaCapturer(device)
 
@@ -56,6 +63,13 @@ class CudaTimer:
         marks[-1].synchronize()
         times = [float(start.elapsed_time(end)) for start, end in itertools.pairwise(marks)]
         return 1e3 * statistics.median(times) / calls
+
+    def copy_gb_per_s(self) -> float:
+        free = torch.cuda.mem_get_info(self._device)[0]
+        count = min(_COPY_BYTES, free // 8)
+        source = torch.zeros(count, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        return 2 * count / self.median_us(lambda i: target.copy_(source), 1, count) / 1e3
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -22,6 +22,7 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
 from engine.models.spec import DecoderSpec
+from engine.runner.preflight import check_device
 from engine.weights.loader import load_weights
 from engine.weights.packing import Packer
 
@@ -100,9 +101,12 @@ def device_of(config: EngineConfig) -> torch.device:
 def load_parts(config: EngineConfig) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend.
 
-    Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError.
+    Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
+    also what the preflight finds missing, before anything else takes time.
     """
     device = device_of(config)
+    if device.type == "cuda":
+        check_device(config, device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     description = describe(config.model.path)
     spec = description.spec

@@ -31,6 +31,10 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             "prompt",
         )
     RANGES["n"].check("n", 1 + len(request.followers))
+    if len(set(request.request_ids)) < len(request.request_ids):
+        raise InvalidRequestError("the samples of a request need ids of their own", "request_id")
+    if request.pin is not None and (request.beams is not None or request.followers):
+        raise InvalidRequestError("a prefix is pinned by a request with one sequence", "pin")
     RANGES["priority"].check("priority", request.priority)
     _check_ids("prompt", request.prompt_token_ids, config.vocab_size)
     _check_params(request.params, config.vocab_size)

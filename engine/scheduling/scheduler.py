@@ -137,10 +137,7 @@ class Scheduler:
         deltas: list[SequenceDelta] = []
         for seq, reason in self._held.failures.take():
             if seq.status is not Status.FINISHED:
-                deltas += [
-                    SequenceDelta(request_id=each, finish_reason="error", error=reason, error_kind="fault")
-                    for each in self._held.end_request(seq)
-                ]
+                deltas += self._end_with_error(seq, reason, "fault")
         return deltas
 
     def has_begun(self, request_id: str) -> bool:
@@ -150,14 +147,13 @@ class Scheduler:
 
     def give_up(self, request_id: str) -> list[SequenceDelta]:
         """End a request that no step has taken up yet, because it has waited for too long; nothing for any other."""
-        seq = self._live.get(request_id)
-        if seq is None or self.has_begun(request_id):
+        if self.has_begun(request_id):
             return []
-        message = "it waited for its turn for too long"
-        return [
-            SequenceDelta(request_id=each, finish_reason="error", error=message, error_kind="queue_full")
-            for each in self._held.end_request(seq)
-        ]
+        return self._end_with_error(self._live[request_id], "it waited for its turn for too long", "queue_full")
+
+    def _end_with_error(self, seq: Sequence, reason: str, kind: str) -> list[SequenceDelta]:
+        ended = self._held.end_request(seq)
+        return [SequenceDelta(request_id=i, finish_reason="error", error=reason, error_kind=kind) for i in ended]
 
     # -- planning ----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """What a connection may cost before the application hears of it: time, headers, pipelined requests, and its place.
 
 uvicorn's protocol has one timeout, between requests. Here every wait for a client ends: for headers and for a body
-with 408. Where all places are taken, the connection that has been silent longest, among those that owe us the next word,
-gives way to a new one. Whoever is refused reads why: the answer is written, our side of the connection closed, and what
-still arrives is dropped for a moment, since closing at once would discard the answer on its way.
+with 408. Where all places are taken, the connection that has been silent longest, among those that owe us the next
+word, gives way to a new one. Whoever is refused reads why: the answer is written, our side of the connection closed,
+and what still arrives is dropped for a moment, since closing at once would discard the answer on its way.
 """
 
 from __future__ import annotations
@@ -293,4 +293,3 @@ def protocol_of(limits: Limits, connections: Connections) -> Callable[..., async
         return BoundedProtocol(limits=limits, connections=connections, **uvicorns)
 
     return make
-

@@ -16,6 +16,7 @@ from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
 
+
 class ServerEndsError(Exception):
     """The server was told to end, and does not wait for this request."""
 

@@ -16,11 +16,11 @@ from engine import SamplingParams
 from engine.errors import InvalidRequestError
 
 T = TypeVar("T")
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 """one wrong item is named, not each of a million"""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(BaseModel):

@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from attention_backends.cuda_launchers import arrival_words
-from attention_backends.toolchain import CSRC, find_compiler
+from attention_backends.toolchain import (
+    CSRC,
+    BuildError,
+    build_once,
+    find_compiler,
+    hash_of,
+    run,
+    run_all,
+    version_hash,
+)
 
 KERNELS = CSRC / "cuda"
 EMULATOR = Path(__file__).parent / "cuda_emulator"
@@ -51,36 +57,32 @@ class EmulatedLibrary:
 
 
 def compile_library(folder: Path, name: str, sources: Sequence[Path], defines: Sequence[str] = ()) -> EmulatedLibrary:
-    """`sources` and the emulator as one library, unless the folder has it. The emulator is compiled once per folder.
+    """`sources` and the emulator as one library, unless the folder has it from the same files and compiler.
 
-    Raises RuntimeError with the compiler's output.
+    Raises BuildError with the compiler's output.
     """
-    library = folder / f"{name}.so"
-    if library.exists():
-        return EmulatedLibrary(library)
     compiler = find_compiler()
     if compiler is None:
-        raise RuntimeError("no C++ compiler (g++, c++, clang++) on PATH")
-    flags = [*FLAGS, "-I", str(EMULATOR), "-I", str(KERNELS)]
-    units = [(source, folder / f"{name}_{source.stem}.o", defines) for source in sources]
-    runtime = [(EMULATOR / source, folder / f"emulator_{Path(source).stem}.o", ()) for source in RUNTIME]
-    missing = [unit for unit in runtime if not unit[1].exists()]
+        raise BuildError("no C++ compiler (g++, c++, clang++) on PATH")
+    files = sorted(path for room in (EMULATOR, KERNELS) for path in room.rglob("*") if path.is_file())
+    units = [*sources, *(EMULATOR / unit for unit in RUNTIME)]
+    key = hash_of((FLAGS, defines, [unit.name for unit in units], version_hash(compiler)), files)
 
-    def compile_unit(unit: tuple[Path, Path, Sequence[str]]) -> None:
-        source, target, own = unit
-        _run([compiler, *flags, *(f"-D{x}" for x in own), "-x", "c++", "-c", str(source), "-o", str(target)])
+    def make(scratch: Path) -> Path:
+        flags = [*FLAGS, "-I", str(EMULATOR), "-I", str(KERNELS), *(f"-D{x}" for x in defines)]
+        objects = [scratch / f"{unit.stem}.o" for unit in units]
+        commands = [
+            [compiler, *flags, "-x", "c++", "-c", str(unit), "-o", str(target)]
+            for unit, target in zip(units, objects, strict=True)
+        ]
+        run_all(commands, COMPILE_TIMEOUT_S)
+        built = scratch / "library.so"
+        run([compiler, "-shared", *map(str, objects), "-o", str(built), "-Wl,-Bsymbolic"], COMPILE_TIMEOUT_S)
+        return built
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(compile_unit, [*units, *missing]))
-    objects = [str(unit[1]) for unit in (*units, *runtime)]
-    _run([compiler, "-shared", *objects, "-o", str(library), "-Wl,-Bsymbolic"])
+    library = folder / "emulated-cuda" / f"{name}_{key}.so"
+    build_once(library, make)
     return EmulatedLibrary(library)
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
@@ -350,7 +352,6 @@ def kernels_in(
 ) -> EmulatedKernels:
     """(head_dim, query dtype, cache dtype) → launchers. What a folder holds is not compiled again. `shared_kib`: of a
     thread block, as launch.h says."""
-    folder.mkdir(exist_ok=True)
     return partial(_launchers, folder, sources, shared_kib)
 
 

@@ -102,7 +102,11 @@ def test_on_a_gpu_the_oracle_serves_only_by_name_and_the_error_lists_every_reaso
     only(monkeypatch, mine=GpuBackend, reference=ReferenceBackend, cpu=CpuBackend)
     with pytest.raises(NoBackendError, match="no attention backend can serve") as refused:
         select("cuda", torch.bfloat16, 64, 16, False, False)
-    for reason in ("mine: OSError: nvcc failed", "reference: serves cuda only by name", "cpu: runs on cpu, not on cuda"):
+    for reason in (
+        "mine: OSError: nvcc failed",
+        "reference: serves cuda only by name",
+        "cpu: runs on cpu, not on cuda",
+    ):
         assert reason in str(refused.value)
     assert select("cuda", torch.bfloat16, 64, 16, False, False, name="reference").backend.name == "reference"
     assert select("cpu", torch.float64, 64, 16, False, False).backend.name == "reference"

@@ -16,7 +16,6 @@ import torch
 from emulated_cuda import EMULATOR, KERNELS, EmulatedLibrary, compile_library
 
 from attention_backends.cuda_build import find_nvcc
-from attention_backends.toolchain import find_compiler
 
 SELF_TEST = EMULATOR / "self_test.cu"
 FAULTS = [  # `Fault` of self_test.cu, in its order
@@ -51,10 +50,8 @@ Call = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLibrary:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return compile_library(tmp_path_factory.mktemp("emulator"), "self_test", [SELF_TEST])
+def emulated(native_cache: Path) -> EmulatedLibrary:
+    return compile_library(native_cache, "self_test", [SELF_TEST])
 
 
 class Layer:

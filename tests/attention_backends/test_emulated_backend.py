@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from paged_case import Case
 from attention_backends.cuda import CudaBackend
 from attention_backends.interface import AttentionLayer, AttentionSpec
 from attention_backends.reference import ReferenceBackend
-from attention_backends.toolchain import find_compiler
 
 FP8 = torch.float8_e4m3fn
 BF16, F16 = torch.bfloat16, torch.float16
@@ -31,8 +31,8 @@ PROCESSORS = 4
 class Backends:
     """Prepared backends over emulated kernels; kernels are compiled at first use."""
 
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self._kernels = kernels_in(tmp_path_factory.getbasetemp() / "emulated")
+    def __init__(self, cache: Path) -> None:
+        self._kernels = kernels_in(cache)
 
     def launchers(self, case: Case) -> EmulatedLaunchers:
         return self._kernels(case.head_dim, case.dtype, case.kv_dtype or case.dtype)
@@ -47,10 +47,8 @@ class Backends:
 
 
 @pytest.fixture(scope="session")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> Backends:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return Backends(tmp_path_factory)
+def backends(native_cache: Path) -> Backends:
+    return Backends(native_cache)
 
 
 def assert_matches_oracle(case: Case, backend: CudaBackend) -> None:

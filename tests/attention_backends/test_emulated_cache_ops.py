@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from emulated_cuda import EmulatedKernels, kernels_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from attention_backends.toolchain import find_compiler
 
 FP8 = torch.float8_e4m3fn
 SHAPES = [
@@ -22,10 +22,8 @@ SHAPES = [
 
 
 @pytest.fixture(scope="session")
-def cache_kernels(tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return kernels_in(tmp_path_factory.getbasetemp() / "emulated", ["cache.cu"])
+def cache_kernels(native_cache: Path) -> EmulatedKernels:
+    return kernels_in(native_cache, ["cache.cu"])
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from attention_backends.page_kernels import KERNELS
-
 HERE = Path(__file__).parent
 
 
@@ -32,37 +30,6 @@ def test_triton_kernels_equal_their_twins_bit_by_bit(seed: int) -> None:
     pytest.importorskip("triton")
     printed = run([str(HERE / "interpret_page_kernels.py"), str(seed)], TRITON_INTERPRET="1")
     assert printed.count("equal") == 10
-
-
-def test_every_triton_kernel_is_in_the_discovery_table_with_all_its_parameters() -> None:
-    pytest.importorskip("triton")
-    code = (
-        "import triton; from attention_backends.page_kernels import device; "
-        "jitted = triton.runtime.jit.JITFunction; "
-        "print(*(n + ':' + ','.join(v.arg_names) "
-        "for n, v in vars(device).items() if isinstance(v, jitted) and n[0] != '_'))"
-    )
-    found = dict(line.split(":") for line in run(["-c", code], TRITON_INTERPRET="0").split())
-    assert set(found) == {kernel.name for kernel in KERNELS}
-    for kernel in KERNELS:
-        assert found[kernel.name].split(",") == [*kernel.signature, *kernel.constexprs]
-
-
-def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    code = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from attention_backends.page_kernels import KERNELS, device
-for kernel in KERNELS:
-    constexprs = dict.fromkeys(kernel.constexprs, "constexpr")
-    source = ASTSource(getattr(device, kernel.name), {**kernel.signature, **constexprs}, dict(kernel.constexprs))
-    for capability in (80, 90):
-        print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]), "bytes")
-"""
-    printed = run(["-c", code], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert printed.count("bytes") == 2 * len(KERNELS)
 
 
 def test_the_backend_imports_neither_triton_nor_flashinfer_before_prepare() -> None:

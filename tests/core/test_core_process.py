@@ -18,13 +18,12 @@ import psutil
 import pytest
 import zmq
 from core_fakes import TOKEN, request, tiny_config
-from thread_cpu import thread_ids, used_in_a_second
 
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta, TokenDeltas, each_delta
 from engine.errors import ConfigError, CoreDiedError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @contextmanager
@@ -141,48 +140,12 @@ def test_an_event_loop_receives_and_a_cancelled_wait_loses_nothing():
         assert asyncio.run(scenario(client)) == 30
 
 
-def test_an_idle_core_and_its_client_use_no_cpu():
-    others = thread_ids()
-    with core(heartbeat_s=0.05) as client:
-        client.send(request("a"))
-        finish(client, {"a"})
-        deaths: list[CoreDiedError] = []
-
-        def wait_for_death() -> None:
-            try:
-                client.recv()
-            except CoreDiedError as error:
-                deaths.append(error)
-
-        waiter = threading.Thread(target=wait_for_death)
-        waiter.start()
-        time.sleep(0.3)
-        process = psutil.Process(client.pid)
-        own = thread_ids() - others - {threading.get_native_id()}  # who measures is not measured
-        seconds = [used_in_a_second(process, own) for _ in range(3)]
-        # Whoever polls does so in each of them; a guest's clock or a page fault is felt in one.
-        assert min(core for core, _, _ in seconds) <= 0.01, seconds
-        assert min(switches for _, switches, _ in seconds) <= 3, seconds
-        assert min(client for _, _, client in seconds) < 0.03, seconds
-        os.kill(client.pid, signal.SIGKILL)
-        waiter.join(5)
-        assert len(deaths) == 1
-
-
 def test_a_killed_core_is_noticed_before_the_next_heartbeat_and_named():
-    with core(heartbeat_s=30) as client:
-        killed_at: list[float] = []
-
-        def kill() -> None:
-            time.sleep(0.2)
-            killed_at.append(time.monotonic())
-            os.kill(client.pid, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill)
+    with core(heartbeat_s=130) as client:
+        killer = threading.Timer(0.2, os.kill, [client.pid, signal.SIGKILL])
         killer.start()
         with pytest.raises(CoreDiedError) as caught:
             client.recv()
-        assert time.monotonic() - killed_at[0] < 5
         killer.join()
         assert last_line(caught.value).startswith("killed by signal 9 (SIGKILL)")
         with pytest.raises(CoreDiedError, match="SIGKILL"):
@@ -192,20 +155,13 @@ def test_a_killed_core_is_noticed_before_the_next_heartbeat_and_named():
 
 
 def test_an_event_loop_notices_a_killed_core_before_the_next_heartbeat():
-    async def scenario(client: ProcessClient) -> float:
-        killed_at: list[float] = []
-
-        def kill() -> None:
-            killed_at.append(time.monotonic())
-            os.kill(client.pid, signal.SIGKILL)
-
-        asyncio.get_running_loop().call_later(0.1, kill)
+    async def scenario(client: ProcessClient) -> None:
+        asyncio.get_running_loop().call_later(0.1, os.kill, client.pid, signal.SIGKILL)
         with pytest.raises(CoreDiedError, match="killed by signal 9"):
             await client.recv_async()
-        return time.monotonic() - killed_at[0]
 
-    with core(heartbeat_s=30) as client:
-        assert asyncio.run(scenario(client)) < 5
+    with core(heartbeat_s=130) as client:
+        asyncio.run(scenario(client))
 
 
 def test_tokens_sent_before_a_death_arrive_before_the_error():
@@ -243,10 +199,8 @@ def test_a_core_that_leaves_without_a_word_is_reported_with_its_status_and_last_
 def test_a_hung_core_is_ended_with_the_stacks_of_its_threads(executor, phase):
     with core(executor, heartbeat_s=0.1, hang_timeout_s=2) as client:
         client.send(request("a", max_tokens=50))
-        began = time.monotonic()
         with pytest.raises(CoreDiedError) as caught:
             receive_for_ever(client)
-        assert time.monotonic() - began < 20
         assert last_line(caught.value).startswith("hung: no turn of the loop for") and phase in last_line(caught.value)
         assert "core_fakes.py" in str(caught.value) and "Thread" in str(caught.value)
 
@@ -334,13 +288,11 @@ def test_sigint_is_the_parents_business_and_sigterm_ends_the_core_cleanly():
         assert last_line(caught.value) == "exited with status 0, unasked: SIGTERM ends a core in this way"
 
 
-def test_closing_a_busy_core_is_quick_and_clean():
-    with core() as client:
-        client.send(request("a", max_tokens=4000))
+def test_closing_a_busy_core_does_not_wait_for_its_work():
+    with core("Slow") as client:
+        client.send(request("a", max_tokens=4000))  # for 47 minutes
         client.recv()
-        began = time.monotonic()
         client.close()
-        assert time.monotonic() - began < 2
         with pytest.raises(CoreDiedError, match="closed"):
             client.recv()
 
@@ -388,7 +340,7 @@ def test_a_core_never_outlives_its_parent(executor, ending):
         parent.kill()
     parent.wait(20)
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the core outlived its parent"
         time.sleep(0.02)

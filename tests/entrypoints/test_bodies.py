@@ -53,7 +53,12 @@ def test_text_that_is_no_unicode_is_refused_where_it_stands(raw: bytes, field: s
 
 
 def test_pairs_and_escaped_backslashes_are_text() -> None:
-    for raw in (b'{"a": "\\ud83d\\ude00"}', b'{"a": "\\\\ud83d"}', '{"a": "😀\\u0000"}'.encode(), b'\xef\xbb\xbf{"a": 1}'):
+    for raw in (
+        b'{"a": "\\ud83d\\ude00"}',
+        b'{"a": "\\\\ud83d"}',
+        '{"a": "😀\\u0000"}'.encode(),
+        b'\xef\xbb\xbf{"a": 1}',
+    ):
         assert decode(raw, Limits()) == json.loads(raw.decode("utf-8-sig"))
 
 
@@ -69,7 +74,7 @@ def test_nesting_is_bounded_at_its_limit(brackets: tuple[str, str]) -> None:
     assert len(decode(flat.encode(), Limits())) == 200
 
 
-@given(st.recursive(st.none() | st.integers(0, 9) | st.text("[]{},\"\\😀", max_size=4), st.lists, max_leaves=40))
+@given(st.recursive(st.none() | st.integers(0, 9) | st.text('[]{},"\\😀', max_size=4), st.lists, max_leaves=40))
 @settings(max_examples=200, deadline=None)
 def test_values_and_levels_are_counted_as_they_are_and_not_within_strings(value: Any) -> None:
     def levels(node: Any) -> int:

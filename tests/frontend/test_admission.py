@@ -38,6 +38,20 @@ def _one(front: Front, **params: Any) -> AddRequest:
         ([5], {"logit_bias": {-2: 1.0}}, "logit_bias", "-2"),
         ([5], {"stop": "x", "detokenize": False}, "stop", "detokenize"),
         ([5] * 200, {"min_tokens": 100, "max_tokens": None}, "min_tokens", "56"),
+        ([5], {"stop": ["x"] * 65}, "stop", "stop_strings=64"),
+        ([5], {"stop": "x" * 1025}, "stop", "stop_string_chars=1024"),
+        ([5], {"stop": ["x" * 1000] * 9}, "stop", "stop_strings_chars=8192"),
+        ([5], {"stop_token_ids": list(range(257))}, "stop_token_ids", "stop_token_ids=256"),
+        ([5], {"bad_words": ["x"] * 1025}, "bad_words", "bad_words=1024"),
+        ([5], {"bad_words": ["x" * 257]}, "bad_words", "bad_word_chars=256"),
+        ([5], {"bad_words": ["x" * 200] * 100}, "bad_words", "bad_words_chars=16384"),
+        ([5], {"logit_bias": dict.fromkeys(range(4097), 1.0)}, "logit_bias", "logit_bias=4096"),
+        (
+            [5],
+            {"use_beam_search": True, "n": 64, "stop_token_ids": list(range(100))},
+            "best_of",
+            "beam_candidates=2048",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused_by_field(

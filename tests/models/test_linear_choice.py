@@ -16,6 +16,7 @@ from compilation.errors import CompileError
 from engine.models.kernels import BUCKETS, TILES, Plan, decode, encode
 from engine.models.layers import Linear
 from engine.models.linear_choice import choose_linears
+from engine.models.linear_doubts import Measured, doubts
 
 CPU = torch.device("cpu")
 MATVEC, OTHER_MATVEC = Plan(TILES[0]), Plan(TILES[1])
@@ -51,6 +52,7 @@ class FakeTimer:
         self._kernels, self._script = kernels, script
         self.asked = 0
         self.most_copies = 0
+        self.copies_gb_per_s = 1e6
 
     def median_us(self, call: Callable[[int], object], copies: int, size_bytes: int) -> float:
         self.asked += 1
@@ -60,6 +62,9 @@ class FakeTimer:
         assert len({bytes(r.view(torch.uint8).numpy()) for r in results}) == copies  # other weights each time
         made = self._kernels.calls[before:]
         return self._script.get(made[0], 200.0) if made else 100.0
+
+    def copy_gb_per_s(self) -> float:
+        return self.copies_gb_per_s
 
 
 def layers(
@@ -164,6 +169,84 @@ def test_a_file_that_is_not_what_was_written_is_measured_again(how: str, tmp_pat
     _, timer = choose(model, tmp_path, {(OTHER_MATVEC, 1): 80.0})
     assert timer.asked > len(BUCKETS)
     assert model[0].choice == encode({1: OTHER_MATVEC})
+
+
+class UnsteadyTimer(FakeTimer):
+    """As the script says, but for the calls (by number) that are disturbed."""
+
+    def __init__(self, kernels: FakeKernels, disturbed: dict[int, float]) -> None:
+        super().__init__(kernels, {(MATVEC, 1): 80.0})
+        self._disturbed = disturbed
+
+    def median_us(self, call: Callable[[int], object], copies: int, size_bytes: int) -> float:
+        told = super().median_us(call, copies, size_bytes)
+        return told * self._disturbed.get(self.asked, 1.0)
+
+
+def choose_unsteadily(
+    cache_dir: Path, disturbed: dict[int, float], copy_gb_per_s: float = 1e6
+) -> tuple[nn.ModuleList, UnsteadyTimer]:
+    model, kernels = layers(), FakeKernels()
+    timer = UnsteadyTimer(kernels, disturbed)
+    timer.copies_gb_per_s = copy_gb_per_s
+    choose_linears(model, cache_dir, timer=timer, kernels=kernels, material=MATERIAL, least_bytes=0)
+    return model, timer
+
+
+def bandwidths(cache_dir: Path) -> list[float]:
+    (path,) = (cache_dir / "linears").glob("*.json")
+    shapes = json.loads(path.read_text())["shapes"]
+    return [found["gb_per_s"] for rows in shapes.values() for found in rows.values()]
+
+
+WEIGHTS_GB_PER_S = 64 * 2048 * 2 / 100 / 1e3
+"""of the script's 100 µs"""
+
+
+def test_the_bandwidth_that_was_seen_is_kept(tmp_path: Path) -> None:
+    choose(layers(), tmp_path, {(MATVEC, 1): 80.0})
+    assert bandwidths(tmp_path) == pytest.approx([WEIGHTS_GB_PER_S / 0.8, *[WEIGHTS_GB_PER_S] * 4], rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 50.0], ids=["faster than memory", "disturbed"])
+def test_an_implausible_timing_is_made_again_at_once(factor: float, tmp_path: Path) -> None:
+    quiet = choose_unsteadily(tmp_path / "quiet", {}, 2 * WEIGHTS_GB_PER_S)[1].asked
+    disturbed = dict.fromkeys(range(1, 30), factor)  # all of the first bucket's calls
+    model, timer = choose_unsteadily(tmp_path / "loud", disturbed, 2 * WEIGHTS_GB_PER_S)
+    assert timer.asked == 2 * quiet
+    assert model[0].choice == encode({1: MATVEC})
+    assert bandwidths(tmp_path / "loud") == bandwidths(tmp_path / "quiet")
+
+
+def test_what_stays_implausible_serves_with_a_warning_and_is_timed_again_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    always = dict.fromkeys(range(1, 10_000), 1e-3)
+    choose_unsteadily(tmp_path, always, 2 * WEIGHTS_GB_PER_S)
+    assert "implausible" in caplog.text and bandwidths(tmp_path) == []
+    model, timer = choose_unsteadily(tmp_path, {}, 2 * WEIGHTS_GB_PER_S)
+    assert timer.asked > 0 and model[0].choice == encode({1: MATVEC})
+    assert choose_unsteadily(tmp_path, {}, 2 * WEIGHTS_GB_PER_S)[1].asked == 0
+
+
+def measured(*gb_per_s: float, size_bytes: int) -> dict[int, Measured]:
+    us = [size_bytes / each / 1e3 for each in gb_per_s]
+    return {
+        rows: Measured(tile=None, us=t, library_us=t, gb_per_s=g)
+        for rows, t, g in zip(BUCKETS, us, gb_per_s, strict=True)
+    }
+
+
+def test_bandwidths_check_each_other() -> None:
+    large, small = 100 << 20, 1 << 20
+    fine = measured(4000, 3900, 3900, 3800, 3000, size_bytes=large)
+    launched = measured(*[500.0] * 5, size_bytes=small)
+    assert doubts({"large": fine, "small": launched}, 4200.0) == {}
+    assert "where a copy reaches 3000" in doubts({"large": fine}, 3000.0)["large"]
+    one_slow = measured(4000, 3900, 900, 3800, 3000, size_bytes=large)
+    assert "4 rows at 900 GB/s, where others reach 3800" in doubts({"large": one_slow}, 4200.0)["large"]
+    all_slow = measured(*[900.0] * 5, size_bytes=2 * large)
+    assert list(doubts({"huge": all_slow, "large": fine, "small": launched}, 4200.0)) == ["huge"]
 
 
 def test_another_device_has_a_table_of_its_own(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from engine.models.kernels import (
     BUCKETS,
-    KERNELS,
     MAX_ROWS,
     SPLITS,
     TILES,
@@ -26,7 +25,6 @@ from engine.models.kernels import (
 )
 
 HERE = Path(__file__).parent
-TOOL = HERE.parents[1] / "tools" / "compile_triton.py"
 H200_MULTIPROCESSORS = 132
 NEEDED_IN_FLIGHT = 40 << 10
 """bytes per multiprocessor, by Little's law"""
@@ -46,7 +44,7 @@ LAYERS = {  # n, k
 def run(arguments: list[str], **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
@@ -62,22 +60,6 @@ def test_kernels_equal_float64_for_odd_sizes_and_rows_are_independent(kind: str)
     printed = run([str(HERE / "interpret_linear_kernels.py"), kind], TRITON_INTERPRET="1")
     tiles = sum(tile.kind == kind for tile in TILES)
     assert printed.count("equal") == tiles + (2 if kind == "matmul" else 1)
-
-
-def test_every_linear_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    printed = run([str(TOOL), "engine.models.kernels"], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert printed.count("sm_80") == printed.count("sm_90") == len(KERNELS)
-
-
-def test_every_linear_kernel_is_in_the_discovery_table() -> None:
-    pytest.importorskip("triton")
-    code = (
-        "import triton; from engine.models.kernels import device; "
-        "jitted = triton.runtime.jit.JITFunction; "
-        "print(*(n for n, v in vars(device).items() if isinstance(v, jitted) and n[0] != '_'))"
-    )
-    assert set(run(["-c", code], TRITON_INTERPRET="0").split()) == {kernel.name for kernel in KERNELS}
 
 
 def test_weights_move_sixteen_bytes_at_a_time(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from pathlib import Path
 
 import pytest
@@ -78,15 +77,10 @@ def test_float32_logits_and_64_greedy_tokens_equal_transformers(reference: PreTr
     assert greedy(model, PROMPT, 64) == hf_greedy(reference, PROMPT, 64)
 
 
-def test_describing_and_loading_are_quick() -> None:
-    """Bounds with an order of magnitude to spare on a busy machine: gguf's own reader takes 2 s to describe."""
-    path = str(demo_file())
-    start = time.process_time()
-    description = describe(path)
-    described = time.process_time()
+def test_describing_and_loading_do_without_the_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gguf's own takes 2 s to describe."""
+    monkeypatch.delattr("gguf.GGUFReader")
+    description = describe(str(demo_file()))
     model = Decoder(description.spec, dtype=torch.bfloat16, max_position=512)
     size_bytes = load_weights(model, description)
-    loaded = time.process_time()
-    assert described - start < 0.5
-    assert loaded - described < 4.0
     assert size_bytes == 2 * sum(parameter.numel() for parameter in model.parameters()) == 269_030_016

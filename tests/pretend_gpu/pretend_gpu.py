@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -177,6 +178,7 @@ def _torch(machine: Machine) -> list[tuple[Any, str, Any]]:
 def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     import compilation.model as model
     from attention_backends import cuda, cuda_build, toolchain
+    from engine.runner import preflight
 
     def as_host_work(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,6 +202,7 @@ def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     return [
         *kernels.interpreted_launches(machine),
         (cuda_build, "_compile", kernels.emulated_library),
+        (preflight, "PROBES", replace(preflight.PROBES, nvcc=lambda device, cache_dir: None)),
         *compilers,
         *pieces,
     ]

@@ -209,6 +209,8 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         if machine.recording is not None:
             raise RuntimeError("a capture inside a capture")
+        if capture_error_mode == "global":
+            raise RuntimeError("a capture in mode 'global': any call of another thread (a loader, a copy) would end it")
         if pool is not None and not isinstance(pool, tuple):
             raise TypeError(f"not a pool: {pool!r}")
         self._state = "capturing"

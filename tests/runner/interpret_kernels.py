@@ -45,8 +45,8 @@ def buffers(max_tokens: int, max_seqs: int, max_blocks: int) -> InputBuffers:
 
 
 def query_lens(rng: np.random.Generator, n: int, case: int) -> np.ndarray:
-    """Decodes, mixtures, and requests of up to six samples: a fork has no query and samples from the row before it. Where
-    prompts are cached or short, there are fewer tokens than sequences."""
+    """Decodes, mixtures, and requests of up to six samples: a fork has no query and samples from the row before it.
+    Where prompts are cached or short, there are fewer tokens than sequences."""
     if case % 3 == 0:
         return np.ones(n, np.int32)
     longest = 20 if case % 2 else 4

@@ -9,15 +9,7 @@ import pytest
 import sampling_oracle
 import torch
 
-from attention_backends.toolchain import find_compiler
 from engine.sampling.kernels.native import Isa, NativeKernels
-
-
-@pytest.fixture(scope="session")
-def native_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    return tmp_path_factory.mktemp("sampling-kernels")
 
 
 @pytest.fixture(scope="session")

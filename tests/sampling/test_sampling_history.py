@@ -14,6 +14,7 @@ from sampling_oracle import CPU, Table, apply_writes, assert_is_the_draw, proces
 
 from engine.errors import InvalidRequestError
 from engine.sampling import Sampler
+from engine.sampling.masks import BatchEdits, RowEdits, combine, row_edits
 from engine.sampling.penalties import SeenTokens
 from engine.step import RowParams
 
@@ -102,6 +103,10 @@ def greedy(**fields: object) -> RowParams:
     return RowParams(seed=0, temperature=0.0, **fields)
 
 
+def vars_of(edits: RowEdits | BatchEdits) -> list[torch.Tensor]:
+    return [getattr(edits, name) for name in edits.__struct_fields__]
+
+
 def run_greedy(params: RowParams, logits: list[float], steps: int, prompt: list[int]) -> list[int]:
     table = Table(len(logits))
     table.add(0, params, prompt)
@@ -161,3 +166,14 @@ def test_writes_fit_the_tables_and_are_drained_once() -> None:
     assert sampler.drain_writes() == []
     with pytest.raises(ValueError, match="outside the table"):
         sampler.add(4, RowParams(seed=0), [1], 1)
+
+
+def test_bad_words_cost_their_tokens_not_their_number_times_the_longest() -> None:
+    words = [[token, 3] for token in range(200)] + [[5] * 500]
+    edits = row_edits(greedy(bad_words=words), 600, CPU)
+    assert edits is not None
+    held = sum(values.numel() for values in vars_of(edits) if isinstance(values, torch.Tensor))
+    assert held <= 4 * sum(map(len, words))
+    batch = combine([(0, edits), (1, edits)], CPU)
+    assert batch is not None
+    assert sum(values.numel() for values in vars_of(batch)) <= 3 * held

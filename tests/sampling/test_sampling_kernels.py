@@ -40,19 +40,6 @@ def test_triton_sampler_draws_the_tokens_of_the_torch_path(parts: tuple[str, ...
     assert [line.split()[:2] for line in printed.splitlines()] == [[part, "equal"] for part in parts]
 
 
-def test_the_discovery_table_names_every_kernel_and_every_argument() -> None:
-    pytest.importorskip("triton")
-    code = (
-        "import triton; from engine.sampling.kernels import device; "
-        "jitted = triton.runtime.jit.JITFunction; "
-        "print(*(n + ':' + ','.join(v.arg_names) for n, v in vars(device).items() if isinstance(v, jitted)))"
-    )
-    kernels = {line.split(":")[0]: line.split(":")[1].split(",") for line in run(["-c", code]).split()}
-    assert set(kernels) == {kernel.name for kernel in KERNELS}
-    for kernel in KERNELS:
-        assert [*kernel.signature, *kernel.constexprs] == kernels[kernel.name], kernel.name
-
-
 def test_integers_that_change_between_steps_are_not_part_of_the_compiled_code() -> None:
     pytest.importorskip("triton")
     code = (

@@ -102,9 +102,7 @@ def test_a_failing_engine_is_reported_and_the_others_go_on(tmp_path: Path, does:
     bad = engine(tmp_path, "bad", 1, workloads=("W2", "W4"), does={"W2": does})
     good = engine(tmp_path, "good", 1, workloads=("W2",))
     rounds = Rounds([bad, good], Limits(start_s=20, measure_s=1, quiet_wait_s=0))
-    began = time.monotonic()
     rounds.run(["W2", "W4"], 3)
-    assert time.monotonic() - began < 40
     assert [m.engine for m in rounds.measurements] == ["good"] * 3
     assert [f.engine for f in rounds.failures] == ["bad", "bad"]  # then it is left out, of W4 too
     assert reason in rounds.failures[0].reason

@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gpu import launch
+from gpu.bench_engine import VARIANTS, warmed
 from gpu.check_attention import difference
 from gpu.check_graphs import departures
 from gpu.context import load_test_module
 from gpu.device import DryDevice, union_length
-from gpu.parts import PARTS
+from gpu.parts import PARTS, part_named
 from gpu.report import empty_document, problems, read_part, table, write
 from gpu.targets import TARGETS, judge
 from gpu.timing import time_calls, time_replays
@@ -24,7 +30,8 @@ from gpu.workloads import MIXED_OUTPUT_TOKENS, MIXED_PROMPT_TOKENS, mixed, unifo
 from engine.request import CompletionOutput, Logprob, RequestOutput
 
 SUITE = Path(__file__).parents[2] / "tools" / "gpu_suite.py"
-FAST = ("machine", "ceilings", "input-kernels", "engine-0.6b-full")
+FAST = ("machine", "ceilings", "input-kernels", "compile-pieces")
+THEN = "engine-0.6b-full"
 
 
 def run_suite(out: Path, *options: str, timeout_s: float = 240.0) -> tuple[subprocess.CompletedProcess[str], Any]:
@@ -35,19 +42,29 @@ def run_suite(out: Path, *options: str, timeout_s: float = 240.0) -> tuple[subpr
 
 
 @pytest.mark.timeout(300)
-def test_dry_parts_pass_and_every_part_is_reported(tmp_path: Path) -> None:
+def test_dry_parts_pass_every_part_is_reported_and_a_later_run_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    done, document = run_suite(tmp_path, "--only", ",".join(FAST))
-    assert problems(document) == []
-    assert document["dry"] and document["finished"]
+    done, before = run_suite(tmp_path, "--only", ",".join(FAST))
+    assert problems(before) == [] and done.returncode == 0
+    assert before["dry"] and before["finished"]
     for part in PARTS:
-        entry = document["parts"][part.name]
+        entry = before["parts"][part.name]
         assert entry["status"] == ("passed" if part.name in FAST else "not selected"), entry
-    assert document["parts"]["engine-0.6b-full"]["figures"]["decode_step"][0]["step_ms"] > 0
-    assert document["parts"]["engine-0.6b-full"]["figures"]["throughput"][0]["output_tokens"] > 0
+    pieces = compiled_pieces(tmp_path)
+    assert pieces
+    done, document = run_suite(tmp_path, "--only", ",".join((*FAST, THEN)))
+    assert problems(document) == [] and done.returncode == 0
+    assert [line.split()[2] for line in done.stdout.splitlines() if line.endswith(": passed")] == [f"{THEN}:"]
+    assert all(document["parts"][name] == before["parts"][name] for name in FAST)
+    figures = document["parts"][THEN]["figures"]
+    assert figures["decode_step"][0]["step_ms"] > 0 and figures["throughput"][0]["output_tokens"] > 0
+    assert compiled_pieces(tmp_path) == pieces, "what is measured was not what had been compiled for it"
     assert {t["verdict"] for t in document["targets"]} <= {"dry", "not measured"}
-    assert done.returncode == 0
     assert "dry run" in done.stdout.splitlines()[-1]
+
+
+def compiled_pieces(out: Path) -> set[str]:
+    return {path.parent.name for path in (out / "cache" / "pieces").glob("*/manifest.json")}
 
 
 @pytest.mark.timeout(120)
@@ -58,6 +75,101 @@ def test_parts_that_time_is_too_short_for_are_reported_as_skipped(tmp_path: Path
         assert document["parts"][name]["status"] == "skipped"
         assert document["parts"][name]["reason"] == "no time"
     assert done.returncode == 0
+
+
+def test_every_engine_part_has_its_pieces_compiled_before_it() -> None:
+    names = [part.name for part in PARTS]
+    for name, variant in VARIANTS.items():
+        assert names.index("compile-pieces") < names.index(name)
+        assert any(
+            (one.shape, one.graphs == "none") == (variant.shape, variant.graphs == "none") for one in warmed()
+        ), name
+
+
+FAKE_PART = """
+import json, pathlib, sys, time
+out, name = pathlib.Path(sys.argv[1]), sys.argv[3]
+with (out / "asked").open("a") as asked:
+    asked.write(name + "\\n")
+with (out / "parts" / f"{name}.jsonl").open("a") as lines:
+    lines.write(json.dumps({"check": "a", "problem": None}) + "\\n")
+    lines.flush()
+    doing = json.loads((out / "doing.json").read_text()).get(name, "passes")
+    if doing == "hangs":
+        time.sleep(600)
+    if doing == "crashes":
+        sys.exit(3)
+    lines.write(json.dumps({"end": "passed", "reason": ""}) + "\\n")
+"""
+
+
+class FakeSuite:
+    """Three quick parts, run by a script that does as it is told."""
+
+    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out = out
+        (out / "part.py").write_text(FAKE_PART)
+        parts = [replace(part_named(name), need_s=0.0, limit_s=60.0) for name in ("machine", "models", "sampler")]
+        monkeypatch.setattr(launch, "chosen", lambda only: parts)
+
+    def run(self, doing: dict[str, str], minutes: float = 5.0, sources: str = "one") -> tuple[list[str], Any]:
+        """The parts that were started, and the document."""
+        (self.out / "doing.json").write_text(json.dumps(doing))
+        (self.out / "asked").write_text("")
+        settings = launch.Settings(self.out / "part.py", self.out, self.out, False, None, minutes, sources)
+        with suppress(SystemExit):
+            launch.Suite(settings).run()
+        return (self.out / "asked").read_text().split(), json.loads((self.out / "gpu_suite.json").read_text())
+
+
+@pytest.fixture
+def fake_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSuite:
+    return FakeSuite(tmp_path, monkeypatch)
+
+
+def statuses(document: Any) -> list[str]:
+    return [document["parts"][name]["status"] for name in ("machine", "models", "sampler")]
+
+
+def test_a_suite_that_is_cut_off_keeps_what_it_has_and_the_next_goes_on(
+    fake_suite: FakeSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        path = fake_suite.out / "parts" / "models.jsonl"
+        if path.is_file() and path.read_text():
+            raise SystemExit  # as SIGTERM does
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    asked, document = fake_suite.run({"models": "hangs"})
+    assert asked == ["machine", "models"] and statuses(document) == ["passed", "cut off", "not run yet"]
+    assert document["parts"]["models"]["checks"]["passed"] == 1 and not document["finished"]
+    assert problems(document) == []
+    monkeypatch.setattr(launch, "time", time)
+    asked, document = fake_suite.run({})
+    assert asked == ["models", "sampler"] and statuses(document) == ["passed"] * 3
+    assert document["finished"] and document["runs"] == 2
+    assert fake_suite.run({})[0] == []
+
+
+def test_a_suite_whose_time_is_over_ends_its_parts_and_the_next_goes_on(fake_suite: FakeSuite) -> None:
+    asked, document = fake_suite.run({"models": "hangs"}, minutes=(launch.REPORT_S + 3) / 60)
+    assert asked[:2] == ["machine", "models"] and statuses(document)[:2] == ["passed", "cut off"]
+    assert "left" in table(document).splitlines()[-1]
+    assert statuses(fake_suite.run({})[1]) == ["passed"] * 3
+
+
+def test_a_part_that_crashes_has_a_second_chance_and_no_third(fake_suite: FakeSuite) -> None:
+    for again in (["machine", "models", "sampler"], ["models"], []):
+        asked, document = fake_suite.run({"models": "crashes"})
+        assert asked == again and statuses(document) == ["passed", "crashed", "passed"]
+
+
+def test_what_another_tree_has_found_is_not_gone_on_with(fake_suite: FakeSuite) -> None:
+    fake_suite.run({})
+    asked, document = fake_suite.run({}, sources="another")
+    assert len(asked) == 3 and document["runs"] == 1
+    assert (fake_suite.out / "gpu_suite.before.json").is_file()
 
 
 def test_an_unknown_part_is_named_before_anything_runs(tmp_path: Path) -> None:

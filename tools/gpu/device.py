@@ -106,7 +106,7 @@ class CudaDevice(Device):
             function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             function()
         return graph.replay
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from compilation.behind import CompileJob
+from compilation.interface import CompileReport
 from engine import LLM
 from engine.config import EngineArgs, EngineConfig
 from engine.core.loop import CoreLoop
@@ -74,6 +75,11 @@ class TimedRunner:
     def compiles_after_ready(self) -> int:
         return self.inner.compiles_after_ready()
 
+    def compile_report(self) -> CompileReport:
+        """Of the pieces that steps run; zeros where they run the model itself."""
+        compiled = self.inner.compiled
+        return CompileReport(0, 0, 0, 0, 0.0) if compiled is None else compiled.report
+
     def kv_caches(self) -> list[torch.Tensor]:
         """Every layer's cache, to be poisoned between steps."""
         return list(self.inner._attention._kv_caches)  # a probe looks inside; nothing else may
@@ -105,7 +111,14 @@ class ProbeClient:
         self.loop.inbox.put(message)
 
     def wait_compiled(self) -> None:
-        """At once: on a GPU pieces are compiled before the core serves."""
+        """Without graphs pieces are compiled while the core serves, and put in by the runner's thread."""
+        changed = threading.Event()
+        self._executor.watch_compilation(changed.set)
+        changed.wait()
+
+    def compile_problem(self) -> str | None:
+        """Why steps do not run compiled pieces although they should."""
+        return "they failed; the log says why" if self._executor.compile_state() == "failed" else None
 
     def recv(self) -> StepOutputs:
         while self.loop.has_work:

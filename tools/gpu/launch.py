@@ -1,6 +1,7 @@
 """Runs the parts, each in a process of its own with a limit, so that a failure, a crash or a hang costs one part.
 
-The document is written after every part; a suite that is ended from outside has lost only what was running.
+The document is written after every part, and a later run into the same folder goes on where it ended: what it has is
+not run again. A suite that is ended from outside has lost only what was running, and keeps what that had found.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from gpu.parts import STAGES, Part, chosen
-from gpu.report import Document, empty_document, read_part, table, write
+from gpu.report import Document, document_of_before, is_done, read_part, table, write
 
 TOGETHER, TOGETHER_DRY = 6, 2
 """parts at once in a stage that times nothing, and in any stage of a dry run"""
-CHECKS_SHARE = 0.42
-"""of all time, by which checking ends where there is something to measure"""
 POLL_S = 0.1
 REPORT_S = 2.0
 """kept back for the report"""
@@ -38,12 +38,16 @@ class Settings:
     dry: bool
     only: str | None
     minutes: float
+    sources: str
+    """hash of the tree: what another one found is not gone on with"""
 
 
 class Running:
     """One part's process."""
 
-    def __init__(self, part: Part, settings: Settings, limit_s: float) -> None:
+    def __init__(self, part: Part, settings: Settings, left_s: float) -> None:
+        limit_s = min(part.limit_s, left_s)
+        self._short = left_s < part.limit_s
         folder = settings.out / "parts"
         self.part = part
         self.lines, self.log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
@@ -69,7 +73,11 @@ class Running:
         if code is None and seconds < self._limit_s:
             return None
         self.end()
-        return read_part(self.part, self.lines, code, self.log, seconds)
+        return self.entry(code, self._short)
+
+    def entry(self, code: int | None, short: bool) -> Document:
+        """What its process has written. `short`: it was given less than its own limit, or ended before that."""
+        return read_part(self.part, self.lines, code, self.log, time.monotonic() - self._started, short)
 
     def end(self) -> None:
         """End the process and those that it started."""
@@ -87,38 +95,37 @@ class Suite:
         self._began = time.monotonic()
         self._end = self._began + 60 * settings.minutes - REPORT_S
         self._path = settings.out / "gpu_suite.json"
-        self.document = empty_document(settings.dry, settings.minutes, time.strftime("%Y-%m-%dT%H:%M:%S"))
-        self._chosen = chosen(settings.only)
-        names = {part.name for part in self._chosen}
-        for name, entry in self.document["parts"].items():
-            entry["status"] = "not run yet" if name in names else "not selected"
-            entry["reason"] = "the suite was ended before" if name in names else ""
+        self.document = document_of_before(self._path, settings.dry, settings.minutes, settings.sources)
+        self._spent_before = float(self.document["seconds"])
+        self._chosen = [part for part in chosen(settings.only) if not is_done(self.document["parts"][part.name])]
+        for part in self._chosen:
+            entry = self.document["parts"][part.name]
+            if entry["status"] in ("not run yet", "not selected", "skipped"):
+                entry["status"], entry["reason"] = "not run yet", "the suite was ended before"
 
     def run(self) -> Document:
         (self._settings.out / "parts").mkdir(parents=True, exist_ok=True)
-        measures = any(part.stage == "measure" for part in self._chosen)
+        self._save()
         for stage, together in STAGES:
             parts = [part for part in self._chosen if part.stage == stage]
-            until = self._end
-            if stage != "measure" and measures and not self._settings.dry:
-                until = min(until, self._began + CHECKS_SHARE * 60 * self._settings.minutes)
+            parts.sort(key=lambda part: self.document["parts"][part.name]["attempts"])  # what hung once comes last
             at_once = TOGETHER if together else 1
-            self._run_stage(parts, TOGETHER_DRY if self._settings.dry else at_once, until)
+            self._run_stage(parts, TOGETHER_DRY if self._settings.dry else at_once)
         self.document["finished"] = True
         self._save()
         return self.document
 
-    def _run_stage(self, parts: list[Part], at_once: int, until: float) -> None:
+    def _run_stage(self, parts: list[Part], at_once: int) -> None:
         waiting, running = list(parts), list[Running]()
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
                     part = waiting.pop(0)
-                    left = until - time.monotonic()
-                    if left < part.need_s:
+                    left = self._end - time.monotonic()
+                    if left >= part.need_s:
+                        running.append(Running(part, self._settings, left))
+                    elif self.document["parts"][part.name]["attempts"] == 0:  # else that stays
                         self._report(part, {"status": "skipped", "reason": "no time"})
-                    else:
-                        running.append(Running(part, self._settings, min(part.limit_s, left)))
                 for each in list(running):
                     entry = each.poll()
                     if entry is not None:
@@ -126,25 +133,33 @@ class Suite:
                         self._report(each.part, entry)
                 time.sleep(POLL_S)
         finally:
-            for each in running:
+            for each in running:  # ended from outside
                 each.end()
+                self._report(each.part, each.entry(None, short=True))
 
     def _report(self, part: Part, entry: Document) -> None:
-        self.document["parts"][part.name].update(entry)
+        attempts = self.document["parts"][part.name]["attempts"] + entry.get("attempts", 0)
+        self.document["parts"][part.name].update(entry | {"attempts": attempts})
         if "reason" in entry and entry["status"] == "passed":
             self.document["parts"][part.name]["reason"] = ""
         self._save()
         print(f"{self.document['seconds']:6.0f} s  {part.name}: {entry['status']}", flush=True)
 
     def _save(self) -> None:
-        self.document["seconds"] = round(time.monotonic() - self._began, 1)
+        self.document["seconds"] = round(self._spent_before + time.monotonic() - self._began, 1)
         write(self.document, self._path)
 
 
 def run_suite(settings: Settings) -> int:
     """Exit status: 1 where a part failed or a target was missed."""
+    signal.signal(signal.SIGTERM, _leave)
     document = Suite(settings).run()
     print()
     print(table(document), flush=True)
     failed = any(part["status"] in ("failed", "crashed", "timeout") for part in document["parts"].values())
     return int(failed or any(target["verdict"] == "fail" for target in document["targets"]))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """What runs is ended and reported on the way out."""
+    sys.exit(128 + number)

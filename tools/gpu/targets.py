@@ -34,7 +34,7 @@ def _failed_correctness(document: Document, figures: Figures) -> float | None:
     """Parts that failed, or did not come to an end; None while one was not run at all."""
     parts = [p for p in document["parts"].values() if p["kind"] == "correctness"]
     bad = sum(p["status"] in ("failed", "crashed", "timeout") for p in parts)
-    unknown = any(p["status"] in ("skipped", "not selected") or _cut_short(p) for p in parts)
+    unknown = any(p["status"] in ("skipped", "not selected", "not run yet", "cut off") or _cut_short(p) for p in parts)
     native = [document["parts"][name]["status"] for name in ("attention-cuda", "graph-modes", "models")]
     return float(bad) if bad or not (unknown or "unavailable" in native) else None
 
@@ -107,7 +107,7 @@ TARGETS: tuple[Target, ...] = (
     Target("256 x 1,024/1,024 on the 8B shape", "at least", 9000, "output tokens/s", _throughput),
     Target("graphs of the 8B shape", "at most", 1.0, "GiB", _graph_bytes),
     Target("hidden waits in a steady decode step", "at most", 0, "modes with one", _hidden_waits),
-    Target("the whole suite", "at most", 540, "s", lambda d, _: d["seconds"]),
+    Target("the whole suite, over its runs", "at most", 1620, "s", lambda d, _: d["seconds"]),
 )
 
 

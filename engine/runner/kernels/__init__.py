@@ -23,7 +23,7 @@ class StepSizes:
     padded_seqs: int
     padded_tokens: int
     max_query_len: int
-    """longest real query. Counts do not tell: a fork has none, so n - 1 of a request's n sequences may be without one"""
+    """longest real query. Counts do not tell: a fork has none, so there may be fewer tokens than sequences"""
     padded_query_len: int = 0
     """query tokens of each padded sequence: 1 where every sequence has one (a full decode graph), else 0"""
     one_token_each: bool = False

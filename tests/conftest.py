@@ -1,0 +1,70 @@
+"""For every room: covering arrays and few examples by default, full grids and many examples with --exhaustive; native
+code for tests, which all workers and all runs share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from attention_backends.toolchain import default_cache_dir, find_compiler
+
+# Before torch is loaded. Workers share the CPUs: small tensors need no second thread, and one that waits must not spin.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+TOO_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("fast", max_examples=50, deadline=None, suppress_health_check=TOO_SLOW)
+settings.register_profile("exhaustive", max_examples=1000, deadline=None, suppress_health_check=TOO_SLOW)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="full grids, and many examples of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("exhaustive" if config.getoption("exhaustive") else "fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --exhaustive: of a test marked `pairwise` the cases that `covering` chooses, for each value of what the
+    marker names; nothing of what is marked `exhaustive`."""
+    if config.getoption("exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    grids: dict[object, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("pairwise")
+        if marker is not None and isinstance(item, pytest.Function) and item not in left_out:
+            apart = tuple(item.callspec.indices[name] for name in marker.args)
+            grids[item.path, item.originalname, apart].append(item)
+    for cases in grids.values():
+        kept = covering([item.callspec.indices.items() for item in cases])
+        left_out += [item for place, item in enumerate(cases) if place not in kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def covering(cases: Sequence[Iterable[object]]) -> set[int]:
+    """Places of a few cases that together hold every pair of values that any case holds; greedily found."""
+    pairs = [set(itertools.combinations(list(case), 2)) or {tuple(case)} for case in cases]
+    missing = set().union(*pairs)
+    kept: set[int] = set()
+    while missing:
+        best = max(range(len(pairs)), key=lambda place: len(pairs[place] & missing))
+        kept.add(best)
+        missing -= pairs[best]
+    return kept
+
+
+@pytest.fixture(scope="session")
+def native_cache() -> Path:
+    """Where kernels are built: found by the hash of their sources, flags and compilers, and built under a lock."""
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    return default_cache_dir()
