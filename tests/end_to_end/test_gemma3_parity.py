@@ -11,8 +11,8 @@ from oracle import GreedyOracle, first_difference
 from engine import LLM, SamplingParams
 from engine.models.description import describe
 
-COUNT = 32
-LENGTHS = (1600, 40)
+COUNT = 24
+LENGTHS = (1100, 40)
 
 
 @pytest.mark.slow

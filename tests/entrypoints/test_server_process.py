@@ -110,7 +110,7 @@ def test_a_core_that_dies_ends_the_process_with_its_cause(tiny_server_model: Pat
     with process(tiny_server_model, "die_at=1") as (server, base, log):
         reply = httpx.post(f"{base}/v1/completions", json={"prompt": "x"}, timeout=20)
         assert reply.status_code == 500 and reply.json()["error"]["code"] == "engine_dead"
-        assert server.wait(timeout=15) == 1
+        assert server.wait(timeout=30) == 1
         time.sleep(0.2)
         assert any("the core was killed by the script" in line for line in log), log
 
@@ -133,22 +133,23 @@ def test_a_broken_connection_frees_its_request(tiny_server_model: Path) -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
             time.sleep(0.3)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         wanted = 'pageloom_request_success_total{finished_reason="abort",model_name="tiny"} 1.0'
         while wanted not in httpx.get(f"{base}/metrics", timeout=5).text:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
 
-def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_a_taken_port_is_told_before_the_model_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     from entrypoints.serve import main
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        started = time.monotonic()
         assert main([str(tmp_path / "no-model"), "--port", str(taken.getsockname()[1])]) == 1
-        assert time.monotonic() - started < 10
+    assert "in use" in caplog.text + capsys.readouterr().err
 
 
 def test_sockets_send_tokens_without_waiting_for_acknowledgements() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from cache_model import GONE, CacheModel, Seq, held
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -385,14 +385,12 @@ RARE = ("block found on the host", "swapped append with a copy", "swapped group 
 RARE += ("last block kept", "swap out refused", "append of a block")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_block_leaks_in_100_000_steps() -> None:
+def test_no_block_leaks_in_thousands_of_steps(pytestconfig: pytest.Config) -> None:
     done: Counter[str] = Counter()
-    few = settings(
-        max_examples=250, stateful_step_count=150, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    while sum(done[name] for name in RULES) < 100_000:
+    wanted = 100_000 if pytestconfig.getoption("exhaustive") else 15_000
+    few = settings(max_examples=100, stateful_step_count=150)
+    while sum(done[name] for name in RULES) < wanted:
         run_state_machine_as_test(lambda: KVCacheMachine(done), settings=few)
     print(f"{sum(done[name] for name in RULES)} steps:", ", ".join(f"{done[name]} x {name}" for name in sorted(done)))
-    assert all(done[name] >= 50 for name in RARE)
+    assert all(done[name] >= wanted / 2000 for name in RARE), "every rare case was met"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying_executor import POISON, generate, search
 from scheduler_loop import Loop
@@ -135,7 +135,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
     raise AssertionError("requests starve")
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4 * settings.default.max_examples)
 @given(loop=loops(), work=jobs())
 @pytest.mark.timeout(120)
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
