@@ -131,9 +131,6 @@ def test_a_failed_compilation_is_told_and_serving_goes_on(
     assert executor.collect().token_ids == [1]
 
 
-<<<<<<< HEAD
-@pytest.mark.timeout(120)
-=======
 def test_pieces_that_failed_before_serving_are_told_too() -> None:
     class RunnerWithoutPieces(FakeRunner):
         def warm_up(self) -> WarmUpReport:
@@ -148,8 +145,7 @@ def test_pieces_that_failed_before_serving_are_told_too() -> None:
         executor.close()
 
 
-@pytest.mark.timeout(60)
->>>>>>> gpu/main
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's priority and its children are Linux'")
 def test_compilers_run_at_a_low_priority_and_end_with_the_engine(
     started: Callable[[CompilingRunner], InProcessExecutor],
