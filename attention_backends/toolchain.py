@@ -75,7 +75,7 @@ def build_once(target: Path, make: Callable[[Path], Path]) -> None:
 
     Processes that build the same target wait for the first one.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if target.exists():
         return
     with _locked(target.with_suffix(".lock")):

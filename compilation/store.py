@@ -13,31 +13,15 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compilation.errors import CompileError
+from compilation.directory import trusted_directory
 from compilation.key import KeyMaterial, digest
 
 MANIFEST = "manifest.json"
-
-
-def trusted_directory(path: Path) -> Path:
-    """Create `path` for this user only, or check that nobody else may write it. Raises CompileError if it is not so."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise CompileError(f"cache directory {path} cannot be used: {error}; set another cache_dir") from error
-    if status.st_uid != os.geteuid():
-        raise CompileError(f"cache directory {path} belongs to user {status.st_uid} and is not trusted; set cache_dir")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.filemode(status.st_mode)
-        raise CompileError(f"cache directory {path} is writable by others ({mode}); chmod go-w it, or set cache_dir")
-    return path
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from compilation.behind import THREAD_PREFIX, CompileStoppedError, check_stop
+from compilation.directory import trusted_directory
 from compilation.key import compiler_identity, cpu_identity
-from compilation.store import locked, trusted_directory, write_atomically
+from compilation.store import locked, write_atomically
 
 log = logging.getLogger(__name__)
 

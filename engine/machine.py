@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 from pathlib import Path
@@ -11,6 +12,9 @@ import msgspec
 import psutil
 
 from engine.config import Device
+from engine.cuda_versions import driver_problem, driver_version, runtime_version
+
+logger = logging.getLogger(__name__)
 
 
 class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """main memory, cut to the container's limit"""
     cuda: tuple[CudaDevice, ...] = ()
     """empty also when nobody asked for a GPU (`probe_machine("cpu")`)"""
+    cuda_problem: str | None = None
+    """why a driver that is there gives no device"""
     home: str
     """absolute; caches live below it"""
     working_directory: str
@@ -34,10 +40,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe_machine(device: Device = "auto") -> Machine:
     """Read this machine. Torch is imported only where a GPU is possible, because the import alone takes seconds."""
+    cuda = () if device == "cpu" else _cuda_devices()
+    problem = None if cuda or device == "cpu" else driver_problem(driver_version(), runtime_version())
+    if problem is not None and device == "auto":
+        logger.warning("device='auto' takes the CPU, because %s", problem)
     return Machine(
         physical_cores=_physical_cores(),
         memory_bytes=_memory_bytes(),
-        cuda=() if device == "cpu" else _cuda_devices(),
+        cuda=cuda,
+        cuda_problem=problem,
         home=str(Path.home()),
         working_directory=str(Path.cwd()),
     )

@@ -135,7 +135,8 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
     else:
         kind = args.device
     if kind == "cuda" and not machine.cuda:
-        raise ConfigError("device='cuda', but torch finds no CUDA device here; set device='cpu' or 'auto'")
+        why = f" ({machine.cuda_problem})" if machine.cuda_problem else ""
+        raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
     _check_cores(args)
     if kind == "cuda" and args.cores is not None:
         raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")

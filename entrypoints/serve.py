@@ -81,14 +81,6 @@ def _origins(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("engine-serve: interrupted", file=sys.stderr)
-        return 130
-
-
-def _run(options: argparse.Namespace) -> int:
     import asyncio
 
     from engine.errors import EngineError
@@ -102,6 +94,8 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     except asyncio.CancelledError:  # SIGTERM while starting
         return 143
+    except KeyboardInterrupt:
+        return 130
 
 
 async def _serve(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from engine.core.loop import STATS_CHANGED, CoreLoop, Inbox
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
 from engine.executor.interface import Executor
-from engine.executor.kernels_ahead import build_ahead
+from engine.executor.kernels_ahead import build_ahead, check_cache
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import human, memory_ledger
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
@@ -30,6 +30,7 @@ def load_executor(name: str, config: EngineConfig) -> Executor:
     if not module or not attribute:
         raise ConfigError(f"executor must read 'module:callable', got {name!r}")
     if name == DEFAULT_EXECUTOR:
+        check_cache(config)
         build_ahead(config)
     factory = cast(Callable[[EngineConfig], Executor], getattr(importlib.import_module(module), attribute))
     return factory(config)

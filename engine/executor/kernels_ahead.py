@@ -15,7 +15,10 @@ from typing import Protocol, cast
 from attention_backends import native_build
 from attention_backends.native_build import NativeSources
 from attention_backends.toolchain import BuildError
+from compilation.directory import trusted_tree
+from compilation.errors import CompileError
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,15 @@ DESCRIPTIONS = ("attention_backends.build", "engine.cpu_kernels.build", "engine.
 
 class _Describes(Protocol):
     def sources(self) -> NativeSources: ...
+
+
+def check_cache(config: EngineConfig) -> None:
+    """Before any library is built into the cache directory or loaded from it: that nobody else may write there. Raises
+    `ConfigError`."""
+    try:
+        trusted_tree(Path(config.compile.cache_dir))
+    except CompileError as error:
+        raise ConfigError(f"{error} (--cache-dir)") from error
 
 
 def build_ahead(config: EngineConfig) -> None:

@@ -34,7 +34,7 @@ def check_name(name: object, field: str, limits: Limits) -> str:
     """Of a request or a prefix. Raises `InvalidRequestError`."""
     text = check_text(name, field)
     if not text:
-        raise InvalidRequestError(f"{field} must not be empty", field)
+        raise InvalidRequestError(f"{field} must be a string that is not empty", field)
     limits.check("name_chars", len(text), field)
     return text
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compilation.store import locked, trusted_directory, write_atomically
+from compilation.directory import trusted_directory
+from compilation.store import locked, write_atomically
 from engine.models.kernels import BUCKETS, SPLITS, TILES, LinearKernels, Plan, device_kernels, encode, plans_for
 from engine.models.layers import Linear
 from engine.models.linear_doubts import Measured, doubts

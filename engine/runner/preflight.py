@@ -20,8 +20,9 @@ import torch
 from attention_backends.cuda_build import NVCC_FLAGS, find_cached, find_nvcc
 from attention_backends.flashinfer_library import why_missing
 from attention_backends.toolchain import build_once, hash_of, run, version_hash
-from compilation.store import trusted_directory
+from compilation.directory import trusted_directory
 from engine.config import EngineConfig
+from engine.cuda_versions import Version, dotted, driver_problem, driver_version, runtime_version
 from engine.errors import ConfigError
 from engine.runner.kernels import select_kernels
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER = 42
 COMPILE_TIMEOUT_S = 60
-_MAX_CAUSE = 300
+_MAX_LINE = 200
 _SOURCE = """
 __global__ void answer(int* to) { *to = 42; }
 extern "C" __attribute__((visibility("default"))) const char* pageloom_answer(int* to, void* stream) {
@@ -38,8 +39,6 @@ extern "C" __attribute__((visibility("default"))) const char* pageloom_answer(in
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 """
-
-Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,10 @@ def check_device(config: EngineConfig, device: torch.device, probes: Probes | No
     warning where another backend may serve."""
     probes = probes or PROBES
     driver, runtime = probes.driver(), probes.runtime()
-    if driver is not None and runtime is not None and driver[0] < runtime[0]:
-        raise ConfigError(
-            f"device='cuda': the NVIDIA driver serves CUDA up to {_dotted(driver)}, torch was built for "
-            f"{_dotted(runtime)}: update the driver, or install torch for CUDA {driver[0]}"
-        )
+    if (problem := driver_problem(driver, runtime)) is not None:
+        raise ConfigError(f"device='cuda': {problem}")
     older = driver is not None and runtime is not None and driver < runtime
-    hint = f"the driver serves CUDA {_dotted(driver)}, torch was built for {_dotted(runtime)}; " if older else ""
+    hint = f"the driver serves CUDA {dotted(driver)}, torch was built for {dotted(runtime)}; " if older else ""
     problems = []
     if (error := _failure(lambda: probes.triton(device))) is not None:
         header = probes.missing_header()
@@ -94,29 +90,13 @@ def check_device(config: EngineConfig, device: torch.device, probes: Probes | No
 
 
 def _failure(trial: Callable[[], None]) -> str | None:
-    """What went wrong, in one line: the last ones of a compiler's output say most."""
+    """What went wrong, in one line: a compiler's first one is its command, the last ones say most."""
     try:
         trial()
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = " | ".join([*lines[:1], *lines[-2:]] if len(lines) > 3 else lines)
-        return f"{type(error).__name__}: {said[:_MAX_CAUSE]}"
+        return f"{type(error).__name__}: {' | '.join(line[:_MAX_LINE] for line in lines[-2:])}"
     return None
-
-
-def _dotted(version: Version | None) -> str:
-    return "unknown" if version is None else f"{version[0]}.{version[1]}"
-
-
-def _driver_version() -> Version | None:
-    ask: Callable[[], int] | None = getattr(torch._C, "_cuda_getDriverVersion", None)
-    version = 0 if ask is None else int(ask())
-    return (version // 1000, version % 1000 // 10) if version else None
-
-
-def _runtime_version() -> Version | None:
-    parts = (torch.version.cuda or "").split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) >= 2 else None
 
 
 def _missing_header() -> Path | None:
@@ -166,8 +146,8 @@ def _check(found: object, wanted: object) -> None:
 
 
 PROBES = Probes(
-    driver=_driver_version,
-    runtime=_runtime_version,
+    driver=driver_version,
+    runtime=runtime_version,
     missing_header=_missing_header,
     triton=_try_triton,
     nvcc=_try_nvcc,

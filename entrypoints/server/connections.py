@@ -17,7 +17,8 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.limits import Limits
 from entrypoints.server.errors import error_body
@@ -91,6 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._head_bytes = 0
         self._refusal: tuple[int, str] | None = None
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -252,10 +254,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
         self.flow.resume_reading()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def _disconnect_application(self) -> None:
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        """Whatever still works for this connection must not write to it; not only the newest request."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.waiting_for_100_continue = False
+                cycle.message_event.set()
 
 
 def _answer(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> bytes:

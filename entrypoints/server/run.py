@@ -29,7 +29,7 @@ import uvloop
 from fastapi import FastAPI
 
 from engine import AsyncEngine
-from engine.errors import ConfigError, CoreDiedError
+from engine.errors import ConfigError, CoreDiedError, EngineError
 from entrypoints.server.api_key import take_api_key
 from entrypoints.server.app import create_app
 from entrypoints.server.connections import Connections, make_room, protocol_of
@@ -164,9 +164,10 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
     status. Of `options` it reads api_key, api_key_file, allowed_origins, shutdown_timeout, pinned_prefixes and
     log_level."""
+    signals: list[int] = []
     try:
         api_key = take_api_key(options.api_key, options.api_key_file)
-        with _signals_abandon(engine):
+        with _signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
@@ -178,6 +179,11 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
         if server.signalled:
             _leave_within(_LEAVE_S, status)
         return status
+    except (asyncio.CancelledError, EngineError):
+        if not signals:
+            raise
+        logger.info("ended by %s while starting", signal.Signals(signals[0]).name)
+        return 128 + signals[0]
     finally:
         await engine.shutdown()
 
@@ -206,9 +212,9 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
 
 
 @contextmanager
-def _signals_abandon(engine: AsyncEngine) -> Iterator[None]:
-    """While the engine starts, SIGTERM and Ctrl-C kill the core and cancel this task. Threads may be importing or
-    reading files meanwhile, and are not waited for."""
+def _signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
+    """While the engine starts, SIGTERM and Ctrl-C are noted, kill the core and cancel this task. Threads may be
+    importing or reading files meanwhile, and are not waited for."""
     task = asyncio.current_task()
     if task is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -216,6 +222,7 @@ def _signals_abandon(engine: AsyncEngine) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def abandon(number: int, _: FrameType | None) -> None:
+        signals.append(number)
         engine.abandon()
         _leave_within(_LEAVE_S, 128 + number)
         loop.call_soon_threadsafe(task.cancel)

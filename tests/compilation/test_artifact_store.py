@@ -14,9 +14,10 @@ import pytest
 import torch
 from toy_llama import ToyLlama, batch, compiled, eager
 
+from compilation.directory import trusted_directory, trusted_tree
 from compilation.errors import CompileError
 from compilation.key import digest, environment_material
-from compilation.store import ArtifactStore, trusted_directory
+from compilation.store import ArtifactStore
 
 MATERIAL = {"graph": "a graph", "torch": "a version"}
 
@@ -79,6 +80,24 @@ def test_directories_that_others_may_write_are_refused_and_new_ones_are_private(
     created.chmod(0o777)
     with pytest.raises(CompileError, match="writable by others"):
         ArtifactStore(created)
+
+
+def test_a_cache_is_as_trusted_as_each_directory_in_it(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    trusted_tree(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    kernels = trusted_directory(cache / "attention-cpu")
+    (cache / "file").write_text("")
+    trusted_tree(cache)
+    for open_to_others in (kernels, cache):
+        for mode in (0o720, 0o702):
+            open_to_others.chmod(mode)
+            with pytest.raises(CompileError, match="writable by others"):
+                trusted_tree(cache)
+        open_to_others.chmod(0o755)
+    trusted_tree(cache)
+    (tmp_path / "file").write_text("")
+    trusted_tree(tmp_path / "file" / "nowhere")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -205,15 +206,19 @@ def test_what_is_not_http_is_400() -> None:
     run(scenario)
 
 
-def test_only_so_many_requests_wait_behind_one() -> None:
+def test_only_so_many_requests_wait_behind_one(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(door: Door, app: Recorder) -> None:
         wait = GET.replace(b"/x", b"/wait")
         few = await door.connect(wait + GET * MAX_PIPELINED)
         assert "wait on a connection" in await refused(await door.connect(wait + GET * (MAX_PIPELINED + 1)), 400)
+        late = await door.connect(wait + GET + b"garbage \x00")
+        assert await refused(late, 400)
         app.released.set()
         assert [(await few.answer())[0] for _ in range(MAX_PIPELINED + 1)] == [200] * (MAX_PIPELINED + 1)
 
-    run(scenario)
+    with caplog.at_level(logging.ERROR):
+        run(scenario)
+    assert not caplog.records, "no application wrote to a connection that was refused"
 
 
 def test_the_longest_silent_connection_gives_way_and_none_that_is_owed_an_answer() -> None:

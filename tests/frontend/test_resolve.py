@@ -35,6 +35,12 @@ def _resolve(model: ModelDescription, *cuda: CudaDevice, **settings: Any) -> Eng
     return resolve(EngineArgs(model="models/tiny-llama", **settings), model, machine(*cuda))
 
 
+def test_why_there_is_no_gpu_is_said_where_one_was_asked_for(model: ModelDescription) -> None:
+    without = msgspec.structs.replace(machine(), cuda_problem="the driver is too old")
+    with pytest.raises(ConfigError, match=r"no CUDA device here \(the driver is too old\); set device='cpu'"):
+        resolve(EngineArgs(model="models/tiny-llama", device="cuda"), model, without)
+
+
 def test_defaults_on_a_cpu(model: ModelDescription) -> None:
     config = _resolve(model)
     assert (config.device.kind, config.device.threads, config.model.dtype) == ("cpu", 4, "bfloat16")

@@ -14,7 +14,8 @@ import torch
 from plan_driver import config
 
 from attention_backends.cuda_build import find_nvcc
-from engine.config import EngineConfig
+from engine import machine
+from engine.config import Device, EngineConfig
 from engine.errors import ConfigError
 from engine.runner import loading, preflight
 from engine.runner.preflight import Probes, check_device
@@ -65,7 +66,7 @@ def test_a_driver_older_than_the_runtime_is_named_before_anything_is_tried(tmp_p
 
 
 def test_each_thing_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    page = "\n".join(["gcc failed:", *("a line of a compiler" for _ in range(50)), "fatal error: Python.h"])
+    page = "\n".join(["gcc failed: " + 2000 * "-I ", *("a line" for _ in range(50)), "fatal error: Python.h"])
     header = Path("/usr/include/python3.11/Python.h")
     lines = refusal(
         on_cuda(tmp_path), triton=fails(page), missing_header=lambda: header, nvcc=fails("no CUDA compiler (nvcc)")
@@ -115,3 +116,17 @@ def test_the_trial_kernel_compiles_once_and_what_stops_it_is_the_missing_device(
         (library,) = (tmp_path / "preflight").glob("*.so")
         written = library.stat().st_mtime_ns
     assert library.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto", "cpu"])
+def test_a_machine_whose_driver_is_too_old_says_so_where_a_gpu_was_wanted(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch finds no device then, and does not say why."""
+    monkeypatch.setattr(machine, "_cuda_devices", lambda: ())
+    monkeypatch.setattr(machine, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(machine, "runtime_version", lambda: (13, 0))
+    with caplog.at_level(logging.WARNING):
+        problem = machine.probe_machine(device).cuda_problem
+    assert (problem is not None and "CUDA up to 12.4" in problem) == (device != "cpu")
+    assert ("device='auto' takes the CPU, because the NVIDIA driver" in caplog.text) == (device == "auto")
