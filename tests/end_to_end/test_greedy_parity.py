@@ -13,7 +13,7 @@ from tiny_families import TINY_FAMILIES, save_tiny
 
 from engine import LLM, SamplingParams
 
-COUNT = 48
+COUNT = 64
 """tokens generated per prompt"""
 
 
