@@ -40,10 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marker = item.get_closest_marker("pairwise")
         if marker is not None and isinstance(item, pytest.Function) and item not in left_out:
-            apart = tuple(item.callspec.indices[name] for name in marker.args)
+            apart = tuple(repr(item.callspec.params[name]) for name in marker.args)
             grids[item.path, item.originalname, apart].append(item)
     for cases in grids.values():
-        kept = covering([item.callspec.indices.items() for item in cases])
+        kept = covering([[(name, repr(value)) for name, value in item.callspec.params.items()] for item in cases])
         left_out += [item for place, item in enumerate(cases) if place not in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

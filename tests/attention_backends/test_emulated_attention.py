@@ -170,6 +170,7 @@ VARIANTS = (
 )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -263,6 +264,7 @@ def test_any_scale_is_a_scale(kernels: EmulatedKernels, scale: float, phase: str
         assert_matches_oracle(Problem(lengths_of(phase), scale=scale, fp8=fp8, soft_cap=30.0), kernels, phase)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 @pytest.mark.parametrize("which", ["key", "value"])

@@ -84,6 +84,7 @@ def ample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path, answers, int(0.15 * most) * BLOCK_BYTES[request.param]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ahead", [False, True], ids=["lockstep", "ahead"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_tokens_do_not_depend_on_memory(ample: tuple[Path, list[Answer], int], preemption: str, ahead: bool) -> None:
