@@ -213,8 +213,8 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
 
 @contextmanager
 def _signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
-    """While the engine starts, SIGTERM and Ctrl-C are noted, kill the core and cancel this task. Threads may be importing or
-    reading files meanwhile, and are not waited for."""
+    """While the engine starts, SIGTERM and Ctrl-C are noted, kill the core and cancel this task. Threads may be
+    importing or reading files meanwhile, and are not waited for."""
     task = asyncio.current_task()
     if task is None or threading.current_thread() is not threading.main_thread():
         yield
