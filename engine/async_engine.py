@@ -340,7 +340,6 @@ class AsyncEngine:
             engine.tokenizer.check_length(text)
             token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
         with fails_alone("admitting the request"):
-            engine.admission.check_params(checked)
             bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
             return engine.admission.admit(
                 name,

@@ -18,8 +18,8 @@ from attention_backends.toolchain import default_cache_dir, find_compiler
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 TOO_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("fast", max_examples=50, deadline=None, suppress_health_check=TOO_SLOW)
-settings.register_profile("exhaustive", max_examples=1000, deadline=None, suppress_health_check=TOO_SLOW)
+settings.register_profile("fast", max_examples=100, deadline=None, suppress_health_check=TOO_SLOW)
+settings.register_profile("exhaustive", max_examples=2000, deadline=None, suppress_health_check=TOO_SLOW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _INLINE_CHARS = 512
 """below this, encoding takes less time (about 0.1 ms) than the way to another thread and back"""
-_THREAD_CHARS = 16384
-"""up to this, a thread: a few milliseconds, which nobody need interrupt; above, a helper process"""
+_THREAD_CHARS = 65536
+"""up to this, a thread: a fifth of a second at worst, which nobody need interrupt; above, a helper process"""
 _THREADS = 2
 _RENDERERS = 8
 _ENCODERS = 2

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER = 42
 COMPILE_TIMEOUT_S = 60
-_MAX_CAUSE = 300
+_MAX_LINE = 200
 _SOURCE = """
 __global__ void answer(int* to) { *to = 42; }
 extern "C" __attribute__((visibility("default"))) const char* pageloom_answer(int* to, void* stream) {
@@ -90,13 +90,12 @@ def check_device(config: EngineConfig, device: torch.device, probes: Probes | No
 
 
 def _failure(trial: Callable[[], None]) -> str | None:
-    """What went wrong, in one line: the last ones of a compiler's output say most."""
+    """What went wrong, in one line: a compiler's first one is its command, the last ones say most."""
     try:
         trial()
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = " | ".join([*lines[:1], *lines[-2:]] if len(lines) > 3 else lines)
-        return f"{type(error).__name__}: {said[:_MAX_CAUSE]}"
+        return f"{type(error).__name__}: {' | '.join(line[:_MAX_LINE] for line in lines[-2:])}"
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_backends.cpu import ISAS, CpuBackend, CpuMetadata, Isa
@@ -138,13 +138,13 @@ def trees(draw: st.DrawFn) -> Tree:
     return Tree(branches, block_size, window, dtype, draw(st.integers(0, 99)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 4)
 @given(tree=trees())
 def test_random_trees_of_prefixes_give_the_equation(cpu_backend: Prepared, tree: Tree) -> None:
     assert_matches_oracle(tree, cpu_backend("auto"))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 7)
 @given(tree=trees())
 def test_vector_kernels_give_the_same_bits_alone_and_beside_those_who_share(cpu_backend: Prepared, tree: Tree) -> None:
     widest = [isa for isa in cpu_backend("auto").supported_isas if isa != "amx"][-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda import EmulatedLaunchers, kernels_in
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paged_case import Case
 
@@ -240,7 +240,6 @@ def lengths_of_a_step(draw: st.DrawFn) -> list[tuple[int, int]]:
     multiprocessors=st.sampled_from([1, 3, 132]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
 def test_any_step(
     backends: Backends,
     lengths: list[tuple[int, int]],

@@ -52,7 +52,7 @@ def as_cached(rows: torch.Tensor, scale: float, kv_dtype: torch.dtype) -> torch.
     scales=st.sampled_from([(1.0, 1.0), (0.013, 3.7)]),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings.default.max_examples // 7)
 def test_write_puts_each_row_into_its_slot_and_nothing_else(
     cache_kernels: EmulatedKernels,
     head_dim: int,

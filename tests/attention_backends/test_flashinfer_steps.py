@@ -159,7 +159,7 @@ def run_late(progress: list[int], graph_every: int) -> bool:
     return all(torch.allclose(got.double(), want, rtol=2**-7, atol=2**-7) for got, want in results)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=8), st.integers(1, 3))
 def test_steps_are_right_however_late_the_device_is(progress: list[int], graph_every: int) -> None:
     assert run_late(progress, graph_every)

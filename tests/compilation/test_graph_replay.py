@@ -54,7 +54,7 @@ def test_piecewise_replay_of_compiled_pieces_equals_eager(model: ToyLlama, cache
     assert_replays_equal_eager(graphs, step, model, "piecewise")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 12)
 @given(st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=4, unique=True), st.integers(0, 1000))
 def test_piecewise_replay_equals_eager_operation_by_operation_in_any_order_of_capture(
     captured: list[int], seed: int

@@ -130,7 +130,6 @@ def test_fused_layers_round_where_separate_layers_do(ops: LinearOps, isa: str, r
         assert (found.float() == truth.float()).float().mean() > 0.9
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 70),
     n=st.integers(1, 100),
@@ -203,7 +202,7 @@ def test_nothing_is_written_beyond_the_last_output(ops: LinearOps, isa: str) -> 
             assert_product(call(ops, isa, x, weight, wide=wide).bfloat16(), x, weight)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(n=st.integers(1, 100), pairs=st.integers(1, 40), wide=st.booleans())
 def test_unpack_inverts_pack(n: int, pairs: int, wide: bool) -> None:
     weight = rand(n, 2 * pairs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -156,7 +156,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(ops: LinearOps, threads:
         assert torch.equal(bits(alone), bits(found[row : row + 1]))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 90),
     half=st.integers(1, 70),

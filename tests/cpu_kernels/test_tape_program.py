@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tape_builder import INPUT, RESULT, SCRATCH, STEP, NativeRows, PretendAttention, rows_at
 from torch import Tensor, fx, nn
@@ -38,7 +38,6 @@ values = st.lists(
 """columns, the call that makes it, calls until it is read last; 0: an input, 1: a result, else scratch"""
 
 
-@settings(max_examples=300, deadline=None)
 @given(values)
 def test_values_that_are_needed_together_never_overlap(drawn: list[tuple[int, int, int, int]]) -> None:
     program = TapeProgram({}, lambda layer: None)

@@ -91,7 +91,6 @@ def test_policies_reserve_what_the_paper_says() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=24), st.sampled_from(ORCA))
-@settings(deadline=None, max_examples=60)
 def test_reserved_chunks_never_overlap_and_all_memory_comes_back(shapes: list[tuple[int, int]], system: str) -> None:
     server = replace(OPT_13B, max_model_len=64)
     setup = Setup(system, server, block_size=4)

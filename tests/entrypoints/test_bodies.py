@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from scripted_server import Server
@@ -75,7 +75,6 @@ def test_nesting_is_bounded_at_its_limit(brackets: tuple[str, str]) -> None:
 
 
 @given(st.recursive(st.none() | st.integers(0, 9) | st.text('[]{},"\\😀', max_size=4), st.lists, max_leaves=40))
-@settings(max_examples=200, deadline=None)
 def test_values_and_levels_are_counted_as_they_are_and_not_within_strings(value: Any) -> None:
     def levels(node: Any) -> int:
         return 1 + max(map(levels, node), default=0) if isinstance(node, list) else 0

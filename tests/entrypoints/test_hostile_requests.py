@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from scripted_server import Server
@@ -140,7 +140,6 @@ def fields_of(model: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(sorted(model.model_fields)), JSON, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
 @given(fields_of(CompletionRequest), fields_of(ChatCompletionRequest))
 def test_any_json_in_any_field_gives_parameters_or_a_refusal(completion: dict[str, Any], chat: dict[str, Any]) -> None:
     """And the parameters travel."""

@@ -30,7 +30,7 @@ from engine.core.wire import Shutdown
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CompileState
 from engine.runner import model_runner
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, WarmUpReport
 
 WAIT_S = 30.0
 
@@ -129,6 +129,20 @@ def test_a_failed_compilation_is_told_and_serving_goes_on(
     assert "the compiler melted" in caplog.text and "eagerly" in caplog.text
     executor.submit(plan(1), nothing)
     assert executor.collect().token_ids == [1]
+
+
+def test_pieces_that_failed_before_serving_are_told_too() -> None:
+    class RunnerWithoutPieces(FakeRunner):
+        def warm_up(self) -> WarmUpReport:
+            super().warm_up()
+            return WarmUpReport(compile_failed=True)
+
+    executor = loaded(RunnerWithoutPieces())
+    try:
+        executor.warm_up()
+        assert executor.compile_state() == "failed"
+    finally:
+        executor.close()
 
 
 @pytest.mark.timeout(120)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -65,7 +65,6 @@ def ours(template: str, messages: list[Any], tools: list[Any] | None = None, **o
     return render(template, messages, tools=tools, variables=options, **flags)
 
 
-@settings(max_examples=60, deadline=None)
 @given(MESSAGES, st.booleans(), st.sampled_from([None, [TOOL], [TOOL, TOOL]]))
 def test_any_conversation_renders_as_in_transformers(messages: list[Any], prompt: bool, tools: Any) -> None:
     for template in (CHATML, TOOLS, TRIMS):
@@ -73,7 +72,6 @@ def test_any_conversation_renders_as_in_transformers(messages: list[Any], prompt
         assert ours(template, messages, **options) == transformers_renders(template, messages, **options)
 
 
-@settings(max_examples=60, deadline=None)
 @given(MESSAGES)
 def test_a_continued_message_ends_as_in_transformers(messages: list[Any]) -> None:
     for template in (CHATML, TRIMS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_front import byte_level_tokenizer, metaspace_tokenizer
 
@@ -32,7 +32,6 @@ ids = st.lists(st.integers(0, PADDING), max_size=120)
 noise = st.lists(st.sampled_from([*BYTE_LEVEL.encode("😀é你").ids, 200, 201, 230]), max_size=200)
 
 
-@settings(max_examples=300, deadline=None)
 @given(ids=ids | noise, sizes=st.lists(st.integers(1, 40), max_size=30), skip=st.booleans())
 def test_pieces_joined_equal_the_whole_decoded(ids: list[int], sizes: list[int], skip: bool) -> None:
     prompt = BYTE_LEVEL.encode("hello the").ids
@@ -40,7 +39,6 @@ def test_pieces_joined_equal_the_whole_decoded(ids: list[int], sizes: list[int],
     assert "hello the" + "".join(_stream(BYTE_LEVEL, prompt, _pieces(sizes, ids), skip)) == whole
 
 
-@settings(max_examples=200, deadline=None)
 @given(ids=ids | noise, skip=st.booleans())
 def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool) -> None:
     pieces = _stream(BYTE_LEVEL, [0], [[i] for i in ids], skip)
@@ -48,7 +46,6 @@ def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool
     assert prefix + "".join(pieces) == BYTE_LEVEL.decode([0, *ids], skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     words=st.lists(
         st.sampled_from(["\u2581hello", "\u2581world", "lo", ",", "\u2581", "h", "😀", "é", "你", "</s>"]), max_size=40

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LIMITS = Limits(template_s=0.5, tokenize_s=0.5, messages=10, tools=3, template_chars=1000, json_depth=20)
-WORDS = "hello world " * 3000
+WORDS = "hello world " * 6000
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,20 @@ def test_whoever_leaves_ends_the_work_and_frees_its_place(tokenizer: Tokenizer) 
     asyncio.run(body())
 
 
+def test_whoever_leaves_frees_the_tokenizer(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        abandoned = [asyncio.create_task(tokenizer.encode_async("é" * 5_000_000)) for _ in range(10)]
+        await asyncio.sleep(0.05)
+        for task in abandoned:
+            task.cancel()
+        results = await asyncio.gather(*abandoned, return_exceptions=True)
+        assert [type(r) for r in results] == [asyncio.CancelledError] * 10
+        assert tokenizer._encoders._busy == 0 and not tokenizer._encoders._waiting
+        assert await tokenizer.encode_async("x" * 2000) == tokenizer.encode("x" * 2000)
+
+    asyncio.run(body())
+
+
 def test_a_looping_template_holds_up_no_event_loop_and_is_refused(tokenizer: Tokenizer) -> None:
     async def body() -> None:
         looping = [
@@ -163,13 +177,13 @@ def test_long_texts_are_tokenized_elsewhere_to_the_same_ids(tokenizer: Tokenizer
 def test_a_text_that_takes_too_long_is_ended(tokenizer: Tokenizer, tiny_model: Path) -> None:
 
     async def body() -> None:
-        await tokenizer.encode_async("x" * 20_000)
+        await tokenizer.encode_async("x" * 70_000)
         [helper] = tokenizer._encoders._idle
         encoding = asyncio.create_task(tokenizer.encode_async("x" * 10_000_000))
         with pytest.raises(InvalidRequestError, match="tokenize_s"):
             await encoding
         assert not helper.alive
-        await tokenizer.encode_async("x" * 20_000)
+        await tokenizer.encode_async("x" * 70_000)
 
     asyncio.run(body())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_front import Front, deltas
 
@@ -89,7 +89,6 @@ def test_the_ending_token_is_in_the_ids_and_not_in_the_text(
     assert (sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason) == (text, ids, "stop", reason)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ids=st.lists(st.integers(0, 335), min_size=1, max_size=60), looks=st.sets(st.integers(0, 59)), stop=st.booleans()
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.frontend.stop import StopMatcher
@@ -29,14 +29,12 @@ def _feed(matcher: StopMatcher, text: str, sizes: list[int]) -> str:
     return shown + matcher.flush()
 
 
-@settings(max_examples=500, deadline=None)
 @given(text=text, stops=stops, sizes=st.lists(st.integers(0, 5), max_size=20))
 def test_the_first_complete_match_wins_wherever_the_text_breaks(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher = StopMatcher(stops)
     assert (_feed(matcher, text, sizes), matcher.matched) == _oracle(text, stops)
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=text, stops=stops, sizes=st.lists(st.integers(0, 5), max_size=20))
 def test_an_included_stop_string_ends_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher = StopMatcher(stops, include_stop=True)
@@ -44,7 +42,6 @@ def test_an_included_stop_string_ends_the_text(text: str, stops: list[str], size
     assert _feed(matcher, text, sizes) == before + (stop or "")
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=text, stops=stops)
 def test_what_is_held_back_could_still_become_a_stop_string(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.kernels import InputBuffers, StepSizes
@@ -31,7 +31,6 @@ def _buffers() -> InputBuffers:
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.permutations(range(ROWS)), st.integers(1, ROWS), st.randoms()), min_size=1, max_size=4))
 def test_plain_decode_steps_equal_the_general_way(steps: list[tuple[list[int], int, object]]) -> None:
     """Several steps on the same buffers: what one leaves behind must not show in the next."""

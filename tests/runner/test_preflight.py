@@ -66,7 +66,7 @@ def test_a_driver_older_than_the_runtime_is_named_before_anything_is_tried(tmp_p
 
 
 def test_each_thing_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    page = "\n".join(["gcc failed:", *("a line of a compiler" for _ in range(50)), "fatal error: Python.h"])
+    page = "\n".join(["gcc failed: " + 2000 * "-I ", *("a line" for _ in range(50)), "fatal error: Python.h"])
     header = Path("/usr/include/python3.11/Python.h")
     lines = refusal(
         on_cuda(tmp_path), triton=fails(page), missing_header=lambda: header, nvcc=fails("no CUDA compiler (nvcc)")

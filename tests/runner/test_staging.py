@@ -146,7 +146,6 @@ writes = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(steps=st.lists(writes, max_size=4), seed=st.integers(0, 1000), arrays=st.booleans(), columns=st.booleans())
 def test_staged_writes_equal_assignments_in_order(
     steps: list[list[tuple[int, int, int, int]]], seed: int, arrays: bool, columns: bool

@@ -50,7 +50,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=settings.default.max_examples // 33)
 @given(seed=st.integers(0, 10**6), graphs=st.booleans())
 def test_conflicting_accesses_of_a_pipeline_are_ordered(cache: Path, seed: int, graphs: bool) -> None:
     pipeline(RecordingStreams(), cache, seed, graphs)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_parity import FAULTS, KINDS, Parity, check, logits_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sampling_oracle import CPU, MakeNative, Table, apply_writes
 
@@ -70,7 +70,6 @@ def test_every_instruction_set_draws_the_tokens_of_the_torch_path(native: MakeNa
     assert sum(part["draws"] for part in found.values()) > 500
 
 
-@settings(deadline=None, max_examples=120)
 @given(st.lists(PARAMS, min_size=1, max_size=6), st.sampled_from(VOCABS), st.integers(0, 2**31), st.data())
 def test_adversarial_rows_of_any_mix_and_size_equal_the_torch_path(
     native: MakeNative, batch: list[RowParams], vocab: int, seed: int, data: st.DataObject

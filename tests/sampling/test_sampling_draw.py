@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sampling_oracle import CPU, Table, assert_is_the_draw, draw_once, kept, process, scaled
 
@@ -79,7 +79,6 @@ PARAMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 2**31), st.data())
 def test_every_row_of_a_mixed_batch_is_drawn_as_documented(
     batch: list[RowParams], seed: int, data: st.DataObject
@@ -107,7 +106,6 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_documented(
             assert_is_the_draw(int(out.token_ids[at]), processed, batch[row], len(before[at]))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(PARAMS, min_size=2, max_size=8), st.integers(0, 2**31))
 def test_a_row_in_a_mixed_batch_equals_the_row_alone(batch: list[RowParams], seed: int) -> None:
     vocab = 64

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sampling_oracle import CPU, Table, apply_writes, assert_is_the_draw, process
 
@@ -26,7 +26,6 @@ PENALISED = RowParams(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([8, 40]))
 def test_a_row_preempted_and_resumed_continues_as_if_never_preempted(seed: int, cuts: list[bool], vocab: int) -> None:
     rng = np.random.default_rng(seed)
@@ -48,7 +47,6 @@ def test_a_row_preempted_and_resumed_continues_as_if_never_preempted(seed: int, 
         assert_is_the_draw(steady.history(0)[-1], processed, PENALISED, len(before))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 30))
 def test_counts_follow_the_history_exactly(seed: int, vocab: int, steps: int) -> None:
     rng = np.random.default_rng(seed)

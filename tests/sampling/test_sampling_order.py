@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling.order import order_keys, prefix_mask, row_argmax, top_ids
@@ -45,7 +45,6 @@ def test_row_argmax_takes_the_lowest_id_among_equals_and_shows_nan(m: int, vocab
     assert 0 <= int(ids[1]) < vocab
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([1, 3, 50, 10**6]), st.floats(0, 1.2))
 def test_prefix_mask_is_the_shortest_prefix_that_reaches_the_target(
     seed: int, vocab: int, levels: int, p: float

@@ -135,7 +135,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
     raise AssertionError("requests starve")
 
 
-@settings(max_examples=4 * settings.default.max_examples)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(loop=loops(), work=jobs())
 @pytest.mark.timeout(120)
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:

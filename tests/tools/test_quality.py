@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import quality
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 300), st.integers(2, 50), st.booleans())
 def test_windows_cut_the_text_into_disjoint_parts(count: int, length: int, opened: bool) -> None:
     if length > count:

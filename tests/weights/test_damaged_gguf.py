@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, EngineError, UnsupportedModelError, WeightsError
@@ -92,7 +92,6 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             describe(str(cut))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(-1200, 900), value=st.integers(0, 255))
 def test_a_changed_byte_never_escapes_as_another_exception(at: int, value: int, tmp_path: Path) -> None:
     """In the metadata, or (negative) in the tensor table, which ends where the first tensor begins."""
