@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,3 +68,13 @@ def native_cache() -> Path:
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
     return default_cache_dir()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_toolchain() -> Iterator[None]:
+    """Empty caches of compiled pieces do without a toolchain of their own, which takes far longer than a piece."""
+    from compilation import model, toolchain
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "toolchain_directory", lambda _: toolchain.toolchain_directory(default_cache_dir()))
+        yield

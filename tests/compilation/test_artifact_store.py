@@ -141,14 +141,15 @@ print(program.report.compiled, program.report.loaded, program.run(*batch(5)).dou
 
 
 def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_what_is_damaged(
-    cache_dir: Path, tmp_path: Path
+    cache_dir: Path, native_cache: Path, tmp_path: Path
 ) -> None:
     model = ToyLlama(layers=2, hidden=16, heads=2, seed=3)
     first = compiled(model, cache_dir)
     moved = tmp_path / "moved"
     shutil.copytree(cache_dir, moved)
     moved.chmod(0o700)
-    kernels = sorted(moved.rglob("*.so"))
+    (moved / "toolchain").symlink_to(native_cache / "toolchain")
+    kernels = sorted((moved / "pieces").rglob("*.so"))
     command = [sys.executable, "-c", SECOND_PROCESS, str(moved), str(torch.get_num_threads())]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     result = subprocess.run(
@@ -156,7 +157,7 @@ def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_wh
     )
     compiled_count, loaded_count, total = result.stdout.split()
     assert (compiled_count, loaded_count) == ("0", str(first.report.distinct_pieces))
-    assert sorted(moved.rglob("*.so")) == kernels, "loading ran the C++ compiler"
+    assert sorted((moved / "pieces").rglob("*.so")) == kernels, "loading ran the C++ compiler"
     assert float(total) == first.run(*batch(5)).double().sum().item()
 
     damage_all(moved, "artifact.bin", b"not an artifact")
