@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from compilation.directory import trusted_directory
+from compilation.errors import CompileError
 from engine.errors import ConfigError
 from engine.models.bounds import TOKENIZER_BYTES
 
@@ -209,19 +210,11 @@ class _Seal(msgspec.Struct, frozen=True):
 def _trusted_folder(cache_dir: Path) -> Path | None:
     """Where entries are, made for this user only; None where there can be none, or where others may write: what a
     tokenizer makes of a text is in their hands then."""
-    folder = cache_dir / _FOLDER
     try:
-        for directory in (cache_dir, folder):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.stat()
-            if status.st_uid != os.geteuid():
-                raise PermissionError(f"{directory} belongs to user {status.st_uid}")
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PermissionError(f"{directory} is writable by others ({stat.filemode(status.st_mode)})")
-    except OSError as error:
-        logger.warning("the converted tokenizer cannot be kept in %s, and is made at every start: %s", folder, error)
+        return trusted_directory(trusted_directory(cache_dir) / _FOLDER)
+    except CompileError as error:
+        logger.warning("the converted tokenizer cannot be kept, and is made at every start: %s", error)
         return None
-    return folder
 
 
 def _read(file: Path, key: str) -> TokenizerDescription | None:

@@ -26,8 +26,6 @@ from entrypoints.server.request_ids import new_request_id
 
 LINGER_S = 2.0
 """how long a client that is still sending may take to read why it was refused"""
-MAX_PIPELINED = 16
-"""requests that wait on a connection behind the one that is being answered"""
 DRAINED_BODIES = 8
 """of an answered request's body so many times `body_bytes` are read and dropped, so that a client that reads its answer
 last gets to it"""
@@ -141,8 +139,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_parsing(400, f"at most {MAX_PIPELINED} requests may wait on a connection for their answers")
+        if len(self.pipeline) >= self._limits.pipelined:
+            self._stop_parsing(400, self._limits.message("pipelined"))
         super().on_headers_complete()
         self._raw_bytes = self._body_bytes = self._head_bytes = 0
         self._await("body", self._limits.body_timeout_s)

@@ -51,7 +51,7 @@ class Caller:
         """What comes until the server closes."""
         try:
             return await asyncio.wait_for(self.reader.read(), GUARD_S)
-        except ConnectionResetError:
+        except ConnectionError:
             return b""
 
     def close(self) -> None:

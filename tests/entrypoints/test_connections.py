@@ -13,7 +13,7 @@ import pytest
 from sockets import GUARD_S, Caller, Door, serving
 
 from engine.limits import Limits
-from entrypoints.server.connections import MAX_PIPELINED, make_room
+from entrypoints.server.connections import make_room
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 QUICK = Limits(header_timeout_s=0.2, body_timeout_s=0.2, keep_alive_s=0.2)
@@ -209,12 +209,12 @@ def test_what_is_not_http_is_400() -> None:
 def test_only_so_many_requests_wait_behind_one(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(door: Door, app: Recorder) -> None:
         wait = GET.replace(b"/x", b"/wait")
-        few = await door.connect(wait + GET * MAX_PIPELINED)
-        assert "wait on a connection" in await refused(await door.connect(wait + GET * (MAX_PIPELINED + 1)), 400)
+        few = await door.connect(wait + GET * Limits().pipelined)
+        assert "wait on a connection" in await refused(await door.connect(wait + GET * (Limits().pipelined + 1)), 400)
         late = await door.connect(wait + GET + b"garbage \x00")
         assert await refused(late, 400)
         app.released.set()
-        assert [(await few.answer())[0] for _ in range(MAX_PIPELINED + 1)] == [200] * (MAX_PIPELINED + 1)
+        assert [(await few.answer())[0] for _ in range(Limits().pipelined + 1)] == [200] * (Limits().pipelined + 1)
 
     with caplog.at_level(logging.ERROR):
         run(scenario)

@@ -72,16 +72,20 @@ class Attack:
     async def cases(self) -> str:
         """One after the other over one connection, which every refusal must leave usable."""
         statuses: Counter[int] = Counter()
+        took: dict[str, float] = {}
         async with httpx.AsyncClient(base_url=self.server.base, headers=HEADERS, timeout=120) as client:
             for case in CASES:
                 content = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
+                began = time.monotonic()
                 reply = await client.post(case.path, content=content, headers={"Content-Type": "application/json"})
+                took[case.name] = round(time.monotonic() - began, 1)
                 statuses[reply.status_code] += 1
                 param = reply.json().get("error", {}).get("param") if reply.status_code >= 400 else None
                 said = (reply.status_code, param if case.param is not None else None)
                 if said != (case.status, case.param) or "Traceback" in reply.text:
                     self.report.wrong.append(f"{case.name}: {reply.status_code} {reply.text[:200]}")
-        return str(dict(statuses))
+        slowest = sorted(took, key=lambda name: -took[name])[:3]
+        return f"{dict(statuses)}, the slowest {', '.join(f'{name} {took[name]} s' for name in slowest)}"
 
     async def frames(self) -> str:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
