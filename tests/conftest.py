@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from attention_backends.toolchain import default_cache_dir, find_compiler
 
 # Before torch is loaded. Workers share the CPUs: small tensors need no second thread, and one that waits must not spin.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+# A shell that starts this in the background has it ignored, and programs under test inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOO_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("fast", max_examples=100, deadline=None, suppress_health_check=TOO_SLOW)

@@ -37,7 +37,8 @@ from attention_backends.cuda_build import (
     translation_units,
 )
 from attention_backends.toolchain import BuildError, default_cache_dir, find_compiler, hash_of, run, version_hash
-from compilation.store import trusted_directory, write_atomically
+from compilation.directory import trusted_directory
+from compilation.store import write_atomically
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 HEAD_DIMS = (64, 96, 128, 256)

@@ -17,8 +17,8 @@ TOLERANCE = {"none": 1.25, "auto": 2.0, "int8": 8.0, "int4": 12.0}
 with activations of 8 bits a group; int8 has activations of 8 bits a token, and they and int4 round the file's weights
 again"""
 
-CHUNK = 250
-"""tokens per prompt; four of them make the 1,000 tokens"""
+CHUNK = 500
+"""tokens per prompt; four of them make the 2,000 tokens"""
 
 
 @torch.inference_mode()

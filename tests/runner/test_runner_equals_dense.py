@@ -76,7 +76,7 @@ def test_a_full_context_is_generated_to_its_last_token(tmp_path: Path) -> None:
 def test_log_probabilities_of_prompt_and_tokens_equal_the_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(room, "_PROMPT_LOGITS_BYTES", piece_bytes)
+    monkeypatch.setattr("engine.runner.step_sampler._PROMPT_LOGITS_BYTES", piece_bytes)
     rng = random.Random(5)
     asked = sequences(rng, 4, RowParams(seed=0, temperature=0.0, logprobs=2, prompt_logprobs=3))
     work = [*asked, *sequences(rng, 3)]
