@@ -118,6 +118,15 @@ class BusyScheduler:
         row = ScheduledRow(row=0, computed=self._steps, query_len=1, samples=True)
         return StepPlan(step_id=self._steps, rows=[row])
 
+    def end_failed(self) -> list[SequenceDelta]:
+        return []
+
+    def has_begun(self, request_id: str) -> bool:
+        return True
+
+    def give_up(self, request_id: str) -> list[SequenceDelta]:
+        return []
+
     def complete(self, result: StepResult, seconds: float = 0.0) -> list[SequenceDelta]:
         burn(COMPLETE_SHARE * self._host_s)
         return [SequenceDelta(request_id=r, token_ids=result.token_ids) for r in self._requests]

@@ -130,6 +130,12 @@ class ProbeClient:
     async def recv_async(self) -> StepOutputs:
         return self.recv()
 
+    def stalled(self) -> str | None:
+        return None
+
+    def abandon(self) -> None:
+        self.close()
+
     def close(self) -> None:
         self._executor.close()
 
