@@ -61,6 +61,8 @@ Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
+MESSAGES_A_TURN = 512
+"""A flood of messages holds up no step for longer than these take."""
 _FEWEST_DEADLINES = 1024
 
 
@@ -215,7 +217,9 @@ class CoreLoop:
             self.phase = "plan"
             self._observer.mark(step_profile.PLAN)
             deltas += self._apply(message)
-        while not self.stopped:
+        for _ in range(MESSAGES_A_TURN):
+            if self.stopped:
+                break
             try:
                 message = self.inbox.get_nowait()
             except Empty:

@@ -55,7 +55,7 @@ class Mailbox:
         self._heartbeat_s = heartbeat_s
         self._hang_timeout_s = hang_timeout_s
         self._loop: CoreLoop | None = None
-        self._received = self._corrupt = 0
+        self._received = self._dropped = self._corrupt = 0
         self._closing = False
         self._send_lock = threading.Lock()
         """a ZeroMQ socket may pass from thread to thread behind a full fence, which a lock is"""
@@ -143,9 +143,13 @@ class Mailbox:
             except zmq.Again:
                 return
             self._received += 1
-            self.inbox.put(self._decode(frame))
+            message = self._decode(frame)
+            if message is not None:
+                self.inbox.put(message)
+            else:
+                self._dropped += 1
 
-    def _decode(self, frame: bytes) -> ToCore | SequenceDelta:
+    def _decode(self, frame: bytes) -> ToCore | SequenceDelta | None:
         """A frame that is not a message fails the request it names, where it names one, and nothing else."""
         try:
             return self._decoder.decode(frame)
@@ -153,7 +157,8 @@ class Mailbox:
             self._corrupt += 1
             if self._corrupt.bit_count() == 1:  # the first, second, fourth …: a flood of them is no flood of lines
                 logger.error("dropped corrupt frame %d, of %d bytes: %s", self._corrupt, len(frame), error)
-            return refusal(_request_id(frame), "invalid", error)
+            request_id = _request_id(frame)
+            return refusal(request_id, "invalid", error) if request_id else None
 
     def _beat(self) -> float | None:
         """Send a heartbeat; when the next one is due, or None once the core is idle."""
@@ -162,7 +167,7 @@ class Mailbox:
             beat = Heartbeat(turns=0, phase="start", received=self._received)
         else:
             # `taken` before `phase`: when all messages were taken and the loop is idle *after* that, it really is.
-            all_taken = loop.taken >= self._received
+            all_taken = loop.taken + self._dropped >= self._received
             phase = loop.phase
             if phase == "idle" and not all_taken:
                 phase = "plan"
