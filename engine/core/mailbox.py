@@ -30,6 +30,11 @@ FULL_POLL_MS = 50
 """how often a full queue is looked at again"""
 
 
+CORRUPT_PAUSE_S = 0.0005
+"""after a frame that is no message: a flood of them must not keep the interpreter from the loop's thread. Senders take
+turns, so that what others send waits for one such frame at a time."""
+
+
 class Mailbox:
     """The core's end of both sockets.
 
@@ -157,6 +162,7 @@ class Mailbox:
             self._corrupt += 1
             if self._corrupt.bit_count() == 1:  # the first, second, fourth …: a flood of them is no flood of lines
                 logger.error("dropped corrupt frame %d, of %d bytes: %s", self._corrupt, len(frame), error)
+            time.sleep(CORRUPT_PAUSE_S)
             request_id = _request_id(frame)
             return refusal(request_id, "invalid", error) if request_id else None
 

@@ -15,8 +15,6 @@ from importlib import import_module
 
 HEADER_BYTES = 8
 """of a frame: the length of what follows"""
-NICENESS = 10
-"""many questions at once must not hold up the event loop and the core"""
 
 Answer = Callable[[bytes], bytes]
 
@@ -24,7 +22,6 @@ Answer = Callable[[bytes], bytes]
 def main(make: str, memory_bytes: int) -> None:
     """`make`: "module:function", called with the first frame; what it returns answers the others. The first answer,
     which is empty, says that the process is ready."""
-    os.nice(NICENESS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an ignored signal would stay so
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

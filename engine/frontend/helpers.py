@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ from engine.frontend.helper_main import HEADER_BYTES, frame
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 20
+_QUICK_S = 0.1
+"""an answer that takes longer gets only the CPU that the event loop and the core leave: many must not hold them up"""
+_LOWEST_PRIORITY = 19
 # As the core's: the child imports from where the parent does, and not from the user's directory (-P).
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -57,6 +61,7 @@ class Helper:
             )
         self._to_send = frame(setup)
         self._unread = 1  # the answer to the setup
+        self.demoted = False
         self._received = bytearray()
 
     def ask(self, question: bytes, seconds: float) -> bytes:
@@ -108,6 +113,12 @@ class Helper:
         self._process.kill()  # a no-op where its end is why the socket closed
         return HelperEndedError(max(0, -self._process.wait()))
 
+    def demote(self) -> None:
+        """From now on it gives way to everything else; it cannot be raised again."""
+        self.demoted = True
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, _LOWEST_PRIORITY)
+
     @property
     def pid(self) -> int:
         return self._process.pid
@@ -158,11 +169,14 @@ class Helpers:
         await self._turn()
         try:
             helper = self._take()
+            late = asyncio.get_running_loop().call_later(_QUICK_S, helper.demote)
             try:
                 answer = await helper.ask_async(question, seconds)
             except BaseException:
                 helper.end()
                 raise
+            finally:
+                late.cancel()
             self._give_back(helper)
             return answer
         finally:
@@ -221,7 +235,7 @@ class Helpers:
 
     def _give_back(self, helper: Helper) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < self._size:
+            if not self._closed and not helper.demoted and len(self._idle) < self._size:
                 self._idle.append(helper)
                 return
         helper.end()
