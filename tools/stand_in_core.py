@@ -100,6 +100,19 @@ PARTS: tuple[tuple[type, str, str], ...] = (
 )
 
 
+def mark_end_of(owner: object, method: str, marks: list[float]) -> None:
+    """When a call ends, its time is appended."""
+    real = getattr(owner, method)
+
+    def marked(*arguments: Any) -> Any:
+        try:
+            return real(*arguments)
+        finally:
+            marks.append(time.perf_counter())
+
+    setattr(owner, method, marked)
+
+
 def timed_executor(config: EngineConfig) -> Executor:
     """What the core process is told to run. Writes its figures to `REPORT` in the cache directory when it is closed."""
     settings = json.loads((Path(config.compile.cache_dir) / "settings.json").read_text())
@@ -151,15 +164,7 @@ def timed_executor(config: EngineConfig) -> Executor:
         model, backend = StandIn(settings["compute_s"]), ReferenceBackend()
         parts = RunnerParts(model=model, spec=spec, dtype=torch.float32, backend=backend, weight_bytes=0)
         runner = TimedRunner.load(config, lambda _: parts)
-        sample = runner._step_sampler.run
-
-        def timed(*arguments: Any) -> Any:
-            try:
-                return sample(*arguments)
-            finally:
-                marks.append(time.perf_counter())
-
-        setattr(runner._step_sampler, "run", timed)  # noqa: B010 (no assignment to a method in mypy's eyes)
+        mark_end_of(runner._step_sampler, "run", marks)
         return runner
 
     return make_executor(config, load)
