@@ -87,6 +87,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         96 * 1024 * 1024
     )
     body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
+    read_timeout_s: Annotated[float, _limit("seconds until a client reads some of what was written", 0.1, 408)] = 60.0
     json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
     json_values: Annotated[int, _limit("values in a request's JSON, as its commas and brackets tell")] = 1 << 20
     pipelined: Annotated[int, _limit("requests that wait on a connection behind the one being answered", 0)] = 16

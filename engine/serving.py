@@ -87,7 +87,7 @@ class Serving:
         self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
         news = self.streams[name] = _News()
         try:
-            self.client.send(admitted.message)
+            self._submit(admitted)
             finished = False
             while not finished:
                 await news.next()
@@ -106,6 +106,13 @@ class Serving:
         finally:
             del self.streams[name]
             self._end(*self.processor.remove(name, time.monotonic()))
+
+    def _submit(self, admitted: AdmittedRequest) -> None:
+        try:
+            self.client.send(admitted.message)
+        except BaseException:  # the core does not know it, so nobody tells it of its end
+            self.processor.remove(admitted.request_id, time.monotonic())
+            raise
 
     async def pin(self, name: str, admitted: AdmittedRequest) -> int:
         """Its number of tokens. The name is reserved; whatever goes wrong, and whoever leaves, gives it back, and the

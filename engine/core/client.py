@@ -43,7 +43,8 @@ class CoreClient(Protocol):
         ...
 
     def send(self, message: ToCore) -> None:
-        """Never blocks. The death of a core is told by `recv`; after that, `send` raises `CoreDiedError` too."""
+        """Never blocks. The death of a core is told by `recv`; after that, `send` raises `CoreDiedError` too. Raises
+        `QueueFullError` for a request where too many messages are under way; the core knows nothing of it then."""
         ...
 
     def recv(self) -> StepOutputs:
@@ -157,16 +158,17 @@ class ProcessClient:
             full = not self._send_kept() or not self._try_to_send(frame)
             if full and isinstance(message, AddRequest):
                 raise errors.QueueFullError(self._config.limits.message("frames"))
-            if full:  # it ends something, so it must arrive; there are not more of them than of what they end
+            if full and frame not in self._unsent:  # it ends something that was sent, so it must arrive
                 self._unsent.append(frame)
 
     def _try_to_send(self, frame: bytes) -> bool:
         """Connected, so that only a full queue can refuse."""
+        self._liveness.sent(time.monotonic())  # before: the core may answer at once, and another thread may hear it
         try:
             self._sender.send(frame, zmq.NOBLOCK)
         except zmq.Again:
+            self._liveness.not_sent()
             return False
-        self._liveness.sent(time.monotonic())
         return True
 
     def _send_kept(self) -> bool:
@@ -212,8 +214,8 @@ class ProcessClient:
             return
         self._closed = True
         if self._ready and self._died is None and not self._handle.wait_end(0):
-            self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
-            if not self._handle.wait_end(STOP_GRACE_S):
+            told = self._try_to_send(self._encoder.encode(Shutdown()))
+            if not told or not self._handle.wait_end(STOP_GRACE_S):
                 logger.warning("the core did not stop within %g s and was killed", STOP_GRACE_S)
         if hasattr(self, "_finalizer"):
             self._finalizer()

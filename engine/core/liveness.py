@@ -50,6 +50,11 @@ class Liveness:
                 self._phase = "plan"
                 self._heard_at = self._progress_at = now
 
+    def not_sent(self) -> None:
+        """What `sent` told was refused."""
+        with self._lock:
+            self._sent -= 1
+
     def progressed(self, now: float) -> None:
         """A message came that only a turning loop sends."""
         with self._lock:

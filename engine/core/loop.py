@@ -130,7 +130,7 @@ class CoreLoop:
         self._submitted: deque[float] = deque()
         self._collected = 0.0
         """when each of them was submitted, and the last one was collected: a step takes from the later of both"""
-        self._finished = 0
+        self._done: deque[None] = deque()
         """those of them that can be collected without waiting"""
         self._nothing_to_do = False
         """the last turn neither planned nor collected: only a message can change that"""
@@ -169,7 +169,7 @@ class CoreLoop:
         deltas += self._end_overdue()
         plan = self._plan_ahead()
         deltas += self._scheduler.end_failed()
-        collects = self._finished > 0
+        collects = bool(self._done)
         if collects:
             deltas += self._collect()
         self._observer.mark(step_profile.PUBLISH)
@@ -188,10 +188,15 @@ class CoreLoop:
         if plan is not None:
             self.phase = "submit"
             self._observer.mark(step_profile.SUBMIT)
-            self._executor.submit(plan, lambda: self.inbox.put(STEP_DONE))
+            self._executor.submit(plan, self._step_done)
             self._submitted.append(time.perf_counter())
             self._in_flight += 1
         return plan
+
+    def _step_done(self) -> None:
+        """From any thread. The message only wakes the loop: messages before it must not hold the step up."""
+        self._done.append(None)
+        self.inbox.put(STEP_DONE)
 
     def _collect(self) -> Sequence[Delta]:
         self.phase = "collect"
@@ -200,7 +205,7 @@ class CoreLoop:
         result = self._executor.collect()
         self._collected = time.perf_counter()
         self._in_flight -= 1
-        self._finished -= 1
+        self._done.popleft()
         self.phase = "complete"
         self._observer.mark(step_profile.COMPLETE)
         seconds = self._collected - began
@@ -229,7 +234,6 @@ class CoreLoop:
 
     def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged) -> Sequence[Delta]:
         if message is STEP_DONE:
-            self._finished += 1
             return []
         if message is STATS_CHANGED:
             self._has_news = True

@@ -30,8 +30,9 @@ FULL_POLL_MS = 50
 """how often a full queue is looked at again"""
 
 
+FRAMES_AT_ONCE = 64
 CORRUPT_PAUSE_S = 0.0005
-"""after a frame that is no message: a flood of them must not keep the interpreter from the loop's thread. Senders take
+"""for a frame that is no message: a flood of them must not keep the interpreter from the loop's thread. Senders take
 turns, so that what others send waits for one such frame at a time."""
 
 
@@ -142,17 +143,20 @@ class Mailbox:
                 next_beat = self._beat()
 
     def _receive(self) -> None:
-        while self.inbox.qsize() < self._most_frames:
+        """Some of what waits: heartbeats, the parent's death and the end must not wait for a flood."""
+        corrupt = self._corrupt
+        for _ in range(min(FRAMES_AT_ONCE, self._most_frames - self.inbox.qsize())):
             try:
                 frame = self._receiver.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._received += 1
             message = self._decode(frame)
             if message is not None:
                 self.inbox.put(message)
             else:
                 self._dropped += 1
+        time.sleep((self._corrupt - corrupt) * CORRUPT_PAUSE_S)
 
     def _decode(self, frame: bytes) -> ToCore | SequenceDelta | None:
         """A frame that is not a message fails the request it names, where it names one, and nothing else."""
@@ -162,7 +166,6 @@ class Mailbox:
             self._corrupt += 1
             if self._corrupt.bit_count() == 1:  # the first, second, fourth …: a flood of them is no flood of lines
                 logger.error("dropped corrupt frame %d, of %d bytes: %s", self._corrupt, len(frame), error)
-            time.sleep(CORRUPT_PAUSE_S)
             request_id = _request_id(frame)
             return refusal(request_id, "invalid", error) if request_id else None
 
@@ -181,8 +184,8 @@ class Mailbox:
             beat = Heartbeat(
                 turns=loop.turns, phase=phase, received=self._received, steps=times.count, step_s=times.slowest()
             )
-        self._try_to_send(self._encoder.encode(beat))  # a front end that takes nothing needs no news of us
-        if beat.phase == "idle":
+        told = self._try_to_send(self._encoder.encode(beat))  # else the front end takes nothing: again next time
+        if beat.phase == "idle" and told:
             faulthandler.cancel_dump_traceback_later()
             return None
         # Runs without the GIL: ends a core in which no Python can run any more, even when the parent is gone.

@@ -27,8 +27,6 @@ from engine.frontend.helper_main import HEADER_BYTES, frame
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 20
-_QUICK_S = 0.1
-"""an answer that takes longer gets only the CPU that the event loop and the core leave: many must not hold them up"""
 _LOWEST_PRIORITY = 19
 # As the core's: the child imports from where the parent does, and not from the user's directory (-P).
 _BOOT = (
@@ -75,15 +73,21 @@ class Helper:
             raise self._ended() from None
         return answer
 
-    async def ask_async(self, question: bytes, seconds: float) -> bytes:
-        loop = asyncio.get_running_loop()
+    async def ask_async(self, question: bytes, seconds: float, patience_s: float | None = None) -> bytes:
+        """`patience_s`: an answer that takes longer is left to the lowest priority."""
+        loop, late = asyncio.get_running_loop(), None
         self._socket.settimeout(0)
         try:
             await loop.sock_sendall(self._socket, self._take_question(question, seconds))
             while (answer := self._answer()) is None:
+                if late is None and patience_s is not None and self._unread == 1:  # it has started
+                    late = loop.call_later(patience_s, self._demote)
                 self._take(await loop.sock_recv(self._socket, _RECEIVE_BYTES))
         except OSError:
             raise self._ended() from None
+        finally:
+            if late is not None:
+                late.cancel()
         return answer
 
     def _take_question(self, question: bytes, seconds: float) -> bytes:
@@ -113,7 +117,7 @@ class Helper:
         self._process.kill()  # a no-op where its end is why the socket closed
         return HelperEndedError(max(0, -self._process.wait()))
 
-    def demote(self) -> None:
+    def _demote(self) -> None:
         """From now on it gives way to everything else; it cannot be raised again."""
         self.demoted = True
         with suppress(ProcessLookupError):
@@ -139,9 +143,19 @@ class Helper:
 class Helpers:
     """Up to `size` helpers of one kind, started when they are needed; more questions than that wait their turn."""
 
-    def __init__(self, make: str, *, setup: Callable[[], bytes] = bytes, memory_bytes: int, size: int) -> None:
-        """`make`, `setup`: for `helper_main.main`."""
+    def __init__(
+        self,
+        make: str,
+        *,
+        setup: Callable[[], bytes] = bytes,
+        memory_bytes: int,
+        size: int,
+        patience_s: float | None = None,
+    ) -> None:
+        """`make`, `setup`: for `helper_main.main`. `patience_s`: a helper whose answer takes longer gets only the CPU
+        that the event loop and the core leave, and is not asked again."""
         self._make, self._setup, self._memory_bytes = make, setup, memory_bytes
+        self._patience_s = patience_s
         self._idle: list[Helper] = []
         self._size = size
         self._busy = 0
@@ -169,14 +183,11 @@ class Helpers:
         await self._turn()
         try:
             helper = self._take()
-            late = asyncio.get_running_loop().call_later(_QUICK_S, helper.demote)
             try:
-                answer = await helper.ask_async(question, seconds)
+                answer = await helper.ask_async(question, seconds, self._patience_s)
             except BaseException:
                 helper.end()
                 raise
-            finally:
-                late.cancel()
             self._give_back(helper)
             return answer
         finally:

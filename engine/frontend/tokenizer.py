@@ -41,6 +41,7 @@ _THREAD_CHARS = 65536
 """up to this, a thread: a fifth of a second at worst, which nobody need interrupt; above, a helper process"""
 _THREADS = 2
 _RENDERERS = 8
+_RENDER_PATIENCE_S = 0.1
 _ENCODERS = 2
 
 _answers = msgspec.msgpack.Decoder(RenderAnswer)
@@ -73,7 +74,9 @@ class Tokenizer:
         self._longest_token = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         self._token_texts: dict[int, str] = {}
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="tokenizer")
-        self._renderers = Helpers(conversation.MAKE, memory_bytes=limits.template_bytes, size=_RENDERERS)
+        self._renderers = Helpers(
+            conversation.MAKE, memory_bytes=limits.template_bytes, size=_RENDERERS, patience_s=_RENDER_PATIENCE_S
+        )
         self._encoders = Helpers(
             long_texts.MAKE,
             setup=description.backend.encode,

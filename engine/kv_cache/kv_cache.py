@@ -322,10 +322,10 @@ class KVCache:
         blocks.on_host = False
         blocks.num_tokens = blocks.num_registered = blocks.quiet_until = 0
 
-    def forget(self, blocks: SequenceBlocks) -> None:
-        """Nothing that this sequence computed or used is found again (its KV is not to be trusted); before or after
-        `free`."""
-        for digest in blocks.chain.digests:
+    def forget(self, blocks: SequenceBlocks, first: int) -> None:
+        """Nothing that this sequence computed, its blocks from entry `first` on, is found again: that KV is not to be
+        trusted; before or after `free`."""
+        for digest in blocks.chain.digests[first:]:
             for group in range(self.num_groups):
                 self.pool.forget(key_of(digest, group))
                 if self.host is not None:

@@ -33,9 +33,6 @@ class Failures:
         logger.error("request %r failed inside the scheduler", seq.request_id, exc_info=error)
         self._noted.setdefault(seq, in_words(error))
 
-    def holds(self, seq: Sequence) -> bool:
-        return seq in self._noted
-
     def take(self) -> list[tuple[Sequence, str]]:
         """All since the last call, and why."""
         noted, self._noted = self._noted, {}

@@ -51,7 +51,12 @@ class Holdings:
             victims = [latest]
         for seq in victims:
             self.rows.recall(seq)
-        swapped = try_swap_out(self.kv, self.costs, victims, growths)
+        swapped = False
+        try:
+            swapped = try_swap_out(self.kv, self.costs, victims, growths)
+        except Exception as error:  # of the victims, not of who needs their room
+            for seq in victims:
+                self.failures.note(seq, error)
         for seq in victims:
             self.rows.leave(seq)
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
@@ -96,6 +101,11 @@ class Holdings:
             self.make_findable(seq)
         self.kv.free(seq.blocks)
 
+    def forget(self, seq: Sequence) -> None:
+        """What it computed cannot be found. What it found itself can: others, who did not fail, have computed that."""
+        if seq.cached_tokens is not None:
+            self.kv.forget(seq.blocks, seq.cached_tokens // self.kv.block_size)
+
     def unfollow(self, follower: Sequence) -> None:
         """It computes its prompt itself, or what of it is not in the prefix cache by then."""
         self.following -= 1
@@ -111,7 +121,7 @@ class Holdings:
         for member in members[:1] if group is not None else members:
             self.end(member, findable=False)
         for member in members:
-            self.kv.forget(member.blocks)
+            self.forget(member)
             if member.pin is not None:
                 self.pins.release(member.pin)
         return request_ids

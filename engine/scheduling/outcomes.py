@@ -106,7 +106,7 @@ class Outcomes:
             self._held.rows.steady.leave(seq)
             seq.in_flight -= 1  # the token that was no good
         self._held.end(seq)
-        self._held.kv.forget(seq.blocks)
+        self._held.forget(seq)
         if seq.pin is not None:
             self._held.pins.release(seq.pin)
         delta = SequenceDelta(

@@ -83,6 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table = connections
         self._part: Part = "headers"
         self._timer: TimerHandle | None = None
+        self._unread_timer: TimerHandle | None = None
         self._begun = False
         """the first byte of the headers is here"""
         self._raw_bytes = 0
@@ -101,8 +102,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread_timer()
         self._table.forget(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read: its place is not for ever."""
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self._limits.read_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_unread_timer()
+        super().resume_writing()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._part == "closing":

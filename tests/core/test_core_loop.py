@@ -16,7 +16,7 @@ from thread_cpu import assert_idle
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient, InProcessClient
-from engine.core.loop import MAX_EMPTY_PLANS, CoreLoop
+from engine.core.loop import MAX_EMPTY_PLANS, MESSAGES_A_TURN, CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import (
     AbortRequests,
@@ -157,6 +157,28 @@ def test_an_aborted_request_ends_at_once_and_its_blocks_are_free():
         outputs = client.recv()
     assert outputs.stats.kv_blocks_used == 0
     client.close()
+
+
+def test_a_flood_of_messages_holds_up_no_step_that_is_done():
+    """The message that a step is done stands behind all of them; it is the step that counts."""
+    config = tiny_config(async_scheduling=False)
+    executor = FakeExecutor(config)
+    loop, _ = build_core(config, executor)
+    loop.inbox.put(request("a", 3))
+    done = threading.Event()
+    submit = executor.submit
+
+    def submit_and_tell(plan, tell):
+        submit(plan, lambda: (tell(), done.set()))
+
+    executor.submit = submit_and_tell
+    loop.turn(wait=False)
+    for number in range(5 * MESSAGES_A_TURN):
+        loop.inbox.put(AbortRequests(request_ids=[str(number)]))
+    assert done.wait(60)
+    assert [delta.request_id for delta in loop.turn(wait=False).deltas] == ["a"]
+    assert loop.inbox.qsize() > 3 * MESSAGES_A_TURN
+    executor.close()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -327,7 +327,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Of a faulted sequence nothing is found again, though others keep their blocks."""
         model = self.model
         model.register(seq)
-        self.kv.forget(seq.blocks)
+        self.kv.forget(seq.blocks, 0)
         forgotten = model.forget(seq, len(seq.blocks.chain.digests))
         assert forgotten.isdisjoint(model.host_index())
         complete = len(seq.blocks.chain.digests) >= seq.registered or not model.caching or None not in model.windows

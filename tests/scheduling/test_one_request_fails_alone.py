@@ -13,7 +13,7 @@ from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
 from engine.kv_cache.kv_cache import KVCache
-from engine.scheduling import beam_group
+from engine.scheduling import beam_group, holdings
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.outcomes import Outcomes
@@ -31,6 +31,7 @@ POINTS: list[tuple[Any, str]] = [
     (Scheduler, "_find_room"),
     (Scheduler, "_swap_in"),
     (Scheduler, "_make_room"),
+    (holdings, "try_swap_out"),
     (Placement, "place"),
     (StepDraft, "start_row"),
     (StepDraft, "place"),
@@ -108,7 +109,8 @@ def raising(owner: Any, name: str, loop: Loop, call: int) -> Iterator[list[int]]
             return False
         members = victim.group.members if victim.group is not None else [victim, *victim.siblings]
         of_group = victim.group is not None and (value is victim.group or value is victim.group.search)
-        return of_group or any(value is member or value is member.blocks for member in members)
+        values = value if isinstance(value, list) else [value]
+        return of_group or any(each is member or each is member.blocks for member in members for each in values)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if any(concerns(value) for value in args):

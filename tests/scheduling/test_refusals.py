@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from replaying_executor import POISON
 from scheduler_loop import Loop
 
 from engine.core.wire import AddRequest, BeamParams, Follower
@@ -73,3 +74,26 @@ def test_what_no_admission_lets_pass_is_refused_before_the_device_sees_it(field:
         loop.scheduler.add(replace(request, **changes))
     assert caught.value.field == field
     assert not loop.scheduler.has_work
+
+
+@pytest.mark.parametrize("how", ["gives up", "fails"])
+def test_a_request_that_ends_in_an_error_takes_nobody_elses_prefix_with_it(how: str) -> None:
+    loop = Loop(rows=1, num_blocks=64)
+    prefix = [1, 2, 3, 4, 5, 6, 7, 8]
+    loop.add("first", [*prefix, 9], 2)
+    loop.run()
+    if how == "fails":
+        loop.add("victim", [*prefix, POISON, 9, 9, 9, 9], 4)
+        loop.run()
+    else:
+        loop.add("running", [0], 6)
+        loop.turn()
+        loop.add("victim", [*prefix, 9, 9], 4)
+        loop.turn()
+        loop.receive(loop.scheduler.give_up("victim"))
+        loop.run()
+    assert loop.reason("victim") == "error"
+    loop.add("again", [*prefix, 9], 2)
+    loop.run()
+    assert loop.cached("again") == 8
+    loop.assert_nothing_leaked()
