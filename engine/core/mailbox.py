@@ -39,7 +39,7 @@ turns, so that what others send waits for one such frame at a time."""
 class Mailbox:
     """The core's end of both sockets.
 
-    `inbox` is filled from the front end. `publish` may be called from any thread and never blocks.
+    `inbox` is filled from the front end. `publish` may be called from any thread.
     """
 
     def __init__(
