@@ -148,7 +148,8 @@ class CoreLoop:
         return self._in_flight > 0 or self._scheduler.has_work or not self.inbox.empty()
 
     def run(self, publish: Callable[[StepOutputs], None]) -> None:
-        """Turn until `Shutdown`. Where `publish` blocks, the core waits. An exception of scheduler or executor passes through."""
+        """Turn until `Shutdown`. Where `publish` blocks, the core waits. An exception of scheduler or executor passes
+        through."""
         while not self.stopped:
             outputs = self.turn()
             if outputs is not None:
