@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilation.behind import check_stop
 from compilation.bounded import Bounded
 from compilation.errors import CompileError
 from compilation.interface import PieceFunction
@@ -108,14 +109,16 @@ def _compile(module: fx.GraphModule, options: dict[str, object]) -> Any:
         return standalone_compile(module, examples, dynamic_shapes="from_graph", aot=True, options=patches)
 
 
-def load_piece(artifact: Path, options: dict[str, object]) -> PieceFunction | None:
-    """Load what `compile_piece` saved; None if torch refuses it. Runs code of the file: verify it first."""
+def load_piece(artifact: Path, options: dict[str, object], stop: threading.Event | None = None) -> PieceFunction | None:
+    """Load what `compile_piece` saved; None if torch refuses it, unless that is because of `stop`. Runs code of the
+    file: verify it first."""
     from torch._inductor.standalone_compile import CompiledArtifact
 
     try:
         with torch.inference_mode(False), torch.no_grad(), torch._inductor.config.patch(options):
             return _boxed(CompiledArtifact.load(path=str(artifact)))
     except Exception as error:
+        check_stop(stop)  # its compiler was ended
         log.warning("compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, error)
         return None
 

@@ -118,7 +118,9 @@ class _Builder:
         check_stop(self._stop)
         material = piece_material(piece.module.graph, self._environment)
         with self._store.entry_lock(material) as path, inductor_directories(path / "inductor", self._headers()):
-            function = load_piece(path / _ARTIFACT, self._options) if self._store.is_valid(material) else None
+            function = None
+            if self._store.is_valid(material):
+                function = load_piece(path / _ARTIFACT, self._options, self._stop)
             if function is None:
                 function = self._compile(piece, material)
             return without_wrappers(piece, function, sample)

@@ -17,13 +17,12 @@ from typing import Any, Self
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
-from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache, UnpinPrefix
-from engine.errors import CoreDiedError, EngineError, InvalidRequestError
+from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
+from engine.errors import EngineError, InvalidRequestError, ShutDownError
 from engine.frontend.admission import (
     PIN_PARAMS,
     AdmittedRequest,
     Prompt,
-    default_sampling_params,
     parse_prompt,
     spellings,
 )
@@ -31,6 +30,7 @@ from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
+from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.request import RequestOutput, SamplingParams
@@ -119,8 +119,7 @@ class AsyncEngine:
 
     def unpin_prefix(self, name: str) -> None:
         self.check_health()
-        self._require().pinned.remove(name)
-        self._require().client.send(UnpinPrefix(name=name))
+        self._require().unpin(name)
 
     def pinned_prefixes(self) -> dict[str, int]:
         return self._require().pinned.list()
@@ -142,9 +141,9 @@ class AsyncEngine:
     def check_health(self) -> None:
         """Raises `CoreDiedError` when requests can not be served: the core died, or `shutdown` was called."""
         if self._closed:
-            raise CoreDiedError("this engine was shut down")
-        if self._engine is not None and self._engine.death is not None:
-            raise self._engine.death
+            raise ShutDownError("this engine was shut down")
+        if self._engine is not None:
+            self._engine.check_alive()
 
     def stalled(self) -> str | None:
         """Why the core, which has work, seems to make no progress, long before it counts as dead; or None."""
@@ -185,9 +184,7 @@ class AsyncEngine:
         vocabulary = engine.config.model.vocab_size
         if not set(map(type, token_ids)) <= {int}:
             raise InvalidRequestError(f"{field} must be token ids", field)
-        for token in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token < vocabulary:
-                raise InvalidRequestError(f"token id {token} is outside the vocabulary [0, {vocabulary})", field)
+        check_token_ids(field, token_ids, vocabulary)
         with fails_alone("detokenizing"):
             return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -233,7 +230,7 @@ class AsyncEngine:
 
     def default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where none are given: the model's generation config, else the defaults."""
-        return default_sampling_params(self._require().model.generation_defaults)
+        return self._require().default_sampling_params()
 
     @property
     def ready(self) -> CoreReady:
@@ -273,7 +270,7 @@ class AsyncEngine:
                 await self._start_task
         if self._engine is None:
             return
-        await self._engine.stop("this engine was shut down")
+        await self._engine.stop(ShutDownError("this engine was shut down"))
 
     def _require(self) -> Serving:
         if self._engine is None:
@@ -327,7 +324,7 @@ class AsyncEngine:
         name = (
             secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", engine.config.limits)
         )
-        given = params if params is not None else default_sampling_params(engine.model.generation_defaults)
+        given = params if params is not None else engine.default_sampling_params()
         checked = check_params(given)
         engine.admission.check_params(checked)
         parsed = parse_prompt(prompt)

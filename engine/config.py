@@ -6,11 +6,14 @@ down by constructor and crosses the process border as JSON. No room reads the en
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import msgspec
 
-from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits
+from engine.errors import ConfigError
+from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -25,58 +28,128 @@ Preemption = Literal["auto", "recompute", "swap"]
 """auto: what is estimated to cost less"""
 
 
-class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user may set. None means "choose for me"; `resolve` chooses."""
+def _about(text: str, **how: object) -> msgspec.Meta:
+    """What a setting is, for every door's help. `how`: `flag`, of a name that differs; `hidden`: no option of its own;
+    `size`: bytes, or a text as 4GiB."""
+    return msgspec.Meta(description=text, extra=how)
 
-    model: str
-    served_model_name: str | None = None
-    tokenizer: str | None = None
-    dtype: DType = "auto"
-    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
-    """of weights (CPU): int8 per output with int8 activations, int4 in groups of 32; none: the dtype; auto: as the
-    checkpoint has them, so a GGUF file runs from its blocks"""
+
+_SIZE = {"size": True}
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user may set, declared here for all doors: Python's `LLM` and `AsyncEngine`, and the command line. None
+    means "choose for me"; `resolve` chooses."""
+
+    model: Annotated[str, _about("a Hugging Face directory or one GGUF file", hidden=True)]
+    served_model_name: Annotated[str | None, _about("the model's name in the API", hidden=True)] = None
+    tokenizer: Annotated[
+        str | None, _about("directory or GGUF file of the tokenizer, where it is not the model's own")
+    ] = None
+    dtype: Annotated[DType, _about("of weights and activations")] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "int4"],
+        _about(
+            "of weights (CPU): int8 per output with int8 activations, int4 in groups of 32; none: the dtype, to which "
+            "a GGUF file is decoded; auto: as the checkpoint has them, so a GGUF file runs from its blocks"
+        ),
+    ] = "auto"
     device: Device = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_mixed_prefill_tokens: int | None = None
-    """of a step in which other sequences decode, whose next token waits for the whole of it"""
-    max_waiting: int = MAX_WAITING
-    """sequences, all samples of a request counted"""
-    block_size: int | None = None
-    kv_cache_dtype: KVCacheDType = "auto"
-    """auto: the model's dtype; bf16: that of a bfloat16 model, by name; int8: half the memory, with a scale for each
-    token and KV head (CPU); fp8: e4m3, half the memory (GPU backends that read it)"""
-    kv_cache_memory: int | str | None = None
-    """bytes, or a text as 4GiB"""
-    memory_fraction: float = 0.9
-    enable_prefix_caching: bool = True
-    swap_space: int | str = 0
-    """bytes, or a text as 4GiB, of host memory for KV blocks: of preempted sequences, and of prefixes that the device
-    evicts"""
-    preemption: Preemption = "auto"
-    """whether a preempted sequence is computed again or swapped to `swap_space` (where that is full, computed)"""
-    scheduling_policy: Policy = "fcfs"
-    async_scheduling: bool | None = None
-    """plan a step while the one before computes; None: on a GPU"""
-    compile: CompileMode = "pieces"
-    graphs: GraphMode | None = None
-    """None: auto on a GPU, none on a CPU"""
-    attention_backend: str | None = None
-    threads: int | None = None
-    cores: tuple[int, ...] | None = None
-    """logical CPUs that the compute threads are bound to (CPU); None: the operating system places them"""
-    seed: int = 0
-    override_generation_config: dict[str, object] = {}
-    """sampling for requests that leave it out, before what the model's own files recommend: temperature, top_k, top_p,
-    min_p, repetition_penalty, max_new_tokens"""
-    max_logprobs: int = MAX_LOGPROBS
-    limits: Limits = Limits()
-    cache_dir: str | None = None
-    debug_sync: bool = False
-    """fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)"""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: random weights of the model's shape, for benchmarks"""
+    max_model_len: Annotated[int | None, _about("longest sequence, prompt and answer, in tokens")] = None
+    max_num_seqs: Annotated[int | None, _about("sequences that run at once")] = None
+    max_num_batched_tokens: Annotated[int | None, _about("tokens computed in one step")] = None
+    max_mixed_prefill_tokens: Annotated[
+        int | None, _about("tokens of prompts in a step in which others decode, who wait for the whole of it")
+    ] = None
+    max_waiting: Annotated[
+        int, _about("sequences that may wait, all samples of a request counted; more are answered with 503")
+    ] = MAX_WAITING
+    block_size: Annotated[int | None, _about("tokens per KV block")] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        _about(
+            "auto: the model's dtype; bf16: that of a bfloat16 model, by name; int8 (CPU) and fp8 (e4m3, GPU): half "
+            "the memory"
+        ),
+    ] = "auto"
+    kv_cache_memory: Annotated[int | str | None, _about("memory of the KV cache, as 4GiB", **_SIZE)] = None
+    memory_fraction: Annotated[float, _about("share of the device's memory to use")] = 0.9
+    enable_prefix_caching: Annotated[
+        bool, _about("keep what was computed for prompts that begin alike", flag="prefix-caching")
+    ] = True
+    swap_space: Annotated[
+        int | str,
+        _about(
+            "host memory for KV blocks of preempted sequences and of prefixes that the device evicts, as 4GiB", **_SIZE
+        ),
+    ] = 0
+    preemption: Annotated[
+        Preemption, _about("how a preempted sequence comes back; auto: what costs less here, as far as there is room")
+    ] = "auto"
+    scheduling_policy: Annotated[Policy, _about("the order in which requests start")] = "fcfs"
+    async_scheduling: Annotated[bool | None, _about("plan a step while the one before computes; default: on a GPU")] = (
+        None
+    )
+    compile: Annotated[CompileMode, _about("torch.compile of what lies between attention")] = "pieces"
+    graphs: Annotated[
+        GraphMode | None, _about("CUDA graphs; default: all that --compile and the attention backend allow")
+    ] = None
+    attention_backend: Annotated[str | None, _about("by name; default: the first that fits")] = None
+    threads: Annotated[int | None, _about("compute threads on a CPU")] = None
+    cores: Annotated[
+        tuple[int, ...] | None, _about("logical CPUs that the compute threads are bound to (CPU), as 0,1 or 0-3")
+    ] = None
+    seed: Annotated[int, _about("of requests that bring none")] = 0
+    override_generation_config: Annotated[
+        dict[str, object],
+        _about(
+            "sampling for requests that leave it out, before what the model's own files recommend: temperature, top_k, "
+            """top_p, min_p, repetition_penalty, max_new_tokens, as '{"temperature": 0.7}'"""
+        ),
+    ] = {}
+    max_logprobs: Annotated[int, _about("alternatives that a request may ask for, of each token")] = MAX_LOGPROBS
+    limits: Annotated[
+        Limits,
+        _about(
+            "another bound on requests, as body_bytes=64MiB; may be repeated; docs/limits.md lists them", flag="limit"
+        ),
+    ] = Limits()
+    cache_dir: Annotated[str | None, _about("compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")] = None
+    debug_sync: Annotated[
+        bool, _about("fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)")
+    ] = False
+    load_format: Annotated[
+        Literal["auto", "dummy"], _about("dummy: random weights of the model's shape, for benchmarks")
+    ] = "auto"
+
+
+def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> EngineArgs:
+    """`settings` by their names; limits as a mapping, too. Raises TypeError for a name that is none, `ConfigError` for
+    a value of another type."""
+    unknown = settings.keys() - set(EngineArgs.__struct_fields__)
+    if unknown:
+        raise TypeError(f"there is no setting {min(unknown)!r}; those of EngineArgs are there")
+    given = {name: _plain_value(value) for name, value in settings.items()}
+    limits = given.get("limits")
+    if isinstance(limits, Mapping):
+        given["limits"] = limits_of(limits)
+    for name in ("limits", "override_generation_config"):
+        if given.get(name, "") is None:
+            del given[name]
+    try:
+        return msgspec.convert({"model": os.fspath(model), **given}, EngineArgs)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a setting cannot be read: {error}") from None
+
+
+def _plain_value(value: object) -> object:
+    """Numbers of NumPy's, paths and ranges are taken, too."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, range):
+        return tuple(value)
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,9 +187,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_waiting: int
     policy: Policy = "fcfs"
-    async_scheduling: bool = True
+    steps_in_flight: int = 2
+    """steps that are submitted and not collected, at most; 1: lockstep, 2: one is planned while another one computes"""
     max_mixed_prefill_tokens: int | None = None
     """of the budget, for prompts beside sequences that decode; None: all of it"""
+    min_shared_chunk: int = 256
+    """tokens that a prompt takes of a step, if there are as many, although others wait for theirs: of more it leaves
+    them half"""
     preemption: Preemption = "auto"
     vocab_size: int = 2**31 - 1
     """a token id is below it"""

@@ -42,6 +42,10 @@ class CoreDiedError(EngineError):
     """The engine core stopped; the message's last line is the root cause."""
 
 
+class ShutDownError(CoreDiedError):
+    """Somebody shut the engine down: nothing has failed."""
+
+
 class RequestFailedError(EngineError):
     """One request failed inside the core (for example NaN logits); others go on."""
 

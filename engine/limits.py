@@ -10,7 +10,7 @@ What follows from the model and the machine instead (context length, vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 import msgspec
@@ -88,6 +88,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     )
     body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
     read_timeout_s: Annotated[float, _limit("seconds until a client reads some of what was written", 0.1, 408)] = 60.0
+    drained_bodies: Annotated[
+        int, _limit("times body_bytes that are read and dropped behind an early answer, so that its client gets to it")
+    ] = 8
+    chunk_framing: Annotated[
+        int, _limit("bytes of chunked framing for a byte of a body; one-byte chunks cost five")
+    ] = 8
     json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
     json_values: Annotated[int, _limit("values in a request's JSON, as its commas and brackets tell")] = 1 << 20
     pipelined: Annotated[int, _limit("requests that wait on a connection behind the one being answered", 0)] = 16
@@ -173,6 +179,10 @@ def parse_limits(settings: Iterable[str]) -> Limits:
             given[name] = parse_size(text) if name.endswith("bytes") else float(text)
         except ValueError as error:
             raise ConfigError(f"--limit {setting}: {error}") from None
+        if get_args(_HINTS[name])[0] is int:
+            if given[name] != given[name] // 1:
+                raise ConfigError(f"--limit {setting}: {name} is a whole number")
+            given[name] = int(given[name])
     return limits_of(given)
 
 
@@ -185,6 +195,13 @@ def limits_of(values: Mapping[str, float]) -> Limits:
         return msgspec.convert(dict(values), Limits)
     except msgspec.ValidationError as error:
         raise ConfigError(f"limits: {error}") from None
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises `InvalidRequestError` naming `field` and the first id outside the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(f"{field}: token id {wrong} is outside the vocabulary [0, {vocab_size})", field)
 
 
 def plain(value: float) -> str:

@@ -345,7 +345,7 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vo
         policy=args.scheduling_policy,
         preemption=args.preemption,
         vocab_size=vocab_size,
-        async_scheduling=args.async_scheduling if args.async_scheduling is not None else kind == "cuda",
+        steps_in_flight=2 if args.async_scheduling or (args.async_scheduling is None and kind == "cuda") else 1,
     )
 
 

@@ -1,4 +1,5 @@
-"""A step's data: what the scheduler tells the runner (`StepPlan`) and what comes back (`StepResult`).
+"""A step's data: what the scheduler tells the runner (`StepPlan`) and what comes back (`StepResult`). Both are columns,
+and bytes where the runner is elsewhere.
 
 Torch-free. A *row* is a sequence's place in the device tables from the moment it starts running until it finishes or is
 preempted. Nothing that the device already holds is sent again: a plan carries differences.
@@ -15,8 +16,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,24 +56,20 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     params: RowParams
 
 
-class BlockAppend(msgspec.Struct, frozen=True, gc=False):
-    """Write `block_ids` into the row's block table of layer group `group`, from entry `start` on."""
+class Columns(msgspec.Struct, frozen=True, eq=False):
+    """Flat arrays, which nobody writes to any more; equal where all of them are."""
 
-    row: int
-    group: int
-    start: int
-    block_ids: list[int]
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
 
-
-class TokenRewrite(msgspec.Struct, frozen=True, gc=False):
-    """What a row holds from `start` on is replaced: its sequence took over another one's history (beams)."""
-
-    row: int
-    start: int
-    token_ids: list[int]
+    __hash__ = None  # type: ignore[assignment]
 
 
-class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
+class ScheduledRow(NamedTuple):
+    """One of `Rows`."""
+
     row: int
     computed: int
     """tokens whose KV exists before this step = position of the first query token"""
@@ -83,50 +80,101 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     """true when this step reaches the last known token, so that a token is sampled at position computed + query_len"""
 
 
-class ScheduledRows(Sequence[ScheduledRow]):
-    """Many rows: decodes in columns, then the others."""
+class Rows(Columns, frozen=True, eq=False):
+    columns: np.ndarray
+    """int32 [4, rows]: the fields of `ScheduledRow`"""
 
-    __slots__ = ("computed", "decodes", "others")
-
-    def __init__(self, decodes: np.ndarray, computed: np.ndarray, others: list[ScheduledRow]) -> None:
-        """`decodes`, `computed`: integers [decodes], the rows and what they have computed."""
-        self.decodes, self.computed, self.others = decodes, computed, others
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledRow]) -> Rows:
+        return cls(np.array(list(rows), dtype=np.int32).reshape(-1, 4).T)
 
     def __len__(self) -> int:
-        return len(self.decodes) + len(self.others)
+        return int(self.columns.shape[1])
 
-    def __iter__(self) -> Iterator[ScheduledRow]:
-        for row, computed in zip(self.decodes.tolist(), self.computed.tolist()):
-            yield ScheduledRow(row, computed, 1, samples=True)
-        yield from self.others
+    @property
+    def row(self) -> np.ndarray:
+        return self._column(0)
 
-    @overload
-    def __getitem__(self, index: int) -> ScheduledRow: ...
+    @property
+    def computed(self) -> np.ndarray:
+        return self._column(1)
 
-    @overload
-    def __getitem__(self, index: slice) -> list[ScheduledRow]: ...
+    @property
+    def query_lens(self) -> np.ndarray:
+        return self._column(2)
 
-    def __getitem__(self, index: int | slice) -> ScheduledRow | list[ScheduledRow]:
-        return list(self)[index]
+    @property
+    def samples(self) -> np.ndarray:
+        return self._column(3)
 
-    def columns(self) -> np.ndarray:
-        """int32 [4, rows]: row, computed, query length, whether it samples."""
-        n = len(self.decodes)
-        columns = np.ones((4, len(self)), dtype=np.int32)
-        columns[0, :n], columns[1, :n] = self.decodes, self.computed
-        if self.others:
-            columns[:, n:] = np.array([(r.row, r.computed, r.query_len, r.samples) for r in self.others]).T
-        return columns
+    @property
+    def num_tokens(self) -> int:
+        return int(self.columns[2].sum())
+
+    def each(self) -> list[ScheduledRow]:
+        """One by one, where speed is not the point."""
+        columns = zip(*self.columns.tolist(), strict=True)
+        return [ScheduledRow(row, computed, count, bool(samples)) for row, computed, count, samples in columns]
+
+    def _column(self, index: int) -> np.ndarray:
+        column: np.ndarray = self.columns[index]
+        return column
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class Write(NamedTuple):
+    """One of `Writes`."""
+
+    group: int
+    """layer group; 0 for tokens"""
+    row: int
+    start: int
+    values: list[int]
+
+
+class Writes(Columns, frozen=True, eq=False):
+    """Consecutive columns of rows of a table, from `start` on, become `values`; of writes that overlap the last one
+    counts."""
+
+    where: np.ndarray
+    """int32 [4, writes]: group, row, start, number of values (positive)"""
+    values: np.ndarray
+    """int32 [sum of the numbers], one write after the other"""
+
+    @classmethod
+    def of(cls, writes: Iterable[Write]) -> Writes:
+        where: list[tuple[int, int, int, int]] = []
+        values: list[int] = []
+        for group, row, start, those in writes:
+            where.append((group, row, start, len(those)))
+            values += those
+        if not where:
+            return NO_WRITES
+        return cls(np.array(where, dtype=np.int32).T, np.array(values, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return int(self.where.shape[1])
+
+    def each(self) -> list[Write]:
+        """One by one, where speed is not the point."""
+        values, ends = self.values.tolist(), np.cumsum(self.where[3]).tolist()
+        columns = zip(*self.where.tolist(), ends, strict=True)
+        return [Write(group, row, start, values[end - count : end]) for group, row, start, count, end in columns]
+
+
+NO_ROWS = Rows(np.zeros((4, 0), dtype=np.int32))
+NO_WRITES = Writes(np.zeros((4, 0), dtype=np.int32), np.zeros(0, dtype=np.int32))
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
-    rows: Sequence[ScheduledRow]
+    rows: Rows = NO_ROWS
     """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []
-    rewrites: Sequence[TokenRewrite] = []
-    block_appends: Sequence[BlockAppend] = []
+    rewrites: Writes = NO_WRITES
+    """of tokens: a row's sequence took over another one's history (beams), and it holds nothing behind them"""
+    block_appends: Writes = NO_WRITES
+    """of the rows' block tables, which hold nothing behind them"""
     block_copies: list[tuple[int, int]] = []
     """(source, destination): copy-on-write, one after the other"""
     swap_out: list[tuple[int, int]] = []
@@ -136,9 +184,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        if isinstance(self.rows, ScheduledRows):
-            return len(self.rows.decodes) + sum(r.query_len for r in self.rows.others)
-        return sum(r.query_len for r in self.rows)
+        return self.rows.num_tokens
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -150,55 +196,55 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """1-based rank of token_ids[0] in the vocabulary"""
 
 
-class RowLogprobs(Mapping[int, TokenLogprobs]):
-    """Sampled positions by row, as arrays; an entry is made when it is asked for."""
+class RowLogprobs(Columns, frozen=True, eq=False):
+    """Of sampled positions, by row; an entry is made when it is asked for."""
 
-    __slots__ = ("_logprobs", "_place", "_ranks", "_rows", "_token_ids", "_widths")
+    rows: np.ndarray
+    """int32 [rows]"""
+    widths: np.ndarray
+    """int32 [rows]: how many columns count"""
+    token_ids: np.ndarray
+    """int32 [rows, columns]"""
+    logprobs: np.ndarray
+    """float64 [rows, columns]"""
+    ranks: np.ndarray
+    """int32 [rows]"""
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        widths: Sequence[int],
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        ranks: np.ndarray,
-    ) -> None:
-        """`token_ids`: int64 [rows, columns], `logprobs`: float64 [rows, columns], of which `widths` count; `ranks`:
-        int64 [rows]. Nobody writes to them any more."""
-        self._rows = rows
-        self._place = np.full(max(rows, default=-1) + 1, -1, dtype=np.int64)
-        self._place[list(rows)] = np.arange(len(rows))
-        self._widths, self._token_ids, self._logprobs, self._ranks = widths, token_ids, logprobs, ranks
-
-    def __getitem__(self, row: int) -> TokenLogprobs:
-        index = int(self._place[row]) if 0 <= row < len(self._place) else -1
-        if index < 0:
-            raise KeyError(row)
-        width = self._widths[index]
-        token_ids, logprobs = self._token_ids[index, :width].tolist(), self._logprobs[index, :width].tolist()
-        return TokenLogprobs(token_ids=token_ids, logprobs=logprobs, rank=int(self._ranks[index]))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
+    @classmethod
+    def of(cls, found: Mapping[int, TokenLogprobs]) -> RowLogprobs:
+        if not found:
+            return NO_LOGPROBS
+        widths = np.array([len(entry.token_ids) for entry in found.values()], dtype=np.int32)
+        token_ids = np.zeros((len(found), widths.max()), dtype=np.int32)
+        logprobs = np.zeros(token_ids.shape)
+        for index, entry in enumerate(found.values()):
+            token_ids[index, : widths[index]], logprobs[index, : widths[index]] = entry.token_ids, entry.logprobs
+        ranks = np.array([entry.rank for entry in found.values()], dtype=np.int32)
+        return cls(np.array(list(found), dtype=np.int32), widths, token_ids, logprobs, ranks)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
-    def columns(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows with entries of one length, the first `most` at most: tokens int64 [rows, columns] and
-        log-probabilities float64 [rows, columns]."""
-        indices = self._place[rows]
-        width = min(self._widths[indices[0]], most)
-        return self._token_ids.take(indices, 0)[:, :width], self._logprobs.take(indices, 0)[:, :width]
+    def by_row(self) -> dict[int, TokenLogprobs]:
+        columns = (self.rows, self.widths, self.token_ids, self.logprobs, self.ranks)
+        return {
+            row: TokenLogprobs(token_ids=ids[:width], logprobs=values[:width], rank=rank)
+            for row, width, ids, values, rank in zip(*(column.tolist() for column in columns), strict=True)
+        }
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Lists align with the plan's rows that sample, in the plan's order."""
+_NONE = np.zeros(0, dtype=np.int32)
+NO_LOGPROBS = RowLogprobs(_NONE, _NONE, np.zeros((0, 1), dtype=np.int32), np.zeros((0, 1)), _NONE)
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a step has brought."""
 
     step_id: int
     token_ids: list[int]
-    logprobs: Mapping[int, TokenLogprobs] = {}
-    """row → the sampled position, for rows that asked"""
+    """of the plan's rows that sample, in the plan's order"""
+    logprobs: RowLogprobs = NO_LOGPROBS
+    """of the sampled positions, for rows that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that
     asked. The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
@@ -206,6 +252,37 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """rows whose logits held NaN (or nothing allowed), or of which anything else failed: their token does not count"""
     reasons: dict[int, str] = {}
     """of the faults that are something else: what failed"""
+
+
+def encode_step(step: StepPlan | StepResult) -> bytes:
+    """For another process: what `decode_plan` and `decode_result` give back is equal."""
+    return _ENCODER.encode(step)
+
+
+def decode_plan(encoded: bytes) -> StepPlan:
+    """Raises `msgspec.DecodeError` or ValueError for what is none."""
+    return _PLANS.decode(encoded)
+
+
+def decode_result(encoded: bytes) -> StepResult:
+    """As `decode_plan`."""
+    return _RESULTS.decode(encoded)
+
+
+def _of_array(array: object) -> tuple[str, tuple[int, ...], bytes]:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"{type(array).__name__} is no part of a step")
+    return array.dtype.char, array.shape, array.tobytes()
+
+
+def _to_array(kind: type, encoded: Any) -> np.ndarray:
+    char, shape, data = encoded
+    return np.frombuffer(data, dtype=char).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_of_array)
+_PLANS = msgspec.msgpack.Decoder(StepPlan, dec_hook=_to_array)
+_RESULTS = msgspec.msgpack.Decoder(StepResult, dec_hook=_to_array)
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
@@ -65,90 +66,41 @@ def default_cache_dir() -> str:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Names follow vLLM's where it has the option."""
+    """One option for each setting of `EngineArgs`. Names follow vLLM's where it has the option."""
+    import msgspec
+
+    from engine.config import EngineArgs
+
     group = parser.add_argument_group("engine")
-    group.add_argument("--tokenizer", help="directory or GGUF file of the tokenizer, where it is not the model's own")
-    group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    group.add_argument(
-        "--quantization",
-        default="auto",
-        choices=["auto", "none", "int8", "int4"],
-        help="of weights (CPU); auto: a GGUF file runs from its blocks; none decodes it",
-    )
-    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    group.add_argument("--max-model-len", type=int, help="longest sequence, prompt and answer, in tokens")
-    group.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
-    group.add_argument(
-        "--max-mixed-prefill-tokens", type=int, help="tokens of prompts in a step that makes others' next tokens, too"
-    )
-    group.add_argument("--max-waiting", type=int, help="sequences that may wait; more are answered with 503")
-    _add_memory_options(group)
-    group.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "priority"])
-    group.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before computes; default: on a GPU",
-    )
-    group.add_argument("--compile", default="pieces", choices=["none", "pieces"])
-    group.add_argument(
-        "--graphs",
-        choices=["auto", "none", "piecewise", "full_decode", "both"],
-        help="CUDA graphs; default: all that --compile and the attention backend allow",
-    )
-    group.add_argument("--attention-backend", metavar="NAME")
-    group.add_argument("--threads", type=int, help="compute threads on a CPU")
-    group.add_argument(
-        "--cores", type=core_list, metavar="LIST", help="CPUs that the compute threads are bound to, as 0,1 or 0-3"
-    )
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-logprobs", type=int, help="alternatives that a request may ask for, of each token")
-    group.add_argument(
-        "--override-generation-config",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="""sampling where a request says nothing, before what the model's files say, as '{"temperature": 0.7}'""",
-    )
-    group.add_argument(
-        "--limit",
-        dest="limits",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another bound on requests, as body_bytes=64MiB; may be repeated; docs/limits.md lists them",
-    )
-    group.add_argument("--cache-dir", help="compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")
-    group.add_argument(
-        "--debug-sync", action="store_true", help="fail a decode step in which the host waits for the GPU"
-    )
-    group.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="dummy: random weights")
+    hints = get_type_hints(EngineArgs, include_extras=True)
+    for field in msgspec.structs.fields(EngineArgs):
+        kind, about = hints[field.name], msgspec.Meta()
+        if get_origin(kind) is Annotated:
+            kind, about = get_args(kind)
+        how = about.extra or {}
+        if not how.get("hidden"):
+            flag = "--" + str(how.get("flag", field.name)).replace("_", "-")
+            settings = _option_of(kind, field.default, bool(how.get("size")))
+            group.add_argument(flag, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
 
 
-def _add_memory_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--block-size", type=int, help="tokens per KV block")
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=["auto", "bf16", "int8", "fp8"],
-        help="half the memory: int8 on a CPU, fp8 on a GPU",
-    )
-    group.add_argument("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory of the KV cache, as 4GiB")
-    group.add_argument("--memory-fraction", type=float, default=0.9, help="share of the device's memory to use")
-    group.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    group.add_argument(
-        "--swap-space",
-        type=size_bytes,
-        default=0,
-        metavar="SIZE",
-        help="host memory for KV blocks of preempted sequences and of prefixes that the device evicts, as 4GiB",
-    )
-    group.add_argument(
-        "--preemption",
-        default="auto",
-        choices=["auto", "recompute", "swap"],
-        help="how a preempted sequence comes back; auto: what costs less here",
-    )
+def _option_of(kind: Any, default: Any, is_size: bool) -> dict[str, Any]:
+    """argparse's settings for a type. Options without a default of their own are None where they are not set."""
+    kinds = [one for one in get_args(kind) if one is not NoneType] if get_origin(kind) in (Union, UnionType) else [kind]
+    first = kinds[0]
+    if is_size:
+        return {"type": size_bytes, "metavar": "SIZE", "default": default}
+    if get_origin(first) is Literal:
+        return {"choices": list(get_args(first)), "default": default}
+    if first is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": default}
+    if first in (int, float, str):
+        return {"type": first, "default": default}
+    if get_origin(first) is tuple:
+        return {"type": core_list, "metavar": "LIST"}
+    if get_origin(first) is dict:
+        return {"type": json_object, "metavar": "JSON", "default": {}}
+    return {"action": "append", "metavar": "NAME=VALUE", "default": []}
 
 
 def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:

@@ -28,7 +28,7 @@ from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
 from engine.executor.interface import CompileState
-from engine.step import LoadReport, RowParams, ScheduledRow, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, RowParams, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 PLAN_SHARE, COMPLETE_SHARE, PUBLISH_SHARE = 0.5, 0.375, 0.125
 LIMIT_AHEAD = 1.1
@@ -89,7 +89,7 @@ class SleepingDevice:
         while (work := self._work.get()) is not None:
             plan, done = work
             time.sleep(self._step_s)
-            self._done.put(StepResult(step_id=plan.step_id, token_ids=[0 for _ in plan.rows]))
+            self._done.put(StepResult(step_id=plan.step_id, token_ids=[0] * len(plan.rows)))
             done()
 
 
@@ -116,7 +116,7 @@ class BusyScheduler:
         burn(PLAN_SHARE * self._host_s)
         self._steps += 1
         row = ScheduledRow(row=0, computed=self._steps, query_len=1, samples=True)
-        return StepPlan(step_id=self._steps, rows=[row])
+        return StepPlan(step_id=self._steps, rows=Rows.of([row]))
 
     def end_failed(self) -> list[SequenceDelta]:
         return []
@@ -162,7 +162,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(device_s: float, host_s: float, async_scheduling: bool) -> Round:
     device = SleepingDevice(device_s)
-    loop = CoreLoop(BusyScheduler(host_s), device, async_scheduling)
+    loop = CoreLoop(BusyScheduler(host_s), device, 1 + async_scheduling)
     published: list[float] = []
     waited: list[float] = []
 

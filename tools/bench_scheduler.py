@@ -26,7 +26,9 @@ from engine.scheduling.scheduler import Scheduler
 from engine.step import RowLogprobs, RowParams, StepPlan, StepResult
 
 WAITING = (10, 100, 1_000, 10_000, 100_000)
-CONTEXT = (1_000, 10_000, 30_000, 100_000)
+CONTEXT = (1_000, 10_000, 100_000, 1_000_000)
+CONTEXT_ROWS = 4
+"""sequences of such a context"""
 BLOCK_SIZE = 16
 BUDGET = 8192
 MIXED = ((64, 0), (1_000, 0), (0, 50), (800, 50))
@@ -49,8 +51,8 @@ def main() -> None:
         print(f"{waiting:>9} waiting, context      200: {by_waiting[waiting]:8.1f} us")
     by_context = {}
     for context in CONTEXT:
-        by_context[context] = measure(args.rows, args.steps, waiting=10, context=context)
-        print(f"{10:>9} waiting, context {context:>8}: {by_context[context]:8.1f} us")
+        by_context[context] = measure(CONTEXT_ROWS, args.steps, waiting=10, context=context)
+        print(f"{CONTEXT_ROWS:>9} sequences, context {context:>8}: {by_context[context]:8.1f} us")
     mixed = {}
     for plain, searches in MIXED:
         pair = [measure_mixed(plain, searches, args.steps, depth) for depth in (1, 0)]
@@ -93,7 +95,7 @@ def measure(rows: int, steps: int, *, waiting: int, context: int) -> float:
             )
         )
     pending = _plan(scheduler)
-    while len(pending.rows) < rows or any(row.query_len > 1 for row in pending.rows):
+    while len(pending.rows) < rows or (pending.rows.query_lens > 1).any():
         following = _plan(scheduler)
         scheduler.complete(_answer(pending))
         pending = following
@@ -169,17 +171,17 @@ class _Answers:
             logprobs.append([likely[0], *likely])
             words = draw.sample(range(1000), 2 * WIDTH)
             tokens.append([words[0], *words])
-        self._tokens, self._logprobs = np.array(tokens), np.array(logprobs)
+        self._tokens, self._logprobs = np.array(tokens, dtype=np.int32), np.array(logprobs)
 
     def of(self, plan: StepPlan) -> StepResult:
         self._beams -= {new.row for new in plan.added if new.params.logprobs is None}
         self._beams |= {new.row for new in plan.added if new.params.logprobs is not None}
-        rows = [row.row for row in plan.rows if row.samples]
+        rows = plan.rows.row[plan.rows.samples > 0].tolist()
         beams = [row for row in rows if row in self._beams]
         drawn = self._draw.choices(range(len(self._tokens)), k=len(beams))
-        ones = np.ones(len(beams), dtype=np.int64)
-        widths = [2 * WIDTH + 1] * len(beams)
-        found = RowLogprobs(beams, widths, self._tokens[drawn], self._logprobs[drawn], ones)
+        ones = np.ones(len(beams), dtype=np.int32)
+        widths = (2 * WIDTH + 1) * ones
+        found = RowLogprobs(np.array(beams, np.int32), widths, self._tokens[drawn], self._logprobs[drawn], ones)
         return StepResult(step_id=plan.step_id, token_ids=[7] * len(rows), logprobs=found)
 
 
@@ -191,7 +193,7 @@ def _plan(scheduler: Scheduler) -> StepPlan:
 
 
 def _answer(plan: StepPlan) -> StepResult:
-    return StepResult(step_id=plan.step_id, token_ids=[7 for row in plan.rows if row.samples])
+    return StepResult(step_id=plan.step_id, token_ids=[7] * int(plan.rows.samples.sum()))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from engine.config import Preemption, SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Delta, Follower, each_delta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
-from engine.step import NewRow, RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.step import NewRow, RowLogprobs, RowParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 BLOCK_SIZE = 8
 ROWS = 12
@@ -59,14 +59,16 @@ class Device:
         for row in plan.released:
             del self._rows[row]
         self._rows.update((new.row, new) for new in plan.added)
-        sampling = [row for row in plan.rows if row.samples]
+        rows = plan.rows.each()
+        sampling = [row for row in rows if row.samples]
+        logprobs = {row.row: found for row in sampling if (found := self._logprobs(row)) is not None}
         return StepResult(
             step_id=plan.step_id,
             token_ids=[self._rng.randrange(VOCAB) for _ in sampling],
-            logprobs={row.row: found for row in sampling if (found := self._logprobs(row)) is not None},
+            logprobs=RowLogprobs.of(logprobs),
             prompt_logprobs={
                 row.row: self._prompt_logprobs(row)
-                for row in plan.rows
+                for row in rows
                 if self._rows[row.row].params.prompt_logprobs is not None
             },
             faults=[row.row for row in sampling if self._rng.random() < 0.0005],
@@ -100,7 +102,7 @@ class Engine:
             policy=rng.choice(("fcfs", "priority")),
             preemption=preemption,
         )
-        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S, fewest_steady=rng.choice((1, 4)), fewest_searches=1)
+        self.scheduler = Scheduler(config, self._kv, SWAP_BLOCK_S)
         self._device = Device(rng)
         self._rng = rng
         self._names = count()

@@ -21,7 +21,9 @@ STALL_S = 10.0
 STALL_STEPS = 20
 """how many of its slow steps' durations one step may take"""
 SETTLED_STEPS = 64
-"""steps before which nothing is known of the next one's duration: the first ones load code, and are few"""
+"""steps before which little is known of the next one's duration: the first ones load code, and are few"""
+UNSETTLED_STALL_S = 60.0
+"""what counts as a stall among them"""
 
 
 class Liveness:
@@ -98,8 +100,9 @@ class Liveness:
         doing = _DOING[self._phase]
         if now - self._heard_at > STALL_S:
             return f"no heartbeat for {now - self._heard_at:.1f} s while {doing}"
-        limit = max(STALL_S, STALL_STEPS * self._step_s)
-        if compiling or self._steps < SETTLED_STEPS or now - self._progress_at <= limit:
+        settled = self._steps >= SETTLED_STEPS
+        limit = max(STALL_S if settled else UNSETTLED_STALL_S, STALL_STEPS * self._step_s)
+        if compiling or now - self._progress_at <= limit:
             return None
         silence = f"no turn of the loop for {now - self._progress_at:.1f} s while {doing}"
         return f"{silence}; its slow steps take {self._step_s:.3f} s"

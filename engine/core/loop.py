@@ -102,7 +102,7 @@ class StepScheduler(Protocol):
 
 
 class CoreLoop:
-    """Plans, submits, collects and completes steps; one step ahead of the device when `async_scheduling` is on.
+    """Plans, submits, collects and completes steps; with two in flight, one step ahead of the device.
 
     Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may
     read).
@@ -112,7 +112,7 @@ class CoreLoop:
         self,
         scheduler: StepScheduler,
         executor: Executor,
-        async_scheduling: bool,
+        steps_in_flight: int,
         inbox: Inbox | None = None,
         observer: StepObserver = NO_OBSERVER,
     ) -> None:
@@ -124,7 +124,7 @@ class CoreLoop:
         self.stopped = False
         self._scheduler = scheduler
         self._executor = executor
-        self._depth = 1 if async_scheduling else 0
+        self._most_in_flight = steps_in_flight
         self._in_flight = 0
         """steps submitted and not collected"""
         self._submitted: deque[float] = deque()
@@ -182,7 +182,7 @@ class CoreLoop:
         return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas or has_news else None
 
     def _plan_ahead(self) -> StepPlan | None:
-        if self._in_flight > self._depth:
+        if self._in_flight >= self._most_in_flight:
             return None
         self.phase = "plan"
         plan = self._scheduler.plan()

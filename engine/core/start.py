@@ -59,7 +59,7 @@ def build_core(
         ledger.num_host_blocks,
     )
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s)
-    loop = CoreLoop(scheduler, executor, config.scheduler.async_scheduling, inbox, observer)
+    loop = CoreLoop(scheduler, executor, config.scheduler.steps_in_flight, inbox, observer)
     compiling = executor.compile_state() == "running"
     if compiling:
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))

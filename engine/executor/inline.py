@@ -74,6 +74,6 @@ class InlineExecutor(InProcessExecutor):
 
 def make_executor(config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> Executor:
     """The executor that suits the device: inline where steps are neither queued nor planned ahead."""
-    if config.device.kind == "cpu" and not config.scheduler.async_scheduling:
+    if config.device.kind == "cpu" and config.scheduler.steps_in_flight == 1:
         return InlineExecutor(config, load_runner)
     return InProcessExecutor(config, load_runner)

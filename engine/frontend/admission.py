@@ -19,7 +19,7 @@ from engine.core.wire import AddRequest, BeamParams, Follower, candidates_of
 from engine.errors import InvalidRequestError
 from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
-from engine.limits import RANGES, Limits
+from engine.limits import RANGES, Limits, check_token_ids
 from engine.request import SamplingParams
 from engine.step import RowParams
 
@@ -82,6 +82,17 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     if not isinstance(ids, Sequence) or isinstance(ids, str):
         raise InvalidRequestError("prompt_token_ids must be a list of token ids", "prompt")
     return ParsedPrompt(text, list(ids), salt)
+
+
+def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
+    """One, or a list of them."""
+    if isinstance(prompts, str | Mapping):
+        return [parse_prompt(prompts)]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be one prompt or a list of them, got {type(prompts).__name__}", "prompt"
+        )
+    return [parse_prompt(prompt) for prompt in prompts]
 
 
 def default_sampling_params(generation_defaults: Mapping[str, bool | int | float]) -> SamplingParams:
@@ -183,7 +194,7 @@ class Admission:
             raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
         if not all(type(t) is int for t in token_ids):
             raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
-        self._check_vocabulary(token_ids, "prompt")
+        check_token_ids("prompt", token_ids, self._vocab_size)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises `InvalidRequestError` for what this model or these limits do not allow."""
@@ -194,24 +205,19 @@ class Admission:
                 raise InvalidRequestError(
                     f"{field} is {value}; at most {self._max_logprobs} are given (setting max_logprobs)", field
                 )
-        self._check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
-        self._check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
-        self._check_vocabulary(params.logit_bias or (), "logit_bias")
+        allowed = params.allowed_token_ids or ()
+        if len(allowed) > self._vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids: {len(allowed)} ids; the vocabulary has {self._vocab_size}", "allowed_token_ids"
+            )
+        check_token_ids("allowed_token_ids", allowed, self._vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids or (), self._vocab_size)
+        check_token_ids("logit_bias", params.logit_bias or (), self._vocab_size)
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop compares text: it needs detokenize=True", "stop")
         if params.use_beam_search:
             stops = len(set(params.stop_token_ids or ())) + len(self.eos_token_ids)
             self._limits.check("beam_candidates", candidates_of(params.num_samples, stops), "best_of")
-
-    def _check_vocabulary(self, token_ids: Iterable[int], field: str) -> None:
-        ids = list(token_ids)
-        if not ids or (min(ids) >= 0 and max(ids) < self._vocab_size):
-            return
-        for token in ids:
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{field}: token id {token} is outside the vocabulary [0, {self._vocab_size})", field
-                )
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         room = self._max_model_len - prompt_len

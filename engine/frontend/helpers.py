@@ -17,12 +17,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from engine.errors import EngineError, RequestFailedError
 from engine.frontend.helper_main import HEADER_BYTES, frame
+from engine.frontend.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +74,17 @@ class Helper:
             raise self._ended() from None
         return answer
 
-    async def ask_async(self, question: bytes, seconds: float, patience_s: float | None = None) -> bytes:
-        """`patience_s`: an answer that takes longer is left to the lowest priority."""
+    async def ask_async(
+        self, question: bytes, seconds: float, patience_s: float | None = None, late_news: asyncio.Event | None = None
+    ) -> bytes:
+        """`patience_s`: an answer that takes longer is left to the lowest priority, and `late_news` is set."""
         loop, late = asyncio.get_running_loop(), None
         self._socket.settimeout(0)
         try:
             await loop.sock_sendall(self._socket, self._take_question(question, seconds))
             while (answer := self._answer()) is None:
                 if late is None and patience_s is not None and self._unread == 1:  # it has started
-                    late = loop.call_later(patience_s, self._demote)
+                    late = loop.call_later(patience_s, self._demote, late_news)
                 self._take(await loop.sock_recv(self._socket, _RECEIVE_BYTES))
         except OSError:
             raise self._ended() from None
@@ -117,9 +120,11 @@ class Helper:
         self._process.kill()  # a no-op where its end is why the socket closed
         return HelperEndedError(max(0, -self._process.wait()))
 
-    def _demote(self) -> None:
+    def _demote(self, news: asyncio.Event | None) -> None:
         """From now on it gives way to everything else; it cannot be raised again."""
         self.demoted = True
+        if news is not None:
+            news.set()
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, self.pid, _LOWEST_PRIORITY)
 
@@ -141,7 +146,7 @@ class Helper:
 
 
 class Helpers:
-    """Up to `size` helpers of one kind, started when they are needed; more questions than that wait their turn."""
+    """Helpers of one kind, as many as there are turns, started when they are needed."""
 
     def __init__(
         self,
@@ -149,17 +154,18 @@ class Helpers:
         *,
         setup: Callable[[], bytes] = bytes,
         memory_bytes: int,
-        size: int,
+        turns: Turns,
         patience_s: float | None = None,
+        slow_turns: Turns | None = None,
     ) -> None:
         """`make`, `setup`: for `helper_main.main`. `patience_s`: a helper whose answer takes longer gets only the CPU
-        that the event loop and the core leave, and is not asked again."""
+        that the event loop and the core leave, is not asked again, and gives its turn to the next one for one of
+        `slow_turns`: who is quick does not wait for those who are not."""
         self._make, self._setup, self._memory_bytes = make, setup, memory_bytes
         self._patience_s = patience_s
+        self._slow_turns = slow_turns
         self._idle: list[Helper] = []
-        self._size = size
-        self._busy = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turns = turns
         self._lock = threading.Lock()
         self._closed = False
 
@@ -179,19 +185,26 @@ class Helpers:
         return answer
 
     async def ask_async(self, question: bytes, seconds: float) -> bytes:
-        """For one event loop. Raises `HelperEndedError`; being cancelled ends the work."""
-        await self._turn()
+        """For one event loop. Raises `HelperEndedError` and `QueueFullError`; being cancelled ends the work."""
+        turns = self._turns
+        await turns.take(0.0)
         try:
-            helper = self._take()
+            helper, late = self._take(), asyncio.Event()
+            asking = asyncio.ensure_future(helper.ask_async(question, seconds, self._patience_s, late))
             try:
-                answer = await helper.ask_async(question, seconds, self._patience_s)
+                if self._slow_turns is not None and await _comes_first(late, asking):
+                    await self._slow_turns.take(0.0)
+                    turns.give()
+                    turns = self._slow_turns
+                answer = await asking
             except BaseException:
+                asking.cancel()
                 helper.end()
                 raise
             self._give_back(helper)
             return answer
         finally:
-            self._next_turn()
+            turns.give()
 
     def close(self) -> None:
         """End those that are idle, and each that is busy when it has answered."""
@@ -200,32 +213,6 @@ class Helpers:
             idle, self._idle = self._idle, []
         for helper in idle:
             helper.end()
-
-    async def _turn(self) -> None:
-        """First come, first served."""
-        if self._busy < self._size:
-            self._busy += 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came, and nobody is there to take it
-                self._next_turn()
-            else:
-                with suppress(ValueError):
-                    self._waiting.remove(turn)
-            raise
-
-    def _next_turn(self) -> None:
-        """Whoever has waited longest takes over the place that was free."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._busy -= 1
 
     def _new(self) -> Helper:
         try:
@@ -246,7 +233,18 @@ class Helpers:
 
     def _give_back(self, helper: Helper) -> None:
         with self._lock:
-            if not self._closed and not helper.demoted and len(self._idle) < self._size:
+            if not self._closed and not helper.demoted and len(self._idle) < self._turns.size:
                 self._idle.append(helper)
                 return
         helper.end()
+
+
+async def _comes_first(event: asyncio.Event, work: asyncio.Future[bytes]) -> bool:
+    """The event, before the work is done."""
+    waiting = asyncio.ensure_future(event.wait())
+    both: set[asyncio.Future[Any]] = {waiting, work}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return not work.done()
+    finally:
+        waiting.cancel()

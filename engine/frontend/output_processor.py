@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from engine.core.wire import Delta, SequenceDelta, each_delta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.frontend.admission import AdmittedRequest
-from engine.frontend.failures import CONTROL, failure_of
+from engine.frontend.failures import fails_alone
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
 from engine.observability.timings import RequestTimings
@@ -117,10 +117,9 @@ class OutputProcessor:
             if owner is None:
                 continue
             try:
-                self._apply(delta, *owner, now, progress)
-            except CONTROL:
-                raise
-            except BaseException as error:
+                with fails_alone("taking in the core's outputs"):
+                    self._apply(delta, *owner, now, progress)
+            except EngineError as error:
                 self._fail(owner[0], error, now, progress)
         return progress
 
@@ -133,12 +132,8 @@ class OutputProcessor:
         if not request.news:
             return None
         request.news = False
-        try:
+        with fails_alone("rendering an output"):
             return self._render(request)
-        except CONTROL:
-            raise
-        except BaseException as error:
-            raise failure_of("rendering an output", error) from error
 
     def take_failed(self, request_id: str, error: EngineError) -> RequestOutput:
         """What there is of a request that failed, with finish_reason "error"; nothing of it is rendered anew."""
@@ -197,9 +192,9 @@ class OutputProcessor:
             request.metrics.finished_time = now
             progress.finished.append(request.timings(now))
 
-    def _fail(self, request: _Request, error: BaseException, now: float, progress: Progress) -> None:
+    def _fail(self, request: _Request, error: EngineError, now: float, progress: Progress) -> None:
         """The front end's own failure. The core is told of every sample, also of one that it has ended itself."""
-        request.error = failure_of("taking in the core's outputs", error)
+        request.error = error
         for sample in request.samples:
             if self._owners.pop(sample.core_id, None) is not None:
                 progress.aborts.append(sample.core_id)
@@ -214,11 +209,10 @@ class OutputProcessor:
             if sample.finish_reason is None:
                 self._owners.pop(sample.core_id, None)
                 try:
-                    sample.finish("abort")
-                except CONTROL:
-                    raise
-                except BaseException as error:
-                    sample.fail(str(failure_of("ending a sequence", error)))
+                    with fails_alone("ending a sequence"):
+                        sample.finish("abort")
+                except EngineError as error:
+                    sample.fail(str(error))
 
     def _render(self, request: _Request) -> RequestOutput:
         outputs = request.best() if request.admitted.params.chooses else request.outputs()

@@ -29,6 +29,7 @@ from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.long_texts import EncodeAnswer, EncodeQuestion
 from engine.frontend.texts import check_text, too_many_tokens
 from engine.frontend.tokenizer_source import TokenizerDescription, describe_tokenizer, load_with_transformers
+from engine.frontend.turns import Turns
 from engine.limits import Limits
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ _INLINE_CHARS = 512
 _THREAD_CHARS = 65536
 """up to this, a thread: a fifth of a second at worst, which nobody need interrupt; above, a helper process"""
 _THREADS = 2
-_RENDERERS = 8
+_CHARACTER_S = 1e-6
+"""about, for a thread to tokenize"""
+_RENDERERS = 4
+"""for the model's own template, and as many for templates that callers give"""
 _RENDER_PATIENCE_S = 0.1
+_SLOW_RENDERERS = 32
+"""renderings that took longer and go on at the lowest priority"""
 _ENCODERS = 2
 
 _answers = msgspec.msgpack.Decoder(RenderAnswer)
@@ -74,15 +80,29 @@ class Tokenizer:
         self._longest_token = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         self._token_texts: dict[int, str] = {}
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="tokenizer")
-        self._renderers = Helpers(
-            conversation.MAKE, memory_bytes=limits.template_bytes, size=_RENDERERS, patience_s=_RENDER_PATIENCE_S
-        )
+        self._thread_turns = self._turns(_THREADS)
+        self._slow_turns = self._turns(_SLOW_RENDERERS)
+        self._renderers = self._new_renderers()
+        self._given_renderers = self._new_renderers()
+        """for templates that callers give: whatever these do, the model's own is rendered beside them"""
         self._encoders = Helpers(
             long_texts.MAKE,
             setup=description.backend.encode,
             memory_bytes=limits.tokenize_bytes,
-            size=_ENCODERS,
+            turns=self._turns(_ENCODERS),
         )
+
+    def _new_renderers(self) -> Helpers:
+        return Helpers(
+            conversation.MAKE,
+            memory_bytes=self._limits.template_bytes,
+            turns=self._turns(_RENDERERS),
+            patience_s=_RENDER_PATIENCE_S,
+            slow_turns=self._slow_turns,
+        )
+
+    def _turns(self, size: int) -> Turns:
+        return Turns(size, self._limits.waiting_s, self._limits.message("waiting_s"))
 
     @classmethod
     def load(
@@ -154,9 +174,10 @@ class Tokenizer:
 
     async def _encode_in_thread(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         # The batch form lets go of the interpreter lock while it works.
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: self.encode_batch(texts, add_special_tokens=add_special_tokens)
-        )
+        async with self._thread_turns.of(_CHARACTER_S * sum(map(len, texts))):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool, lambda: self.encode_batch(texts, add_special_tokens=add_special_tokens)
+            )
 
     async def _encode_elsewhere(self, question: EncodeQuestion, field: str) -> list[int]:
         try:
@@ -192,9 +213,10 @@ class Tokenizer:
         if len(token_ids) <= _INLINE_CHARS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         loop = asyncio.get_running_loop()
-        texts: list[str] = await loop.run_in_executor(
-            self._pool, lambda: self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
-        )
+        async with self._thread_turns.of(_CHARACTER_S * len(token_ids)):
+            texts: list[str] = await loop.run_in_executor(
+                self._pool, lambda: self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            )
         return texts[0]
 
     def token_text(self, token_id: int) -> str:
@@ -231,7 +253,7 @@ class Tokenizer:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
         try:
-            return self._text_of(self._renderers.ask(question, self._limits.template_s))
+            return self._text_of(self._renderers_for(field).ask(question, self._limits.template_s))
         except HelperEndedError as error:
             raise self._not_rendered(error, field) from error
 
@@ -250,9 +272,13 @@ class Tokenizer:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
         )
         try:
-            return self._text_of(await self._renderers.ask_async(question, self._limits.template_s))
+            return self._text_of(await self._renderers_for(field).ask_async(question, self._limits.template_s))
         except HelperEndedError as error:
             raise self._not_rendered(error, field) from error
+
+    def _renderers_for(self, blamed: str) -> Helpers:
+        """`blamed`: as `_question` gives it."""
+        return self._given_renderers if blamed == "chat_template" else self._renderers
 
     def start_renderer(self) -> None:
         """In the background, so that the first conversation need not wait for it."""
@@ -263,6 +289,7 @@ class Tokenizer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._renderers.close()
+        self._given_renderers.close()
         self._encoders.close()
 
     def _question(
@@ -274,7 +301,7 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None,
         template_kwargs: dict[str, Any] | None,
     ) -> tuple[bytes, str]:
-        """And the field to name when it takes too long."""
+        """And the field to name when it takes too long: "chat_template" where the caller gave one."""
         if chat_template is None and not self.has_chat_template:
             raise InvalidRequestError(
                 "this model's tokenizer has no chat template: use completions, or give a chat_template", "messages"

@@ -61,24 +61,6 @@ class BlockPool:
         self.ref_counts[block] = 1
         return block
 
-    def allocate_all(self, count: int) -> list[int]:
-        """`allocate` as often; there are as many."""
-        if count > self.num_free:
-            raise EngineError(f"{count} KV blocks are wanted, but {self.num_free} are free")
-        following, keys, counts = self._next, self._key_of, self.ref_counts
-        sentinel = block = self.num_blocks
-        blocks = []
-        for _ in range(count):
-            block = following[block]
-            blocks.append(block)
-            counts[block] = 1
-            if keys[block] is not None:
-                self._evict(block)
-        after = following[block]
-        following[sentinel], self._prev[after] = after, sentinel
-        self.num_free -= count
-        return blocks
-
     def _evict(self, block: int) -> None:
         """What is cached in it is forgotten, for its memory is needed."""
         key = self._key_of[block]

@@ -9,7 +9,6 @@ before `starts` were given back, and what their entries name means nothing any m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 import msgspec
@@ -132,6 +131,13 @@ class KVCache:
             for window, free in zip(self.windows, hit.num_free, strict=True)
         )
 
+    def blocks_to_grow(self, blocks: SequenceBlocks, num_tokens: int) -> int:
+        """What the sequence may still take from the pool until ``num_tokens`` tokens are computed."""
+        new = max(-(-num_tokens // self.block_size) - blocks.num_blocks, 0)
+        held = [blocks.num_blocks - start for start in blocks.starts]
+        most = [self._most(num_tokens, window) for window in self.windows]
+        return sum(min(new, max(limit - have, 0)) for limit, have in zip(most, held, strict=True))
+
     def _most(self, num_tokens: int, window: int | None) -> int:
         return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
 
@@ -212,27 +218,6 @@ class KVCache:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
 
-    def append_one(self, sequences: Tokens[SequenceBlocks]) -> list[int] | None:
-        """`append` of one token to each of sequences all of whose blocks are full, where there is one layer group that
-        keeps everything. Returns the new blocks; None, and nothing taken, when the pool has not enough for all."""
-        assert not self.slides and self.num_groups == 1
-        taken = self.take(len(sequences))
-        if taken is not None:
-            for blocks, block in zip(sequences, taken, strict=True):
-                self.extend(blocks, [[block]], len(blocks.tables[0]) * self.block_size + 1)
-        return taken
-
-    def take(self, count: int) -> list[int] | None:
-        """Blocks that sequences will be given with `extend`; None, and nothing taken, when the pool has not as many."""
-        return self.pool.allocate_all(count) if count <= self.pool.num_free else None
-
-    def extend(self, blocks: SequenceBlocks, added: list[list[int]], num_tokens: int) -> None:
-        """The sequence, all of whose blocks are full, goes on with blocks of each layer group that it was to get;
-        ``num_tokens`` are computed now."""
-        for table, ids in zip(blocks.tables, added, strict=True):
-            table += ids
-        blocks.num_tokens, blocks.quiet_until = num_tokens, len(blocks.tables[0]) * self.block_size
-
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
         """Tables whose last, partly filled block is not the sequence's alone."""
         counts = self.pool.ref_counts
@@ -289,22 +274,14 @@ class KVCache:
         May be called as soon as the step that fills them is planned: in every layer a step writes its KV before it
         reads, and later steps come later on the device, so whoever finds the block reads it filled.
         """
-        self.register_all([(blocks, tokens)])
-
-    def register_all(self, sequences: Iterable[tuple[SequenceBlocks, Tokens[int]]]) -> None:
-        """`register` for each."""
-        pool, size = self.pool, self.block_size
-        if not pool.enable_prefix_caching:
+        pool, first, full = self.pool, blocks.num_registered, min(blocks.num_tokens, len(tokens)) // self.block_size
+        if not pool.enable_prefix_caching or full <= first or blocks.on_host:
             return
-        for blocks, tokens in sequences:
-            first, full = blocks.num_registered, min(blocks.num_tokens, len(tokens)) // size
-            if full <= first or blocks.on_host:
-                continue
-            blocks.num_registered = full
-            digests = blocks.chain.digests_of(full, tokens)
-            for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
-                for index in range(max(first, start), full):
-                    pool.register(table[index], digests[index] if group == 0 else key_of(digests[index], group))
+        blocks.num_registered = full
+        digests = blocks.chain.digests_of(full, tokens)
+        for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
+            for index in range(max(first, start), full):
+                pool.register(table[index], digests[index] if group == 0 else key_of(digests[index], group))
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Give every block back, tails first, so that the head of a prefix outlives its branches. Idempotent.

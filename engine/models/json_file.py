@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+from collections import Counter
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -37,8 +38,7 @@ def shown(value: object) -> str:
 def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {shown(repeated)} stands there twice")
     return found
 

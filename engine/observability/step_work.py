@@ -108,9 +108,9 @@ class StepWork:
     def of(self, plan: StepPlan, calls: Mapping[str, int]) -> dict[str, Work]:
         """Work by part. `calls`: how often each part ran, from which it follows whether pieces were told apart."""
         self._follow(plan)
-        if not plan.rows:
+        if not len(plan.rows):
             return {}
-        tokens, samples = plan.num_tokens, sum(row.samples for row in plan.rows)
+        tokens, samples = plan.num_tokens, int(plan.rows.samples.sum())
         work = {ATTENTION: self._attention(plan)}
         if pieces := [part for part in calls if part in self._weights.pieces]:
             for part in pieces:
@@ -127,10 +127,10 @@ class StepWork:
             self._tables.pop(row, None)
         for added in plan.added:
             self._tables[added.row] = []
-        for append in plan.block_appends:
+        for append in plan.block_appends.each():
             if append.group == 0:
                 table = self._tables.setdefault(append.row, [])
-                table[append.start :] = append.block_ids
+                table[append.start :] = append.values
 
     def _attention(self, plan: StepPlan) -> Work:
         """Each key and value that some query sees is read once a step, each new one written; every query multiplies
@@ -142,7 +142,7 @@ class StepWork:
         for layer in spec.layers:
             windows[layer.window] = windows.get(layer.window, 0) + 1
         for window, layers in windows.items():
-            pairs = sum(_pairs(row.computed, row.query_len, window) for row in plan.rows)
+            pairs = sum(_pairs(row.computed, row.query_len, window) for row in plan.rows.each())
             ops = {self._attention_dtype: 4.0 * spec.num_heads * spec.head_dim * pairs}
             work.add(Work(self._tokens_read(plan, window) * per_layer, ops), layers)
         return work
@@ -151,7 +151,7 @@ class StepWork:
         """Distinct cached tokens that the step's queries see, those of the step itself not counted."""
         size = self._block_size
         read: dict[int, int] = {}
-        for row in plan.rows:
+        for row in plan.rows.each():
             first = 0 if window is None else max(0, row.computed - window + 1)
             table = self._tables.get(row.row, [])
             for index in range(first // size, -(-row.computed // size)):

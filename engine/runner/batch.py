@@ -7,7 +7,7 @@ queues the kernels once that step has left the tables and the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from engine.runner.kernels import InputBuffers, InputKernels, StepSizes
 from engine.runner.request_table import RequestTable
 from engine.runner.staging import BufferRing
 from engine.runner.streams import Streams
-from engine.step import ScheduledRow, ScheduledRows
+from engine.step import Rows
 
 ChooseRoute = Callable[[int, bool], Dispatch]
 """(tokens, whether every sequence has exactly one) → how the step runs"""
@@ -100,8 +100,15 @@ class BatchBuilder:
     """Owns the step's input buffers and fills them from the request table."""
 
     def __init__(
-        self, table: RequestTable, kernels: InputKernels, max_tokens: int, block_size: int, streams: Streams
+        self,
+        table: RequestTable,
+        kernels: InputKernels,
+        max_tokens: int,
+        block_size: int,
+        streams: Streams,
+        ring_depth: int = 1,
     ) -> None:
+        """`ring_depth`: host buffers, where copies are queued."""
         rows, device = table.max_rows, table.tokens.device
         self._table = table
         self._kernels = kernels
@@ -109,7 +116,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._streams = streams
         self._step = torch.zeros(4, rows + 1, dtype=torch.int32, device=device)
-        self._ring = BufferRing(streams, words=4 * (rows + 1)) if streams.queued else None
+        self._ring = BufferRing(streams, 4 * (rows + 1), ring_depth) if streams.queued else None
         """None: the device is the host, and the fields are written where the kernels read them"""
         self._step_in_place = self._step.numpy() if self._ring is None else np.empty(0, dtype=np.int32)
         self._counting = np.arange(rows + 1, dtype=np.int32)
@@ -135,7 +142,7 @@ class BatchBuilder:
         tensors = [t for t in vars(self.buffers).values() if isinstance(t, torch.Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def send(self, rows: Sequence[ScheduledRow]) -> SentStep:
+    def send(self, rows: Rows) -> SentStep:
         """Start the copy of the step's fields.
 
         Raises ValueError where the plan exceeds the rows or the token budget that this runner was built for.
@@ -143,29 +150,15 @@ class BatchBuilder:
         n = len(rows)
         if n > self._table.max_rows:
             raise ValueError(f"a plan of {n} rows exceeds max_num_seqs ({self._table.max_rows})")
-        columns = rows.columns() if isinstance(rows, ScheduledRows) else None
-        if columns is not None:
-            computed, query_lens = columns[1].tolist(), columns[2].tolist()
-        else:
-            computed = [r.computed for r in rows]
-            query_lens = [r.query_len for r in rows]
+        query_lens = rows.query_lens.tolist()
         num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
-        if columns is not None:
-            sample_rows = columns[0, columns[3] > 0].tolist()
-        else:
-            sample_rows = [r.row for r in rows if r.samples]
+        samples = rows.samples > 0
         one_token_each = num_tokens == n and 0 not in query_lens
-        if one_token_each and len(sample_rows) == n:
-            self._copy_decodes(sample_rows, computed)
-            seq_lens = [c + 1 for c in computed]
-        else:
-            if columns is None:
-                columns = np.array([(r.row, r.computed, r.query_len, r.samples) for r in rows], dtype=np.int32).T
-            self._copy(columns)
-            seq_lens = [c + q for c, q in zip(computed, query_lens)]
-        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows)
+        seq_lens = (rows.computed + rows.query_lens).tolist()
+        self._copy(rows.columns, one_token_each and bool(samples.all()))
+        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, rows.row[samples].tolist())
 
     def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly) -> StepBatch:
         """Queue the kernels that build the step last sent, padded as `choose` says."""
@@ -268,24 +261,19 @@ class BatchBuilder:
             for group in range(self._table.num_groups)
         ]
 
-    def _copy_decodes(self, rows: list[int], computed: list[int]) -> None:
-        """`_copy` for a step in which every sequence has one token and samples."""
-        n = len(rows)
-        host, step = self._acquire()
-        step[0, :n] = rows
-        step[1, :n] = computed
-        step[2:, : n + 1] = self._counting[: n + 1]
-        self._commit(host)
-
-    def _copy(self, fields: np.ndarray) -> None:
-        """The `step` argument of `prepare_inputs`: to the device, or into its place."""
+    def _copy(self, fields: np.ndarray, decodes: bool) -> None:
+        """The `step` argument of `prepare_inputs`: to the device, or into its place. `decodes`: every sequence has one
+        token and samples."""
         n = fields.shape[1]
         host, step = self._acquire()
-        samples = fields[3]
         step[:2, :n] = fields[:2]
-        step[2, 0] = 0
-        np.cumsum(fields[2], out=step[2, 1 : n + 1])
-        step[3, :n] = np.where(samples, np.cumsum(samples) - 1, -1)
+        if decodes:
+            step[2:, : n + 1] = self._counting[: n + 1]
+        else:
+            samples = fields[3]
+            step[2, 0] = 0
+            np.cumsum(fields[2], out=step[2, 1 : n + 1])
+            step[3, :n] = np.where(samples, np.cumsum(samples) - 1, -1)
         self._commit(host)
 
     def _acquire(self) -> tuple[torch.Tensor, np.ndarray]:

@@ -39,7 +39,7 @@ from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
-from engine.runner.staging import StagedWrites
+from engine.runner.staging import BufferRing, StagedWrites
 from engine.runner.step_sampler import StepSampler
 from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
@@ -88,8 +88,10 @@ class ModelRunner:
         cache_dir = Path(config.compile.cache_dir)
         self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
-        self._writes = StagedWrites(tables, self._kernels, self._streams)
-        self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams)
+        # One host buffer more than steps in flight, so that none is waited for.
+        depth = config.scheduler.steps_in_flight + 1 if self._streams.queued else 1
+        self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
+        self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams, depth)
         self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
@@ -200,7 +202,7 @@ class ModelRunner:
         self._compiled = self._graphs = None
         self._dispatcher = make_dispatcher(self._config, self._attention.backend, error)
         if taken := list(self._table.prompt_len):  # by a warm-up plan that failed
-            self.execute(StepPlan(step_id=-4, rows=[], released=taken)).wait()
+            self.execute(StepPlan(step_id=-4, released=taken)).wait()
 
     def compile_job(self) -> CompileJob | None:
         """What `warm_up` left to compile. The job may run in any thread while steps are executed; what it returns
@@ -275,7 +277,7 @@ class ModelRunner:
         self._observed = ObservedProgram(observer, self._model, self._attention.attend) if observer else None
 
     def _refuse(self, plan: StepPlan) -> None:
-        if not self._attention.allocated and (plan.rows or plan.block_copies):
+        if not self._attention.allocated and (len(plan.rows) or plan.block_copies):
             raise EngineError("the KV cache is not allocated: call allocate() before the first step")
 
     def _queue_inputs(self, plan: StepPlan) -> StepBatch | None:
@@ -287,7 +289,7 @@ class ModelRunner:
         batch = None
         with self._streams.inputs:
             self._writes.send()
-            sent = self._batches.send(plan.rows) if plan.rows else None
+            sent = self._batches.send(plan.rows) if len(plan.rows) else None
             self._step_done.wait()
             self._writes.apply()
             if sent is not None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.errors import in_words
-from engine.row_writes import BlockAppends, TokenRewrites
-from engine.step import BlockAppend, NewRow, RowParams, StepPlan
+from engine.step import NewRow, RowParams, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,17 +83,9 @@ class RequestTable:
                 self.failed[new.row] = in_words(error)
                 sampler.add(new.row, _ANYHOW, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
-        rewrites, appends = plan.rewrites, plan.block_appends
-        for rewrite in rewrites.single if isinstance(rewrites, TokenRewrites) else rewrites:
-            writes.write(0, rewrite.row, rewrite.start, rewrite.token_ids)
-        for append in appends.single if isinstance(appends, BlockAppends) else appends:
-            writes.write(1, self._block_row(append), append.start, append.block_ids)
-        if isinstance(rewrites, TokenRewrites):
-            for _, many in rewrites.columns:
-                writes.write_all(0, many)
-        if isinstance(appends, BlockAppends):
-            for group, many in appends.columns:
-                writes.write_all(1, many, group * self.max_rows)
+        for table, many in ((0, plan.rewrites), (1, plan.block_appends)):
+            if len(many):
+                writes.write_all(table, many, self.max_rows)
         for table, row, start, values in sampler.drain_writes():
             writes.write(2 + table, row, start, values)
 
@@ -114,8 +105,3 @@ class RequestTable:
         self.prompt_len[new.row] = new.prompt_len
         if new.params.prompt_logprobs is not None:
             self.prompt_logprobs[new.row] = new.params.prompt_logprobs
-
-    def _block_row(self, append: BlockAppend) -> int:
-        if not 0 <= append.group < self.num_groups:
-            raise ValueError(f"row {append.row}: block group {append.group} of {self.num_groups} does not exist")
-        return append.group * self.max_rows + append.row

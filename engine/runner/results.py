@@ -10,7 +10,7 @@ import torch
 
 from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
-from engine.step import StepResult, TokenLogprobs
+from engine.step import NO_LOGPROBS, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _to_result(step: SampledStep) -> StepResult:
     return StepResult(
         step_id=step.step_id,
         token_ids=step.sampled.token_ids.tolist(),
-        logprobs={} if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
+        logprobs=NO_LOGPROBS if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
         prompt_logprobs=prompt,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
         reasons=dict(step.failures),

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.row_writes import RowWrites
 from engine.runner.kernels import InputKernels
 from engine.runner.streams import Streams
-
-STEPS_IN_FLIGHT = 2
-"""the core submits step N + 1 while step N computes"""
+from engine.step import Writes
 
 _ALIGN_WORDS = 4
 _TABLE_DTYPES: dict[torch.dtype, tuple[np.dtype[np.generic], int]] = {
@@ -44,10 +41,9 @@ class BufferRing:
     wait.
     """
 
-    def __init__(self, streams: Streams, words: int, depth: int | None = None) -> None:
-        """`depth`: buffers; None: one more than steps in flight where work is queued, else one."""
+    def __init__(self, streams: Streams, words: int, depth: int) -> None:
+        """`depth`: buffers."""
         self._streams = streams
-        depth = depth or (STEPS_IN_FLIGHT + 1 if streams.queued else 1)
         self._buffers = [streams.host_buffer(max(words, 1)) for _ in range(depth)]
         self._events = [streams.event() for _ in range(depth)]
         self._in_use = [False] * depth
@@ -99,7 +95,7 @@ class StagedWrites:
         tables: Sequence[torch.Tensor],
         kernels: InputKernels,
         streams: Streams,
-        ring: BufferRing | None = None,
+        ring: BufferRing,
     ) -> None:
         for index, table in enumerate(tables):
             if table.dim() != 2 or not table.is_contiguous() or table.dtype not in _TABLE_DTYPES:
@@ -111,7 +107,7 @@ class StagedWrites:
         self._shapes = [(int(t.shape[0]), int(t.shape[1])) for t in tables]
         self._kernels = kernels
         self._streams = streams
-        self._ring = ring or BufferRing(streams, words=4096)
+        self._ring = ring
         self._landing = torch.empty(0, dtype=torch.int32)
         self._pending: dict[int, list[_Run]] = {}
         self._launches: list[_Launch] = []
@@ -127,21 +123,21 @@ class StagedWrites:
         if len(values):
             self._pending.setdefault(table, []).append(([row * columns + start], [len(values)], values))
 
-    def write_all(self, table: int, writes: RowWrites, first_row: int = 0) -> None:
-        """`write` each, to the rows from `first_row` on."""
+    def write_all(self, table: int, writes: Writes, group_rows: int) -> None:
+        """`write` each; a group of writes has `group_rows` rows of the table."""
         rows, columns = self._shapes[table]
-        at, ends = writes.rows + first_row, writes.starts + writes.lengths
-        if not len(at):
-            return
-        if at.min() < first_row or at.max() >= rows or writes.starts.min() < 0 or ends.max() > columns:
+        group, row, start, length = writes.where.astype(np.int64)
+        if row.min() < 0 or row.max() >= group_rows or group.min() < 0 or group.max() * group_rows >= rows:
             raise ValueError(
-                f"writes to rows {at.min()} to {at.max()}, columns {writes.starts.min()} to {ends.max()} are outside "
-                f"table {table} of {rows} rows and {columns} columns"
+                f"writes to rows {row.min()} to {row.max()} of groups {group.min()} to {group.max()} are outside table "
+                f"{table} of {rows} rows, {group_rows} to a group"
             )
-        dtype, low, high = self._tables[table].dtype, writes.values.min(), writes.values.max()
-        if not dtype.is_floating_point and not torch.iinfo(dtype).min <= low <= high <= torch.iinfo(dtype).max:
-            raise OverflowError(f"values from {low} to {high} do not fit into table {table} of {dtype}")
-        run = ((at * columns + writes.starts).tolist(), writes.lengths.tolist(), writes.values)
+        if start.min() < 0 or (start + length).max() > columns:
+            raise ValueError(
+                f"writes to columns {start.min()} to {(start + length).max()} are outside table {table} of {columns} "
+                "columns"
+            )
+        run = (((group * group_rows + row) * columns + start).tolist(), length.tolist(), writes.values)
         self._pending.setdefault(table, []).append(run)
 
     def send(self) -> None:

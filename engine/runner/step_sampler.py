@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.errors import in_words
@@ -17,7 +17,7 @@ from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
 from engine.sampling.logprobs import joined
-from engine.step import ScheduledRow, ScheduledRows, StepPlan
+from engine.step import Rows, ScheduledRow, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -77,23 +77,18 @@ class StepSampler:
             logprobs=joined([output.logprobs for output in outputs if output.logprobs is not None]),
         )
 
-    def _score_prompts(
-        self, rows: Sequence[ScheduledRow], hidden: torch.Tensor, failures: dict[int, str]
-    ) -> PromptScores:
+    def _score_prompts(self, rows: Rows, hidden: torch.Tensor, failures: dict[int, str]) -> PromptScores:
         """The query at position p scores the known token p + 1, for rows that asked, as far as their prompt goes."""
         scores: PromptScores = []
-        first_token = 0
-        if isinstance(rows, ScheduledRows):  # decodes in columns are past their prompts
-            first_token, rows = len(rows.decodes), rows.others
-        for row in rows:
-            k = self._table.prompt_logprobs.get(row.row)
-            if k is not None:
-                try:
-                    scores += self._score_prompt(row, hidden[first_token : first_token + row.query_len], k)
-                except Exception as error:
-                    logger.exception("the prompt of row %d could not be scored", row.row)
-                    failures[row.row] = in_words(error)
-            first_token += row.query_len
+        asked = np.flatnonzero(np.isin(rows.row, list(self._table.prompt_logprobs)))
+        ends = np.cumsum(rows.query_lens)[asked].tolist()
+        for end, row in zip(ends, Rows(rows.columns[:, asked]).each(), strict=True):
+            try:
+                k = self._table.prompt_logprobs[row.row]
+                scores += self._score_prompt(row, hidden[end - row.query_len : end], k)
+            except Exception as error:
+                logger.exception("the prompt of row %d could not be scored", row.row)
+                failures[row.row] = in_words(error)
         return scores
 
     def _score_prompt(self, row: ScheduledRow, hidden: torch.Tensor, k: int) -> PromptScores:

@@ -13,7 +13,7 @@ from engine.step import StepPlan
 def is_steady_decode(plan: StepPlan) -> bool:
     """Every row computes one token and none is new: the step that repeats thousands of times. Uploading a new row's
     parameters is not part of it."""
-    return bool(plan.rows) and not plan.added and all(row.query_len == 1 for row in plan.rows)
+    return len(plan.rows) > 0 and not plan.added and bool((plan.rows.query_lens == 1).all())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.config import EngineConfig
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 _PROMPT_TOKENS = 16
 
@@ -33,14 +33,14 @@ def warm_up_plans(config: EngineConfig, num_groups: int = 1) -> Iterator[StepPla
     def decode(row: int) -> ScheduledRow:
         return ScheduledRow(row=row, computed=length, query_len=1, samples=True)
 
-    def blocks(row: int) -> list[BlockAppend]:
-        return [BlockAppend(row=row, group=group, start=0, block_ids=[0]) for group in range(num_groups)]
+    def blocks(row: int) -> Writes:
+        return Writes.of(Write(group, row, 0, [0]) for group in range(num_groups))
 
-    yield StepPlan(step_id=-3, rows=[prefill(0)], added=[added(0)], block_appends=blocks(0))
+    yield StepPlan(step_id=-3, rows=Rows.of([prefill(0)]), added=[added(0)], block_appends=blocks(0))
     if config.scheduler.max_num_seqs == 1:
-        yield StepPlan(step_id=-2, rows=[decode(0)])
-        yield StepPlan(step_id=-1, rows=[], released=[0])
+        yield StepPlan(step_id=-2, rows=Rows.of([decode(0)]))
+        yield StepPlan(step_id=-1, released=[0])
         return
-    yield StepPlan(step_id=-2, rows=[decode(0), prefill(1)], added=[added(1)], block_appends=blocks(1))
-    yield StepPlan(step_id=-1, rows=[decode(1)], released=[0])
-    yield StepPlan(step_id=0, rows=[], released=[1])
+    yield StepPlan(step_id=-2, rows=Rows.of([decode(0), prefill(1)]), added=[added(1)], block_appends=blocks(1))
+    yield StepPlan(step_id=-1, rows=Rows.of([decode(1)]), released=[0])
+    yield StepPlan(step_id=0, released=[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from engine.sampling.draw import row_tiles
@@ -46,10 +47,14 @@ class LogprobTensors(msgspec.Struct, frozen=True):
         ]
 
     def to_host(self) -> RowLogprobs:
-        """row → its entry. Waits like `to_list`; a copy, which later steps do not change."""
-        token_ids = self.token_ids.to("cpu", torch.int64, copy=True).numpy()
-        logprobs = self.logprobs.to("cpu", torch.float64).numpy()
-        return RowLogprobs(self.rows, self.widths, token_ids, logprobs, self.ranks.to("cpu", copy=True).numpy())
+        """The same in columns. Waits like `to_list`; a copy, which later steps do not change."""
+        return RowLogprobs(
+            np.array(self.rows, dtype=np.int32),
+            np.array(self.widths, dtype=np.int32),
+            self.token_ids.to("cpu", torch.int32).numpy(),
+            self.logprobs.to("cpu", torch.float64).numpy(),
+            self.ranks.to("cpu", torch.int32).numpy(),
+        )
 
 
 def _pinned(source: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.errors import InvalidRequestError
+from engine.limits import check_token_ids
 from engine.sampling.upload import upload
 from engine.step import RowParams
 
@@ -44,9 +44,8 @@ class RowEdits(msgspec.Struct, frozen=True):
 
 def row_edits(params: RowParams, vocab_size: int, device: torch.device) -> RowEdits | None:
     """The edits that `params` ask for, or None. Raises `InvalidRequestError` for ids outside the vocabulary."""
-    for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
-        for token in ids:
-            _check(field, token, vocab_size)
+    check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     edits = [(token, bias, _ALWAYS) for token, bias in params.logit_bias.items() if bias]
     # A bad word or stop token outside the vocabulary can never be drawn: nothing to forbid.
     words = [w for w in params.bad_words if w and 0 <= w[-1] < vocab_size]
@@ -70,11 +69,6 @@ def row_edits(params: RowParams, vocab_size: int, device: torch.device) -> RowEd
         prefix_back=upload([back for n in lengths for back in range(n, 0, -1)], torch.int64, device),
         prefix_len=upload(lengths, torch.int64, device),
     )
-
-
-def _check(field: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise InvalidRequestError(f"{field} names token {token}, outside the vocabulary of {vocab_size}", field)
 
 
 class BatchEdits(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ the parent's blocks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from engine.core.wire import SequenceDelta
 from engine.kv_cache.kv_cache import KVCache
@@ -15,9 +15,6 @@ from engine.kv_cache.take_over import take_over
 from engine.scheduling.beam_search import BeamSearch, Choice
 from engine.scheduling.sequence import Sequence
 from engine.step import TokenLogprobs
-
-if TYPE_CHECKING:
-    from engine.scheduling.steady_searches import SearchTable
 
 
 class BeamGroup:
@@ -30,9 +27,6 @@ class BeamGroup:
         """those that carry a beam, in the order of the last choices"""
         self.spare_rows: list[int] = []
         """reserved for members that carry none yet, or not again yet"""
-        self.table: SearchTable | None = None
-        """where it is steady: its beams' order and newest tokens, its scores and length are there"""
-        self.slot = -1
         self._found: dict[Sequence, TokenLogprobs] = {}
 
     def bring(self, member: Sequence, found: TokenLogprobs) -> bool:
@@ -40,16 +34,13 @@ class BeamGroup:
         self._found[member] = found
         return len(self._found) == len(self.beams)
 
-    @property
-    def at_rest(self) -> bool:
+    def at_rest(self, in_flight: Callable[[Sequence], int]) -> bool:
         """Every beam has its tokens, and no step is under way that would bring candidates."""
-        return not self._found and not any(member.in_flight for member in self.members)
+        return not self._found and not any(map(in_flight, self.members))
 
     def drop_candidates(self) -> None:
         """The beams will be computed again."""
         self._found.clear()
-        for member in self.members:
-            member.waits = False
 
     def choose(self) -> list[Choice] | None:
         """None: the search is over."""
@@ -61,7 +52,7 @@ class BeamGroup:
     def follow(self, choices: list[Choice], kv: KVCache) -> list[Sequence]:
         """Give every choice a sequence that has its tokens and shares its parent's blocks. Returns those that carried a
         beam, or were to, and do not any more; their blocks are given back."""
-        beams = self.beams
+        beams, computed = self.beams, len(self.beams[0].tokens)
         dropped = set(range(len(beams))).difference([parent for parent, _ in choices])
         spare = [beams[index] for index in dropped]
         if len(beams) < len(self.members):
@@ -72,16 +63,14 @@ class BeamGroup:
             beam = parent = beams[index]
             if index not in followed:
                 followed.add(index)
-                beam.rewrite_from = beam.computed
+                beam.rewrite_from = computed
             else:
                 beam = spare.pop()
-                _take_over(beam, parent, kv)
+                _take_over(beam, parent, computed, kv)
             beam.tokens.append(token)
-            beam.waits = False
             self.beams.append(beam)
         for member in spare:
             kv.free(member.blocks)
-            member.waits = False
         return spare
 
     def results(self, cached_tokens: int) -> list[SequenceDelta]:
@@ -103,9 +92,8 @@ class BeamGroup:
         return deltas + [SequenceDelta(request_id=request_id, finish_reason="length") for request_id in missing]
 
 
-def _take_over(beam: Sequence, parent: Sequence, kv: KVCache) -> None:
-    """The beam's own history was dropped, it goes on with the parent's up to what is computed."""
+def _take_over(beam: Sequence, parent: Sequence, computed: int, kv: KVCache) -> None:
+    """The beam's own history was dropped, it goes on with the parent's, which is `computed`."""
     beam.moved = take_over(kv, beam.blocks, parent.blocks)
     beam.rewrite_from = max(beam.prompt_len, beam.moved.start * kv.block_size)
-    beam.tokens[beam.rewrite_from :] = parent.tokens[beam.rewrite_from : parent.computed]
-    beam.computed = parent.computed
+    beam.tokens[beam.rewrite_from :] = parent.tokens[beam.rewrite_from : computed]

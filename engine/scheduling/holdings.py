@@ -1,5 +1,5 @@
 """What sequences hold and wait for: rows, blocks, a place in the queue, a leader to be forked from. Every change of a
-sequence's `Status` but the one to ENDING is here or in `RunningSet`."""
+sequence's `Status` but the one to ENDING is here or in `RunningRows`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from engine.kv_cache.swapping import swap_in
 from engine.scheduling.failures import Failures
 from engine.scheduling.pins import Pins
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
-from engine.scheduling.running_set import RunningSet
+from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import line_up
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts, fewest_searches: int) -> None:
+    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts) -> None:
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
         self.failures = Failures()
-        self.rows = RunningSet(num_rows, kv, fewest_searches, self.failures)
+        self.rows = RunningRows(num_rows)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
@@ -50,10 +50,11 @@ class Holdings:
         if len(victims) == len(self.running) and latest.group is None:
             victims = [latest]
         for seq in victims:
-            self.rows.recall(seq)
+            self.rows.settle_blocks(seq)  # without what the step was to compute
         swapped = False
         try:
-            swapped = try_swap_out(self.kv, self.costs, victims, growths)
+            at_rest = latest.group is None or latest.group.at_rest(self.rows.in_flight)
+            swapped = at_rest and try_swap_out(self.kv, self.costs, victims, growths)
         except Exception as error:  # of the victims, not of who needs their room
             for seq in victims:
                 self.failures.note(seq, error)
@@ -61,9 +62,9 @@ class Holdings:
             self.rows.leave(seq)
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
-                seq.blocks.num_tokens = min(seq.blocks.num_tokens, seq.computed)  # not what the step was to compute
-                self.make_findable(seq)
-                self.kv.free(seq.blocks)
+                with self.failures.isolate(seq):
+                    self.make_findable(seq)
+                    self.kv.free(seq.blocks)
         if latest.group is not None:
             latest.group.drop_candidates()
             self.rows.give_back(latest.group)
@@ -84,7 +85,7 @@ class Holdings:
                 leader.followers.remove(member)
                 member.leader = None
                 self.following -= 1
-            self.rows.enter(member)
+            self.rows.enter(member, member.blocks.num_tokens)
             if member is leader and leader.group is not None:
                 self.rows.reserve(leader.group)
 

@@ -6,13 +6,11 @@ frame that was damaged or forged must not reach the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest
 from engine.errors import InvalidRequestError
 from engine.kv_cache.kv_cache import KVCache
-from engine.limits import RANGES
+from engine.limits import RANGES, check_token_ids
 from engine.step import RowParams
 
 
@@ -36,7 +34,7 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
     if request.pin is not None and (request.beams is not None or request.followers):
         raise InvalidRequestError("a prefix is pinned by a request with one sequence", "pin")
     RANGES["priority"].check("priority", request.priority)
-    _check_ids("prompt", request.prompt_token_ids, config.vocab_size)
+    check_token_ids("prompt", request.prompt_token_ids, config.vocab_size)
     _check_params(request.params, config.vocab_size)
     for follower in request.followers:
         RANGES["seed"].check("seed", follower.seed)
@@ -91,16 +89,9 @@ def _check_params(params: RowParams, vocab_size: int) -> None:
             raise InvalidRequestError(f"{name} must be in [0, {vocab_size}], got {value}", name)
     for bias in params.logit_bias.values():
         RANGES["logit_bias"].check("logit_bias", bias)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     # What only forbids and compares may name tokens that a tokenizer knows and the model does not.
-    _check_ids("stop_token_ids", params.stop_token_ids, _MOST_TOKENS)
+    check_token_ids("stop_token_ids", params.stop_token_ids, _MOST_TOKENS)
     for word in params.bad_words:
-        _check_ids("bad_words", word, _MOST_TOKENS)
-
-
-def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    low, high = min(token_ids, default=0), max(token_ids, default=0)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidRequestError(f"{field}: token id {wrong} is outside the vocabulary [0, {vocab_size})", field)
+        check_token_ids("bad_words", word, _MOST_TOKENS)

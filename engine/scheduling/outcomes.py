@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
+import numpy as np
 from msgspec.structs import replace
 
 from engine.core.wire import Delta, SequenceDelta, TokenDeltas
@@ -11,100 +12,88 @@ from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.steady_rows import SteadyStep
-from engine.scheduling.steady_searches import SearchesStep
-from engine.scheduling.steps_in_flight import PlannedRows, Rows
+from engine.scheduling.steps_in_flight import PlannedStep
 from engine.step import ScheduledRow, StepResult, TokenLogprobs
 
 
 class Outcomes:
     def __init__(self, held: Holdings) -> None:
         self._held = held
+        self._rows = held.rows
         self.generated_tokens = 0
         """since the start"""
 
-    def of(self, rows: PlannedRows, result: StepResult) -> list[Delta]:
-        """`rows`: of the plan that has this result, with their owners at the time."""
+    def of(self, step: PlannedStep, result: StepResult) -> list[Delta]:
         deltas: list[Delta] = []
-        if rows.steady is not None:
-            deltas += self._of_steady(rows.steady, result.token_ids[: len(rows.steady)], result)
-        for step in rows.searches:
-            for search in step.table.take(step, result):
-                with self._held.failures.isolate(step.beams[search, 0]):
-                    deltas += self._of_search(step, search, result)
-        return deltas + self._of_each(rows.others, result.token_ids[rows.num_steady :], result)
-
-    def _of_search(self, step: SearchesStep, search: int, result: StepResult) -> list[SequenceDelta]:
-        """One of a step that has not simply gone on."""
-        beams: list[Sequence] = step.beams[search].tolist()
-        group = beams[0].group
-        assert group is not None
-        goes_on = step.holds(search)
-        if goes_on:
-            step.table.leave(group)
-        for beam in beams:
-            beam.in_flight -= 1
-        if beams[0].status is Status.FINISHED:
-            return []
-        rows = [step.row_of(search, index) for index in range(len(beams))]
-        for beam, row in zip(beams, rows, strict=True):
-            if row.row in result.faults:
-                return self._fault(beam, row, result)
-        if not goes_on:
-            return []
-        for beam, row in zip(beams, rows, strict=True):
-            group.bring(beam, result.logprobs[row.row])
-        return self._choose(group)
-
-    def _of_steady(self, step: SteadyStep, tokens: list[int], result: StepResult) -> list[Delta]:
-        """They have brought one token each, not their last one but for a stop token, and nothing else."""
-        faults = result.faults
-        request_ids, plain, special = self._held.rows.steady.take(step, tokens, faults)
-        deltas: list[Delta] = [TokenDeltas(request_ids=request_ids, token_ids=plain)] if plain else []
-        for seq, token, row in special:
-            seq.in_flight -= 1
-            if seq.status is Status.FINISHED:
-                continue
-            with self._held.failures.isolate(seq):
-                if row.row in faults:
-                    deltas += self._fault(seq, row, result)
-                else:
-                    deltas.append(self._deliver(seq, token))
-                    self.generated_tokens += 1
-        self.generated_tokens += len(plain)
+        logprobs = result.logprobs.by_row() if len(result.logprobs) else {}
+        if step.num_plain:
+            deltas += self._of_plain(step, result, logprobs)
+        tokens = iter(result.token_ids[step.num_plain :])
+        for seq, row in step.others():
+            deltas += self._of_row(seq, row, next(tokens) if row.samples else None, result, logprobs)
         return deltas
 
-    def _of_each(self, rows: Rows, token_ids: list[int], result: StepResult) -> list[SequenceDelta]:
-        deltas: list[SequenceDelta] = []
-        tokens = iter(token_ids)
-        for seq, row in rows:
-            token = None
-            if row.samples:
-                seq.in_flight -= 1
-                token = next(tokens)
-            if seq.status is not Status.FINISHED:
-                try:
-                    deltas += self._of_one(seq, row, token, result)
-                except Exception as error:
-                    self._held.failures.note(seq, error)
+    def _of_plain(self, step: PlannedStep, result: StepResult, logprobs: dict[int, TokenLogprobs]) -> list[Delta]:
+        """They have brought a token each. Most go on with it, and that is all."""
+        rows, num_plain = self._rows, step.num_plain
+        numbers, tokens = step.rows.row[:num_plain], result.token_ids[:num_plain]
+        special = rows.entries[numbers] != step.entries
+        special |= rows.detailed[numbers] | (rows.known[numbers] >= rows.limits[numbers])
+        if result.faults:
+            special |= np.isin(numbers, result.faults)
+        if not rows.stop_tokens.keys().isdisjoint(tokens):
+            stops = (token in seq.stop_token_ids for seq, token in zip(step.owners, tokens))
+            special |= np.fromiter(stops, dtype=bool, count=num_plain)
+        owners = step.owners[:num_plain]
+        deltas: list[Delta] = []
+        if special.any():
+            computed = step.rows.computed
+            for index in np.flatnonzero(special).tolist():
+                row = ScheduledRow(int(numbers[index]), int(computed[index]), 1, samples=True)
+                deltas += self._of_row(owners[index], row, tokens[index], result, logprobs)
+            plain = ~special
+            numbers, owners = numbers[plain], owners[plain]
+            tokens = [tokens[index] for index in np.flatnonzero(plain).tolist()]
+        for seq, token in zip(owners.tolist(), tokens):
+            seq.tokens.append(token)
+        self.generated_tokens += len(tokens)
+        if tokens:
+            deltas.append(TokenDeltas(request_ids=rows.request_ids[numbers].tolist(), token_ids=tokens))
         return deltas
 
-    def _of_one(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> list[SequenceDelta]:
+    def _of_row(
+        self,
+        seq: Sequence,
+        row: ScheduledRow,
+        token: int | None,
+        result: StepResult,
+        logprobs: dict[int, TokenLogprobs],
+    ) -> list[SequenceDelta]:
+        """What this raises is the failure of one request."""
+        if token is not None:
+            self._rows.arrived(seq)
+        if seq.status is Status.FINISHED:
+            return []
+        try:
+            return self._of_one(seq, row, token, logprobs.get(row.row), result)
+        except Exception as error:
+            self._held.failures.note(seq, error)
+        return []
+
+    def _of_one(
+        self, seq: Sequence, row: ScheduledRow, token: int | None, found: TokenLogprobs | None, result: StepResult
+    ) -> list[SequenceDelta]:
         if row.row in result.faults:
             return self._fault(seq, row, result)
         if seq.group is None:
-            delta = self._advance(seq, row, token, result)
-            return [] if delta is None else [delta]
-        if row.samples and seq.status is Status.RUNNING and seq.group.bring(seq, result.logprobs[row.row]):
+            return self._advance(seq, row, token, found, result)
+        if found is not None and seq.status is Status.RUNNING and seq.group.bring(seq, found):
             return self._choose(seq.group)
         return []
 
     def _fault(self, seq: Sequence, row: ScheduledRow, result: StepResult) -> list[SequenceDelta]:
         """Its KV is not to be trusted: the next request with this prefix computes it itself."""
         cached_tokens = seq.newly_cached
-        if seq.steady:
-            self._held.rows.steady.leave(seq)
-            seq.in_flight -= 1  # the token that was no good
         self._held.end(seq)
         self._held.forget(seq)
         if seq.pin is not None:
@@ -123,31 +112,26 @@ class Outcomes:
         """The candidates of all beams are here: it is decided how each goes on, or that the search is over."""
         choices = group.choose()
         if choices is not None:
-            others = len(group.beams) < len(choices)
-            idle = group.follow(choices, self._held.kv)
-            if idle or others:
-                self._held.rows.settle(group, idle)
-            self._held.rows.went_on(group)
+            self._rows.settle(group, group.follow(choices, self._held.kv))
             return []
         deltas = group.results(group.members[0].cached_tokens or 0)
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)
         self._held.end(group.members[0])
         return deltas
 
-    def _advance(self, seq: Sequence, row: ScheduledRow, token: int | None, result: StepResult) -> SequenceDelta | None:
+    def _advance(
+        self, seq: Sequence, row: ScheduledRow, token: int | None, found: TokenLogprobs | None, result: StepResult
+    ) -> list[SequenceDelta]:
         cached_tokens = seq.newly_cached
         prompt_logprobs: list[TokenLogprobs] = []
         if row.row in result.prompt_logprobs:
             prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
-        if token is None and not prompt_logprobs:
-            return None
-        if token is None:
-            return SequenceDelta(
-                request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens
-            )
-        self.generated_tokens += 1
-        logprobs = result.logprobs.get(row.row)
-        return self._deliver(seq, token, [logprobs] if logprobs is not None else [], prompt_logprobs, cached_tokens)
+        if token is not None:
+            self.generated_tokens += 1
+            return [self._deliver(seq, token, [found] if found is not None else [], prompt_logprobs, cached_tokens)]
+        if not prompt_logprobs:
+            return []
+        return [SequenceDelta(request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)]
 
     def _deliver(
         self,
@@ -159,7 +143,7 @@ class Outcomes:
     ) -> SequenceDelta:
         """The sequence has one token more, and may end with it."""
         stopped = seq.ends_with(token)
-        seq.tokens.append(token)
+        self._rows.append(seq, token)
         finish_reason: FinishReason | None = "stop" if stopped else None
         if not stopped and len(seq.tokens) >= seq.max_total:
             finish_reason = "length"

@@ -45,10 +45,10 @@ class Pins:
             )
         self._reserved[name] = blocks
 
-    def keep(self, seq: Sequence) -> None:
+    def keep(self, seq: Sequence, computed: int) -> None:
         """To be called whenever the pin's request was placed in a step: its blocks are kept once all are planned."""
         tokens = seq.prompt_len // self._kv.block_size * self._kv.block_size
-        if seq.pin is not None and seq.pin not in self._kept and seq.computed >= tokens:
+        if seq.pin in self._reserved and seq.pin not in self._kept and computed >= tokens:
             self._kept[seq.pin] = self._kv.fork(seq.blocks, tokens)
 
     def settle(self, seq: Sequence) -> None:
@@ -61,4 +61,4 @@ class Pins:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._kv.free(kept)
-            del self._reserved[name]
+        self._reserved.pop(name, None)

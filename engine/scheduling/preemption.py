@@ -12,7 +12,7 @@ from engine.config import Preemption
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.swapping import Leaving, swap_out
 from engine.scheduling.sequence import Sequence as Seq
-from engine.scheduling.steps_in_flight import PlannedRows
+from engine.scheduling.steps_in_flight import PlannedStep
 
 _MEMORY = 0.8
 """weight of the past in running means"""
@@ -25,14 +25,14 @@ class PreemptionCosts:
         self._swap_block_s = swap_block_s
         self._decodes_s = self._token_s = 0.0
 
-    def observe(self, rows: PlannedRows, seconds: float) -> None:
-        """A step of these rows has taken as long. What a token of a prompt costs is what a step takes longer for it:
-        beside sequences that decode, a step reads the weights anyway."""
-        num_tokens = rows.num_tokens
-        if num_tokens == len(rows):
+    def observe(self, step: PlannedStep, seconds: float) -> None:
+        """The step has taken as long. What a token of a prompt costs is what a step takes longer for it: beside
+        sequences that decode, a step reads the weights anyway."""
+        num_tokens, num_rows = step.rows.num_tokens, len(step.rows)
+        if num_tokens == num_rows:
             self._decodes_s = _mean(self._decodes_s, seconds)
-        elif num_tokens >= 2 * len(rows):
-            num_decodes = rows.num_decodes
+        elif num_tokens >= 2 * num_rows:
+            num_decodes = step.num_decodes
             extra = seconds - self._decodes_s if num_decodes else seconds
             self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - num_decodes))
 
@@ -50,16 +50,16 @@ def _mean(past: float, new: float) -> float:
 def try_swap_out(
     kv: KVCache, costs: PreemptionCosts, victims: Sequence[Seq], growths: Mapping[Seq, tuple[int, Growth]]
 ) -> bool:
-    """Move all blocks of a group to the host tier, if there is one with room, and that is the cheaper way. `growths`:
-    what was appended for a step that is not planned now."""
-    if kv.host is None or not all(seq.group is None or seq.group.at_rest for seq in victims):
+    """Move all blocks of sequences at rest to the host tier, if there is one with room, and that is the cheaper way.
+    `growths`: what was appended for a step that is not planned now."""
+    if kv.host is None:
         return False
     if not costs.prefers_swap(*_held_by(kv, victims)):
         return False
     leaving = []
     for seq in victims:
         _, growth = growths.get(seq, (0, NO_GROWTH))
-        leaving.append(Leaving(seq.blocks, seq.computed, [*seq.moved.copies, *growth.copies]))
+        leaving.append(Leaving(seq.blocks, seq.blocks.num_tokens, [*seq.moved.copies, *growth.copies]))
     return swap_out(kv, kv.host, leaving)
 
 
@@ -77,4 +77,4 @@ def _held_by(kv: KVCache, victims: Sequence[Seq]) -> tuple[int, int]:
     alone = {block for block, count in counts.items() if kv.pool.ref_counts[block] == count}
     groups = max(1, sum(start == 0 for start in victims[0].blocks.starts))
     tokens = len(alone & deepest) * kv.block_size // groups
-    return max(tokens, max(seq.computed for seq in victims) if not deepest else 0), len(alone)
+    return max(tokens, max(seq.blocks.num_tokens for seq in victims) if not deepest else 0), len(alone)

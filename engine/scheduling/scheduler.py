@@ -2,8 +2,8 @@
 
 There are no phases. Every sequence has ``computed < known tokens``, and one token budget per step closes the gap, so
 chunked prefill, resuming after preemption and decoding are the same thing. `plan` may run one or more steps ahead of
-`complete`: ``computed`` advances when a step is planned, and `Sequence.in_flight` counts the tokens that have not
-arrived (those of steady sequences follow from the columns that hold them).
+`complete`: ``computed`` advances when a step is planned, and ``known`` counts the tokens that have not arrived, too
+(`RunningRows`).
 
 A step costs O(sequences scheduled): waiting sequences are looked at one by one from the head of a heap until one does
 not fit, and a context's length matters only when its row starts.
@@ -27,10 +27,9 @@ from engine.scheduling.limits import check_servable
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
+from engine.scheduling.prompt_shares import prompt_shares
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
-from engine.scheduling.steady_rows import FEWEST_STEADY
-from engine.scheduling.steady_searches import FEWEST_SEARCHES
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.step import RowParams, StepPlan, StepResult
@@ -44,18 +43,12 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVCache,
         swap_block_s: float = 0.0,
-        fewest_steady: int = FEWEST_STEADY,
-        fewest_searches: int = FEWEST_SEARCHES,
     ) -> None:
-        """`swap_block_s`: seconds that a block takes to the host tier and back. `fewest_steady`, `fewest_searches`:
-        sequences and searches that must run for those that decode to be planned in columns."""
+        """`swap_block_s`: seconds that a block takes to the host tier and back."""
         self._config = config
         self._kv = kv
         self._costs = PreemptionCosts(config.preemption, swap_block_s)
-        # Columns are planned as a whole: not where the budget might not do for all rows.
-        if config.max_num_seqs > config.max_num_batched_tokens:
-            fewest_steady = fewest_searches = config.max_num_seqs + 1
-        self._held = Holdings(kv, config.max_num_seqs, self._costs, fewest_searches)
+        self._held = Holdings(kv, config.max_num_seqs, self._costs)
         self._outcomes = Outcomes(self._held)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
@@ -67,7 +60,7 @@ class Scheduler:
         self._prompt_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
         self._watermark = kv.pool.num_blocks // 100
-        self._placement = Placement(self._held, fewest_steady)
+        self._placement = Placement(self._held)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -160,82 +153,101 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
         self._placement.retire_ending()
-        draft = StepDraft(self._config.max_num_batched_tokens)
-        if not self._schedule_running(draft):
+        budget = self._config.max_num_batched_tokens
+        plain, others = self._rows.split(budget)
+        draft = StepDraft(budget, self._rows, plain)
+        if not self._schedule_running(draft, others):
             self._admit_waiting(draft)
-        rows = draft.rows
-        if not rows:
+        step = draft.planned()
+        if not len(step.rows):
             draft.drop()  # what was to start has failed
             return None
-        plan = draft.plan(self._num_steps, rows, self._rows.take_released(), self._kv.take_transfers())
-        self._steps.push(self._num_steps, rows)
+        plan = draft.plan(self._num_steps, step, self._rows.take_released(), self._kv.take_transfers())
+        self._steps.push(self._num_steps, step)
         self._num_steps += 1
         return plan
 
-    def _schedule_running(self, draft: StepDraft) -> bool:
-        """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted."""
-        steady, searches = self._rows.steady, self._rows.searches.tables
-        if steady:
-            steady.look_out()
-        for table in searches:
-            table.look_out()
-        num_quiet = self._rows.num_quiet
-        draft.budget -= num_quiet
-        decoding, prefilling = self._split_running()
-        preempted = False
-        for sequences in (decoding, prefilling):
-            if sequences is prefilling and (draft.tentative or num_quiet):
-                self._spare_those_who_decode(draft)
-            for seq in sequences:
-                # Those that a sequence before them has preempted run no more.
-                if draft.budget > 0 and seq.status is Status.RUNNING:
-                    query_len = 1 if sequences is decoding else min(seq.remaining, draft.budget)
-                    growth = None
-                    try:
-                        growth = self._kv.append(seq.blocks, seq.computed + query_len)
-                        if growth is None:
-                            preempted = True
-                            growth = self._make_room(draft, seq, query_len)
-                    except Exception as error:
-                        self._held.failures.note(seq, error)
-                    if growth is not None:
-                        draft.tentative[seq] = (query_len, growth)
-                        draft.budget -= query_len
-        draft.place_steady(steady)
-        draft.place_searches(searches)
-        for seq, (query_len, growth) in draft.tentative.items():
-            try:
-                if seq.rewrite_from is not None and not seq.new_row:
-                    draft.place_beam(seq, growth)
-                    if growth is not NO_GROWTH:
-                        self._held.make_findable(seq)
-                else:
-                    self._placement.place(draft, seq, query_len, growth)
-            except Exception as error:
-                self._held.failures.note(seq, error)
-        return preempted
-
-    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """In order, those that decode but not in columns, and those that do not decode."""
+    def _schedule_running(self, draft: StepDraft, others: list[Sequence]) -> bool:
+        """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted.
+        `others`: those beside the draft's plain rows."""
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for seq in self._running:
-            if not seq.waits:
-                decodes = seq.rewrite_from is not None or seq.remaining == 1
-                (decoding if decodes else prefilling).append(seq)
-        return decoding, prefilling
+        for seq in others:
+            (decoding if self._rows.remaining(seq) == 1 else prefilling).append(seq)
+        preempted = self._share(draft, decoding, [1] * len(decoding))
+        if draft.tentative or len(draft.plain):
+            self._spare_those_who_decode(draft)
+        if prefilling and draft.budget > 0:
+            needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
+            budget = self._for_prompts(draft, prefilling[0])
+            preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
+        self._placement.place_plain(draft)
+        for seq, (query_len, growth) in draft.tentative.items():
+            with self._held.failures.isolate(seq):
+                self._placement.place(draft, seq, query_len, growth)
+        return preempted
+
+    def _share(self, draft: StepDraft, sequences: list[Sequence], shares: list[int]) -> bool:
+        """Room and its share of the budget for each, in order, as far as it goes. Whether any was preempted."""
+        preempted = False
+        for seq, share in zip(sequences, shares, strict=True):
+            query_len = min(share, draft.budget)
+            # Those that a sequence before them has preempted run no more.
+            if query_len > 0 and seq.status is Status.RUNNING:
+                growth = None
+                with self._held.failures.isolate(seq):
+                    growth = self._append(seq, query_len)
+                    if growth is None:
+                        preempted = True
+                        growth = self._make_room(draft, seq, query_len)
+                if growth is not None:
+                    draft.tentative[seq] = (query_len, growth)
+                    draft.budget -= query_len
+        return preempted
+
+    def _for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
+        """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
+        budget, first = draft.budget, self._next()
+        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._room):
+            return budget
+        taken = min(budget // 2, len(first.tokens) * len(self._waiting))
+        return max(budget - taken, min(budget, self._config.min_shared_chunk))
+
+    def _next(self) -> Sequence | None:
+        """The first that waits, if it could start now as far as rows go."""
+        seq, num_free = self._waiting.first(), self._rows.num_free
+        # A preempted sequence whose token is in flight does not know all of its tokens yet.
+        if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
+            return None
+        return seq if seq.group is None or num_free >= len(seq.group.members) else None
+
+    def _is_blocked(self, seq: Sequence, room: int) -> bool:
+        """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
+        return bool(self._running and self._blocked and self._blocked[0] is seq and room <= self._blocked[1])
+
+    @property
+    def _room(self) -> int:
+        """Blocks for who starts: not those that prompts half-way will still take, nor some for those that run."""
+        room, rows = self._kv.pool.num_free, self._rows
+        if not self._running:
+            return room
+        for seq in rows.owners[rows.ready & (rows.known - rows.computed > 1)].tolist():
+            room -= self._kv.blocks_to_grow(seq.blocks, len(seq.tokens))
+            room -= sum(own_blocks(follower, seq, self._kv) for follower in seq.followers)
+        return room - self._watermark
+
+    def _append(self, seq: Sequence, query_len: int) -> Growth | None:
+        self._rows.settle_blocks(seq)
+        return self._kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
         """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
         while True:
-            num_quiet = self._rows.num_quiet
             victims = self._held.preempt_latest(draft.tentative)
-            draft.budget += num_quiet - self._rows.num_quiet
-            for victim in victims:
-                draft.give_back(victim)
+            draft.give_back(victims)
             if seq in victims:
                 return None
-            growth = self._kv.append(seq.blocks, seq.computed + query_len)
+            growth = self._append(seq, query_len)
             if growth is not None:
                 return growth
 
@@ -246,13 +258,7 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
-        while draft.budget > 0 and self._rows.num_free:
-            seq = self._waiting.first()
-            # A preempted sequence whose token is in flight does not know all of its tokens yet.
-            if seq is None or seq.in_flight or any(follower.in_flight for follower in seq.followers):
-                return
-            if seq.group is not None and self._rows.num_free < len(seq.group.members):
-                return
+        while draft.budget > 0 and (seq := self._next()) is not None:
             went_on = False
             with self._held.failures.isolate(seq):  # nobody behind it starts in this step: it may hold anything
                 went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
@@ -269,15 +275,11 @@ class Scheduler:
         """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
         those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
 
-        All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing. No
-        other prefill is half-way here, for it would have taken the whole budget.
+        All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
         """
-        room = self._kv.pool.num_free
-        if self._running:
-            room -= self._watermark
-            # Looking up a long prompt costs its length: do it again only when there is more room than last time.
-            if self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
-                return None
+        room = self._room
+        if self._is_blocked(seq, room):
+            return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
         need = self._kv.blocks_to_start(hit, len(seq.tokens))
         rows = self._rows.num_free - 1
@@ -297,8 +299,8 @@ class Scheduler:
         """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
         before there is room. Where nothing runs there will not be more: those followers wait by themselves that do not
         fit, and what cannot be split gives up its host blocks to be computed again."""
-        room = self._kv.pool.num_free - (self._watermark if self._running else 0)
-        if self._running and self._blocked is not None and self._blocked[0] is seq and room <= self._blocked[1]:
+        room = self._room
+        if self._is_blocked(seq, room):
             return False
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
         while (need := blocks_to_go_on(members, self._kv)) > room or len(members) > self._rows.num_free:
@@ -316,10 +318,10 @@ class Scheduler:
         self._blocked = None
         self._held.swap_in(members)
         for member in members:
-            query_len = min(member.remaining, draft.budget)
+            query_len = min(self._rows.remaining(member), draft.budget)
             if query_len == 0:
                 break
-            growth = self._kv.append(member.blocks, member.computed + query_len)
+            growth = self._append(member, query_len)
             if growth is None:
                 raise EngineError(f"request {member.request_id!r} was swapped in but has no room to go on")
             draft.budget -= query_len
@@ -332,12 +334,11 @@ class Scheduler:
         if seq.cached_tokens is None:
             seq.cached_tokens = hit.num_tokens
             self._prompt_tokens += seq.prompt_len
-        self._rows.enter(seq)
+        self._rows.enter(seq, hit.num_tokens)
         if seq.group is not None:
             self._rows.reserve(seq.group)
-        seq.computed = hit.num_tokens
-        query_len = min(seq.remaining, draft.budget)
-        if self._kv.append(seq.blocks, seq.computed + query_len) is None:
+        query_len = min(self._rows.remaining(seq), self._for_prompts(draft, seq))
+        if self._append(seq, query_len) is None:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len
         draft.start_row(seq)
@@ -349,10 +350,10 @@ class Scheduler:
     def complete(self, result: StepResult, seconds: float = 0.0) -> list[Delta]:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
         `seconds`: what it took, if that is known."""
-        rows = self._steps.pop(result)
+        step = self._steps.pop(result)
         if seconds:
-            self._costs.observe(rows, seconds)
-        return [*self._outcomes.of(rows, result), *self.end_failed()]
+            self._costs.observe(step, seconds)
+        return [*self._outcomes.of(step, result), *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------
 

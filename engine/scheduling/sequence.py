@@ -1,4 +1,5 @@
-"""One sequence from arrival to end: its tokens, how far they are computed, and the one counter of tokens in flight."""
+"""One sequence from arrival to end. What is true of it while it runs, and changes with every step, is in the columns of
+`RunningRows`; here is what never changes, and what is left when it does not run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Status(enum.Enum):
     """holds nothing; another sample of its request computes what they have in common, and it is forked from that one
     then"""
     WAITING = enum.auto()
-    """in the queue, holds nothing (new, or preempted)"""
+    """in the queue, holds nothing but maybe blocks on the host (new, or preempted)"""
     RUNNING = enum.auto()
     """holds a row and blocks"""
     ENDING = enum.auto()
@@ -26,14 +27,12 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """State that only the scheduler changes. Positions below ``computed`` have KV, or will when the planned steps have
-    run."""
+    """Only the scheduler changes it."""
 
     __slots__ = (
         "blocks",
         "cached_tokens",
         "common",
-        "computed",
         "followers",
         "group",
         "in_flight",
@@ -52,10 +51,8 @@ class Sequence:
         "row",
         "siblings",
         "status",
-        "steady",
         "stop_token_ids",
         "tokens",
-        "waits",
     )
 
     def __init__(
@@ -80,14 +77,14 @@ class Sequence:
         self.pin: str | None = None
         """what its prompt is to be kept as"""
         self.tokens = tokens
+        """those that have arrived"""
         self.prompt_len = len(self.tokens)
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.status = Status.WAITING
         self.row = -1
-        self.computed = 0
-        """set when the sequence starts or resumes; means nothing while it waits"""
+        """-1: it does not run"""
         self.in_flight = 0
-        """tokens that planned steps sample and that have not arrived"""
+        """of a sequence that does not run: tokens that planned steps sample and that have not arrived"""
         self.cached_tokens: int | None = None
         """prompt tokens found in the cache at the first start; None before it"""
         self.siblings: list[Sequence] = [self]
@@ -106,34 +103,14 @@ class Sequence:
         """a choice was made among beams: the device holds other tokens from here on; the last one is to be computed"""
         self.moved = NO_GROWTH
         """what the device was not told of its block table (beams)"""
-        self.steady = False
-        """it is among `SteadyRows`: what it has computed, its tokens in flight and the newest ones are there"""
-        self.waits = False
-        """planning passes over it: it is steady, or one of several beams, of which nothing can be computed before the
-        next choice among them"""
         self.next_prompt_logprob = 1
         """first prompt position whose log-probability has not been delivered (position 0 has none)"""
-
-    @property
-    def remaining(self) -> int:
-        """Tokens to compute until the next one can be sampled; at least 1 while the sequence runs."""
-        return len(self.tokens) + self.in_flight - self.computed
-
-    @property
-    def certain_to_end(self) -> bool:
-        """The tokens in flight reach its limit: it must not be planned again."""
-        return len(self.tokens) + self.in_flight >= self.max_total
 
     @property
     def newly_cached(self) -> int:
         """Prompt tokens from the cache, as long as nothing of this sequence has been delivered."""
         first = len(self.tokens) == self.prompt_len and self.next_prompt_logprob == 1
         return (self.cached_tokens or 0) if first else 0
-
-    def sampled(self) -> None:
-        """A step was planned that samples its next token."""
-        self.in_flight += 1
-        self.waits = self.group is not None
 
     @property
     def prefix_limit(self) -> int:

@@ -47,8 +47,11 @@ def blocks_to_go_on(members: list[Sequence], kv: KVCache) -> int:
     tokens. Each needs its own for a block that is not full."""
     assert kv.host is not None
     need = blocks_to_swap_in(kv, kv.host, [member.blocks for member in members])
-    filling = {table[-1] for member in members if member.computed % kv.block_size for table in member.blocks.tables}
-    need += sum(kv.blocks_beyond(member.computed, len(member.tokens)) for member in members) - len(filling)
+    computed = [member.blocks.num_tokens for member in members]
+    filling = {
+        table[-1] for member, count in zip(members, computed) if count % kv.block_size for table in member.blocks.tables
+    }
+    need += sum(kv.blocks_beyond(count, len(member.tokens)) for member, count in zip(members, computed)) - len(filling)
     return min(need, sum(kv.blocks_for(len(member.tokens)) for member in members))
 
 

@@ -3,14 +3,16 @@ back."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.kv_cache.host_tier import Transfers
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
-from engine.row_writes import BlockAppends, RowWrites, TokenRewrites
+from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.steady_rows import SteadyRows, SteadyStep
-from engine.scheduling.steady_searches import SearchesStep, SearchTable
-from engine.scheduling.steps_in_flight import PlannedRows, Rows
-from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan, TokenRewrite
+from engine.scheduling.steps_in_flight import PlannedStep
+from engine.step import NewRow, Rows, ScheduledRow, StepPlan, Write, Writes
+
+_Placed = list[tuple[Sequence, ScheduledRow]]
 
 
 class StepDraft:
@@ -18,65 +20,50 @@ class StepDraft:
 
     __slots__ = (
         "_added",
-        "_appended",
         "_appends",
         "_copies",
         "_decodes",
+        "_plain_computed",
         "_prefills",
         "_rewrites",
-        "_rewritten",
+        "_rows",
         "_started",
         "budget",
-        "searches",
-        "steady",
+        "plain",
         "tentative",
     )
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, rows: RunningRows, plain: np.ndarray) -> None:
+        """`plain`: from `RunningRows.split`."""
+        self._rows = rows
+        self.plain = plain
+        self.budget = budget - len(plain)
         """tokens that the step may still take"""
         self.tentative: dict[Sequence, tuple[int, Growth]] = {}
-        """query length and growth of running sequences, in the order of decision; takes budget, changes no sequence"""
-        self.steady: SteadyStep | None = None
-        """as placed; None: there are none"""
-        self.searches: list[SearchesStep] = []
-        """as placed"""
-        self._decodes: Rows = []
-        self._prefills: Rows = []
+        """query length and growth of other running sequences, in the order of decision; takes budget, changes no
+        sequence"""
+        self._plain_computed = plain[:0]
+        self._decodes: _Placed = []
+        self._prefills: _Placed = []
         self._added: list[NewRow] = []
         self._started: list[Sequence] = []
-        self._rewrites: list[TokenRewrite] = []
-        self._rewritten: list[tuple[int, RowWrites]] = []
-        self._appends: list[BlockAppend] = []
-        self._appended: list[tuple[int, RowWrites]] = []
+        self._rewrites: list[Write] = []
+        self._appends: list[Write] = []
         self._copies: list[tuple[int, int]] = []
 
-    def give_back(self, seq: Sequence) -> None:
-        """The sequence was preempted; if it had a share of this step, others may have it."""
-        if seq in self.tentative:
-            self.budget += self.tentative.pop(seq)[0]
+    def give_back(self, victims: list[Sequence]) -> None:
+        """They were preempted; what they had of this step, others may have."""
+        for seq in victims:
+            if seq in self.tentative:
+                self.budget += self.tentative.pop(seq)[0]
+        still = self._rows.ready[self.plain]
+        self.budget += len(still) - int(np.count_nonzero(still))
+        self.plain = self.plain[still]
 
-    def place_steady(self, rows: SteadyRows) -> None:
-        """Final for all of them."""
-        if rows:
-            self.steady, grown, appended = rows.place()
-            self._appended += appended
-            for row, growth in grown:
-                self._append_blocks(row, growth)
-
-    def place_searches(self, tables: list[SearchTable]) -> None:
-        """Final for all that are ready."""
-        for table in tables:
-            if table.num_ready:
-                step, news = table.place()
-                self.searches.append(step)
-                if news.rewrites:
-                    self._rewritten.append((0, news.rewrites))
-                if news.appends:
-                    self._appended.append((0, news.appends))
-                for seq in news.beams:
-                    self._tell(seq, NO_GROWTH)
-                self._copies += news.copies
+    def place_plain(self) -> list[Sequence]:
+        """Final for all of them. Returns those whose last token this step samples."""
+        self._plain_computed, last = self._rows.advance_plain(self.plain)
+        return last
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
@@ -92,15 +79,15 @@ class StepDraft:
         for seq in self._started:
             seq.new_row = seq.row >= 0
 
-    def _tell(self, seq: Sequence, growth: Growth) -> None:
-        """What the device has to know of the sequence beside its growth."""
+    def tell(self, seq: Sequence, growth: Growth) -> None:
+        """What the device has to know of the sequence before it computes."""
         if seq.new_row:
             self.start_row(seq)
             self._copies.extend(growth.copies)
             return
         start = seq.rewrite_from
         if start is not None:
-            self._rewrites.append(TokenRewrite(seq.row, start, seq.tokens[start:]))
+            self._rewrites.append(Write(0, seq.row, start, seq.tokens[start:]))
             seq.rewrite_from = None
         if seq.moved is not NO_GROWTH:
             self._append_blocks(seq.row, seq.moved)
@@ -108,57 +95,42 @@ class StepDraft:
         if growth is not NO_GROWTH:
             self._append_blocks(seq.row, growth)
 
-    def place(self, seq: Sequence, query_len: int, growth: Growth, may_fork: bool) -> bool:
-        """Final: the sequence computes ``query_len`` tokens in this step. Returns whether it samples; only then forks
-        may follow, if it ``may_fork``."""
-        if seq.new_row or seq.rewrite_from is not None or growth is not NO_GROWTH:
-            self._tell(seq, growth)
-        computed = seq.computed
-        seq.computed = computed + query_len
-        samples = seq.computed == len(seq.tokens) + seq.in_flight
-        row = ScheduledRow(seq.row, computed, query_len, samples)
-        if samples:
-            seq.sampled()
-        (self._decodes if samples and query_len == 1 and not may_fork else self._prefills).append((seq, row))
-        return samples
-
-    def place_beam(self, seq: Sequence, growth: Growth) -> None:
-        """Final, as `place`: after a choice the beam computes its new token; its row is not new."""
-        self._tell(seq, growth)
-        computed = seq.computed
-        self._decodes.append((seq, ScheduledRow(seq.row, computed, 1, samples=True)))
-        seq.computed = computed + 1
-        seq.in_flight += 1
-        seq.waits = True
-
-    def fork(self, seq: Sequence) -> None:
-        """The sequence samples, too, from the logits of the one placed last, on a row of its own."""
-        self.start_row(seq)
-        row = ScheduledRow(seq.row, seq.computed, 0, samples=True)
-        self._prefills.append((seq, row))
+    def add(self, seq: Sequence, row: ScheduledRow, may_fork: bool) -> None:
+        """Final. Forks may follow only if it ``may_fork``."""
+        decodes = row.samples and row.query_len == 1 and not may_fork
+        (self._decodes if decodes else self._prefills).append((seq, row))
 
     def _append_blocks(self, row: int, growth: Growth) -> None:
         for group, ids in enumerate(growth.block_ids):
-            self._appends.append(BlockAppend(row, group, growth.start, ids))
+            if ids:
+                self._appends.append(Write(group, row, growth.start, ids))
         if growth.copies:
             self._copies.extend(growth.copies)
 
-    @property
-    def rows(self) -> PlannedRows:
+    def planned(self) -> PlannedStep:
         """Decode rows first."""
-        return PlannedRows(self.steady, self.searches, self._decodes + self._prefills)
+        plain, others = len(self.plain), self._decodes + self._prefills
+        columns = np.ones((4, plain + len(others)), dtype=np.int32)
+        columns[0, :plain], columns[1, :plain] = self.plain, self._plain_computed
+        owners = np.empty(columns.shape[1], dtype=object)
+        owners[:plain] = self._rows.owners[self.plain]
+        if others:
+            sequences, rows = zip(*others, strict=True)
+            columns[:, plain:] = np.array(rows, dtype=np.int32).T
+            owners[plain:] = sequences
+        return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain])
 
     def plan(
-        self, step_id: int, rows: PlannedRows, released: list[int], transfers: tuple[Transfers, Transfers]
+        self, step_id: int, step: PlannedStep, released: list[int], transfers: tuple[Transfers, Transfers]
     ) -> StepPlan:
-        """`rows`: of this draft. `transfers`: to the host tier, and from it."""
+        """`step`: of this draft. `transfers`: to the host tier, and from it."""
         return StepPlan(
             step_id=step_id,
-            rows=rows.scheduled,
+            rows=step.rows,
             released=released,
             added=self._added,
-            rewrites=TokenRewrites(self._rewrites, self._rewritten) if self._rewritten else self._rewrites,
-            block_appends=BlockAppends(self._appends, self._appended) if self._appended else self._appends,
+            rewrites=Writes.of(self._rewrites),
+            block_appends=Writes.of(self._appends),
             block_copies=self._copies,
             swap_out=transfers[0],
             swap_in=transfers[1],

@@ -210,7 +210,8 @@ def figures(recorded: Recorded, engine: ProfiledEngine, ceilings: Ceilings) -> C
                 work.setdefault(part, Work()).add(need, 1 / len(middle))
     parts = [_part(engine, part, time, work.get(part), ceilings) for part, time in spent.items()]
     undisturbed = [unit.wall_ns * 1e-6 for unit in middle_half(plain)]
-    rows = [row.computed + row.query_len for unit in middle for step in unit.steps for row in step.plan.rows]
+    plans = [step.plan.rows for unit in middle for step in unit.steps]
+    rows = [length for rows in plans for length in (rows.computed + rows.query_lens).tolist()]
     return CaseFigures(
         case=case.name,
         per=case.per,
@@ -260,7 +261,7 @@ def _units(engine: ProfiledEngine, timeline: Timeline) -> list[Unit]:
 
 def _all_as_one(units: Sequence[Unit]) -> list[Unit]:
     """From the first step that computes to the end of the last: what only releases rows afterwards is nobody's wait."""
-    computing = [index for index, unit in enumerate(units) if unit.steps[0].plan.rows]
+    computing = [index for index, unit in enumerate(units) if len(unit.steps[0].plan.rows)]
     if not computing:
         return []
     kept = units[computing[0] : computing[-1] + 1]
@@ -270,7 +271,7 @@ def _all_as_one(units: Sequence[Unit]) -> list[Unit]:
 
 def _is_decode(step: StepTimes, batch: int) -> bool:
     rows = step.plan.rows
-    return len(rows) == batch and all(row.query_len == 1 and row.samples and row.computed for row in rows)
+    return len(rows) == batch and bool(((rows.query_lens == 1) & (rows.samples > 0) & (rows.computed > 0)).all())
 
 
 def _random(engine: ProfiledEngine, count: int, length: int, max_tokens: int, seed: list[int]) -> list[BenchRequest]:

@@ -42,8 +42,7 @@ class ChatHandler:
             raise InvalidRequestError(
                 f"top_logprobs must be in [0, {limit}] (--max-logprobs), got {self.top}", "top_logprobs"
             )
-        recommended = context.engine.model.generation_defaults.get("max_new_tokens")
-        max_tokens = body.token_limit(None if recommended is None else int(recommended))
+        max_tokens = body.token_limit(context.recommended_max_tokens)
         defaults = context.engine.default_sampling_params()
         self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs)
         self.echoed = ""

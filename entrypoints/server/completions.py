@@ -31,7 +31,7 @@ class CompletionHandler:
         wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
         self.params = body.sampling_params(
             context.engine.default_sampling_params(),
-            1 if self.score_only else body.max_tokens,
+            1 if self.score_only else body.token_limit(context.recommended_max_tokens),
             body.logprobs,
             max(wanted, default=None),
             body.best_of,

@@ -26,11 +26,6 @@ from entrypoints.server.request_ids import new_request_id
 
 LINGER_S = 2.0
 """how long a client that is still sending may take to read why it was refused"""
-DRAINED_BODIES = 8
-"""of an answered request's body so many times `body_bytes` are read and dropped, so that a client that reads its answer
-last gets to it"""
-CHUNK_OVERHEAD = 8
-"""bytes of framing that a client may spend on a byte of its body: chunks of one byte cost five"""
 OTHER_DESCRIPTORS = 256
 """sockets to the core, files, libraries"""
 MAX_BACKLOG = 2048
@@ -130,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._part == "headers" and self._raw_bytes > self._limits.header_bytes:
             self._refuse(431, self._limits.message("header_bytes"))
         # What is neither body nor the framing of chunks: trailers, which the parser keeps.
-        framing = self._raw_bytes - self._body_bytes * (1 + CHUNK_OVERHEAD)
+        framing = self._raw_bytes - self._body_bytes * (1 + self._limits.chunk_framing)
         if self._part == "body" and framing > self._limits.header_bytes:
             self._refuse(431, self._limits.message("header_bytes"))
         self._note()
@@ -163,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self.cycle.response_complete and self._body_bytes > DRAINED_BODIES * self._limits.body_bytes:
+        if self.cycle.response_complete and self._body_bytes > self._limits.drained_bodies * self._limits.body_bytes:
             self._part = "closing"
             self.transport.abort()
             return

@@ -24,6 +24,9 @@ class ServerContext:
         self.engine = engine
         self.served_name = served_name
         self.texts = TokenTexts(engine.tokenizer)
+        recommended = engine.model.generation_defaults.get("max_new_tokens")
+        self.recommended_max_tokens = None if recommended is None else int(recommended)
+        """for requests that leave it out"""
 
     def check_model(self, name: str | None) -> None:
         """OpenAI clients must name a model; a wrong name is a 404, none means the one served."""

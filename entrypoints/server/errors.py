@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError
+from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
 from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
@@ -36,8 +36,9 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
-    if isinstance(error, ServerEndsError):
-        return 503, error_body(str(error), "server_error", None, "shutting_down"), {"Retry-After": "1"}
+    if isinstance(error, (ServerEndsError, ShutDownError)):
+        message = "the server is shutting down; send the request again"
+        return 503, error_body(message, "server_error", None, "shutting_down"), {"Retry-After": "1"}
     hint = f"the server's log says more (request {request_id})"
     if isinstance(error, CoreDiedError):  # its text holds the core's last output; whoever notices the death logs it
         logger.warning("request %s: the engine is not running", request_id)

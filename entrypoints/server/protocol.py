@@ -117,9 +117,14 @@ class SamplingFields(BaseModel):
         )
 
 
+DEFAULT_MAX_TOKENS = 16
+"""of a completion, as OpenAI's"""
+
+
 class CompletionRequest(SamplingFields):
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
+    """left out: what is recommended, else `DEFAULT_MAX_TOKENS`; null: what the context holds"""
     echo: bool | None = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -132,6 +137,12 @@ class CompletionRequest(SamplingFields):
         if self.suffix:
             raise _refusal("suffix", "suffix is not supported")
         return self
+
+    def token_limit(self, recommended: int | None) -> int | None:
+        """Most tokens to generate; None: what the context holds."""
+        if "max_tokens" in self.model_fields_set:
+            return self.max_tokens
+        return _or(recommended, DEFAULT_MAX_TOKENS)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt; raises `InvalidRequestError` where there is none."""

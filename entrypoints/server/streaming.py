@@ -69,7 +69,7 @@ class Unanswered:
             return await work
         except asyncio.CancelledError:
             if self._ended:
-                raise ServerEndsError("the server is shutting down; send the request again") from None
+                raise ServerEndsError from None
             raise
         finally:
             self._tasks.discard(task)

@@ -16,7 +16,7 @@ from engine.core.wire import (
     ToCore,
     UnpinPrefix,
 )
-from engine.errors import CoreDiedError
+from engine.errors import CoreDiedError, QueueFullError
 
 
 class EchoCore:
@@ -34,6 +34,8 @@ class EchoCore:
         self.paused = False
         self.die_after = die_after
         self.poison = poison
+        self.room: int | None = None
+        """messages that the queue holds until the next step; None: any number"""
         self._inbox: deque[ToCore] = deque()
         self._sent = asyncio.Event()
 
@@ -50,6 +52,8 @@ class EchoCore:
         )
 
     def send(self, message: ToCore) -> None:
+        if self.room is not None and isinstance(message, AddRequest) and len(self._inbox) >= self.room:
+            raise QueueFullError("at most so many frames")
         self._inbox.append(message)
         self._sent.set()
 

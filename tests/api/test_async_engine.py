@@ -13,7 +13,7 @@ import pytest
 from scripted_core import EchoCore
 
 from engine import AsyncEngine, EngineArgs, SamplingParams
-from engine.errors import ConfigError, CoreDiedError, InvalidRequestError, RequestFailedError
+from engine.errors import ConfigError, CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.limits import Limits
 from engine.request import RequestOutput
 
@@ -62,6 +62,18 @@ def test_concurrent_streams_each_get_their_own_text(tiny_model: Path) -> None:
             assert ("".join(parts) if i % 2 == 0 else parts[-1]) == texts[i]
             assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert len(engine._require().processor) == 0
+
+    run(tiny_model, body)
+
+
+def test_a_request_that_the_queue_refuses_is_aborted_nowhere(tiny_model: Path) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        core_of(engine).room = 0
+        with pytest.raises(QueueFullError):
+            await collect(engine, "hello", max_tokens=3)
+        core_of(engine).room = None
+        assert (await collect(engine, "hello", max_tokens=3))[-1].finished
+        assert core_of(engine).aborted == [] and len(engine._require().processor) == 0 and engine.num_streams == 0
 
     run(tiny_model, body)
 

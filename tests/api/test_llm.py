@@ -16,7 +16,7 @@ from scripted_core import EchoCore
 from engine import LLM, EngineArgs, SamplingParams
 from engine.config import EngineConfig
 from engine.core.wire import StepOutputs
-from engine.errors import CoreDiedError, InvalidRequestError
+from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError
 
 TEXTS = ["the quick brown fox", "hello", "jumps over the lazy dog"]
 
@@ -32,7 +32,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 
 def core_of(llm: LLM) -> EchoCore:
-    core = llm._client
+    core = llm._session.client
     assert isinstance(core, EchoCore)
     return core
 
@@ -74,11 +74,40 @@ def test_a_request_that_fails_in_the_core_fails_alone(tiny_model: Path) -> None:
     assert outputs[1].outputs[0].stop_reason == "NaN logits"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (None, None, "prompt"),
+        (5, None, "prompt"),
+        ("a", {"temperature": 0}, "sampling_params"),
+        ("a", 5, "sampling_params"),
+        (["a", "b"], [None, None], "sampling_params"),
+        ("a", "b", "sampling_params"),
+    ],
+)
+def test_what_are_no_prompts_or_parameters_is_refused_by_name(llm: LLM, prompts: Any, params: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert caught.value.field == field
+
+
 def test_more_prompts_than_the_queue_holds_are_fed_as_room_appears(tiny_model: Path) -> None:
     with make(tiny_model, max_waiting=3) as llm:
         outputs = llm.generate(["hello"] * 20, SamplingParams(max_tokens=4, n=2), use_tqdm=False)
         assert len(outputs) == 20
         assert core_of(llm).most_at_once <= 3
+
+
+def test_a_full_queue_to_the_core_is_waited_for(llm: LLM) -> None:
+    core_of(llm).room = 2
+    outputs = llm.generate(["hello"] * 9, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 9
+    assert len(core_of(llm).added) == 9 and core_of(llm).aborted == []
+    core_of(llm).room = 0  # nobody is there who would empty it
+    with pytest.raises(QueueFullError):
+        llm.generate("hello", use_tqdm=False)
+    core_of(llm).room = None
+    assert llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
 
 
 def test_sequences_that_are_not_returned_take_their_place_in_the_queue_too(tiny_model: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 from toy_llama import ToyLlama, batch, compiled, eager
 
+from compilation.behind import CompileStoppedError
 from compilation.directory import trusted_directory, trusted_tree
 from compilation.errors import CompileError
+from compilation.inductor import inductor_directories, load_piece
 from compilation.key import digest, environment_material
 from compilation.store import ArtifactStore
 
@@ -172,3 +174,18 @@ def test_asserts_are_another_artifact_and_the_same_result(cache_dir: Path) -> No
     checked = compiled(model, cache_dir, debug_asserts=True)
     assert checked.report.loaded == 0
     torch.testing.assert_close(checked.run(*batch(5)), eager(model, 5), rtol=1e-5, atol=1e-5)
+
+
+def test_a_piece_whose_compiler_was_ended_is_a_stop_and_not_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
+    (tmp_path / "artifact.bin").write_bytes(b"nothing that torch would load")
+    with inductor_directories(tmp_path / "inductor", tmp_path / "headers"):
+        assert load_piece(tmp_path / "artifact.bin", {}, stop) is None
+        assert "compiled again" in caplog.text
+        caplog.clear()
+        stop.set()
+        with pytest.raises(CompileStoppedError):
+            load_piece(tmp_path / "artifact.bin", {}, stop)
+    assert not caplog.text

@@ -14,13 +14,16 @@ from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig
 from engine.core.wire import AddRequest
 from engine.errors import ConfigError
 from engine.executor.interface import CompileState
+from engine.limits import Limits
 from engine.step import LoadReport, RowParams, StepPlan, StepResult, WarmUpReport
 
 TOKEN = 7
 MIB = 1 << 20
 
 
-def tiny_config(*, async_scheduling: bool = True, max_waiting: int = 64, max_num_seqs: int = 8) -> EngineConfig:
+def tiny_config(
+    *, async_scheduling: bool = True, max_waiting: int = 64, max_num_seqs: int = 8, frames: int = 65536
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(
             path="none",
@@ -41,11 +44,12 @@ def tiny_config(*, async_scheduling: bool = True, max_waiting: int = 64, max_num
             max_num_batched_tokens=256,
             max_model_len=4096,
             max_waiting=max_waiting,
-            async_scheduling=async_scheduling,
+            steps_in_flight=1 + async_scheduling,
         ),
         compile=CompileConfig(mode="none", graphs="none", cache_dir="/dev/null/no-such"),
         device=DeviceConfig(kind="cpu"),
         max_logprobs=20,
+        limits=Limits(frames=frames),
     )
 
 
@@ -114,7 +118,7 @@ class FakeExecutor:
 
     def compute(self, plan: StepPlan) -> StepResult:
         time.sleep(self.step_s)
-        return StepResult(step_id=plan.step_id, token_ids=[TOKEN for row in plan.rows if row.samples])
+        return StepResult(step_id=plan.step_id, token_ids=[TOKEN] * int(plan.rows.samples.sum()))
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

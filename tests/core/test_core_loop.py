@@ -26,6 +26,7 @@ from engine.core.wire import (
     SequenceDelta,
     Shutdown,
     StepOutputs,
+    each_delta,
 )
 from engine.errors import ConfigError, CoreDiedError, EngineError
 from engine.step import StepPlan, StepResult
@@ -78,7 +79,7 @@ def finish(client: CoreClient, ids: set[str]) -> dict[str, SequenceDelta]:
     tokens: dict[str, list[int]] = defaultdict(list)
     ended: dict[str, SequenceDelta] = {}
     while ids - ended.keys():
-        for delta in client.recv().deltas:
+        for delta in each_delta(client.recv().deltas):
             assert delta.request_id not in ended
             tokens[delta.request_id] += delta.token_ids
             if delta.finish_reason is not None:
@@ -153,7 +154,7 @@ def test_an_aborted_request_ends_at_once_and_its_blocks_are_free():
     assert finish(client, {"a", "b"})["a"].finish_reason == "abort"
     client.send(request("c"))
     outputs = client.recv()
-    while not any(delta.finish_reason for delta in outputs.deltas):
+    while not any(delta.finish_reason for delta in each_delta(outputs.deltas)):
         outputs = client.recv()
     assert outputs.stats.kv_blocks_used == 0
     client.close()
@@ -176,7 +177,7 @@ def test_a_flood_of_messages_holds_up_no_step_that_is_done():
     for number in range(5 * MESSAGES_A_TURN):
         loop.inbox.put(AbortRequests(request_ids=[str(number)]))
     assert done.wait(60)
-    assert [delta.request_id for delta in loop.turn(wait=False).deltas] == ["a"]
+    assert [delta.request_id for delta in each_delta(loop.turn(wait=False).deltas)] == ["a"]
     assert loop.inbox.qsize() > 3 * MESSAGES_A_TURN
     executor.close()
 
@@ -195,7 +196,7 @@ def test_an_abort_frees_blocks_while_a_long_step_still_computes(async_scheduling
     loop.inbox.put(AbortRequests(request_ids=["a"]))
     outputs = published.get(timeout=30)
     executor.go.set()
-    assert [d.finish_reason for d in outputs.deltas] == ["abort"]
+    assert [d.finish_reason for d in each_delta(outputs.deltas)] == ["abort"]
     assert outputs.stats.kv_blocks_used == 0
     loop.inbox.put(Shutdown())
     thread.join(10)
@@ -240,7 +241,7 @@ def test_an_idle_loop_blocks_on_its_inbox_and_uses_no_cpu():
 
 def test_a_scheduler_that_plans_nothing_for_ever_is_an_error_not_a_spin():
     executor = FakeExecutor(tiny_config())
-    loop = CoreLoop(StuckScheduler(), executor, True)
+    loop = CoreLoop(StuckScheduler(), executor, 2)
     with pytest.raises(EngineError, match="waiting=5"):
         for _ in range(MAX_EMPTY_PLANS + 2):
             loop.turn(wait=False)
@@ -282,7 +283,7 @@ def test_the_in_process_core_serves_an_event_loop_too():
 
         async def pump() -> None:
             while len(seen) < 2:
-                seen.extend(d.request_id for d in (await client.recv_async()).deltas if d.finish_reason)
+                seen.extend(d.request_id for d in each_delta((await client.recv_async()).deltas) if d.finish_reason)
 
         task = asyncio.create_task(pump())
         await asyncio.sleep(0.05)

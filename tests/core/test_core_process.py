@@ -21,7 +21,7 @@ from core_fakes import TOKEN, request, tiny_config
 
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta, TokenDeltas, each_delta
-from engine.errors import ConfigError, CoreDiedError
+from engine.errors import ConfigError, CoreDiedError, QueueFullError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,11 +33,14 @@ def core(
     async_scheduling: bool = True,
     max_num_seqs: int = 8,
     max_waiting: int = 4,
+    frames: int = 65536,
     **kwargs: float,
 ) -> Iterator[ProcessClient]:
     """A started client; afterwards nothing of it may be left: process, group, threads, sockets' directory."""
     threads = set(threading.enumerate())
-    config = tiny_config(async_scheduling=async_scheduling, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
+    config = tiny_config(
+        async_scheduling=async_scheduling, max_waiting=max_waiting, max_num_seqs=max_num_seqs, frames=frames
+    )
     client = ProcessClient(config, executor=f"core_fakes:{executor}", **kwargs)
     try:
         client.start()
@@ -53,7 +56,7 @@ def core(
 def finish(client: ProcessClient, ids: set[str]) -> dict[str, SequenceDelta]:
     ended: dict[str, SequenceDelta] = {}
     while ids - ended.keys():
-        ended |= {d.request_id: d for d in client.recv().deltas if d.finish_reason is not None}
+        ended |= {d.request_id: d for d in each_delta(client.recv().deltas) if d.finish_reason is not None}
     return ended
 
 
@@ -92,7 +95,7 @@ def test_requests_cross_the_border_and_come_back_complete(async_scheduling):
         for i in range(4):
             client.send(request(f"r{i}", max_tokens=3 + i))
         while len(ended) < 4:
-            for delta in client.recv().deltas:
+            for delta in each_delta(client.recv().deltas):
                 tokens[delta.request_id] += delta.token_ids
                 if delta.finish_reason is not None:
                     ended[delta.request_id] = delta.finish_reason
@@ -131,7 +134,7 @@ def test_an_event_loop_receives_and_a_cancelled_wait_loses_nothing():
                 outputs = await asyncio.wait_for(client.recv_async(), 0.003)
             except TimeoutError:
                 continue
-            for delta in outputs.deltas:
+            for delta in each_delta(outputs.deltas):
                 count += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     return count
@@ -170,7 +173,7 @@ def test_tokens_sent_before_a_death_arrive_before_the_error():
         deltas: list[SequenceDelta] = []
         with pytest.raises(CoreDiedError) as caught:
             while True:
-                deltas += client.recv().deltas
+                deltas += each_delta(client.recv().deltas)
         assert [t for d in deltas for t in d.token_ids][:1] == [TOKEN]
         assert "last words on stdout" in str(caught.value)
         assert last_line(caught.value).startswith("killed by signal 9 (SIGKILL)")
@@ -295,6 +298,24 @@ def test_closing_a_busy_core_does_not_wait_for_its_work():
         client.close()
         with pytest.raises(CoreDiedError, match="closed"):
             client.recv()
+
+
+def test_a_full_queue_refuses_what_is_new_loses_no_end_and_stops_no_close():
+    with core(frames=16, max_waiting=10_000) as client:
+        client.send(request("first", max_tokens=100_000))
+        client.recv()
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(QueueFullError, match="frames=16"):
+            for i in range(100_000):  # the kernel's buffers hold some, too
+                client.send(request(f"r{i}", prompt_len=1000))
+        client.send(AbortRequests(request_ids=["first"]))
+        os.kill(client.pid, signal.SIGCONT)
+        while not any(d.request_id == "first" and d.finish_reason for d in each_delta(client.recv().deltas)):
+            pass
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(QueueFullError):
+            for i in range(100_000):
+                client.send(request(f"s{i}", prompt_len=1000))
 
 
 PARENT = """

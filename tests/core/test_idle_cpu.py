@@ -13,6 +13,7 @@ from core_fakes import request, tiny_config
 from thread_cpu import assert_idle, mine, thread_ids
 
 from engine.core.client import ProcessClient
+from engine.core.wire import each_delta
 from engine.errors import CoreDiedError
 
 
@@ -29,7 +30,7 @@ def test_a_core_that_has_served_and_its_client_use_no_cpu(monkeypatch: pytest.Mo
     try:
         client.start()
         client.send(request("r", max_tokens=20))
-        while not any(delta.finish_reason for delta in client.recv().deltas):
+        while not any(delta.finish_reason for delta in each_delta(client.recv().deltas)):
             pass
         assert psutil.Process(client.pid).num_threads() > 3, "the loop, its I/O, and compute threads are still there"
         waiter.start()

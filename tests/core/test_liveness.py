@@ -110,6 +110,8 @@ def test_the_first_steps_compilation_and_the_start_may_take_longer():
     for live in (few, known):
         live.beat(Heartbeat(turns=live._turns, phase="collect", received=1, steps=live._steps, step_s=0.02), 115.0)
     assert few.stalled(115.0) is None
+    few.beat(Heartbeat(turns=few._turns, phase="collect", received=1, steps=few._steps, step_s=0.02), 160.0)
+    assert few.stalled(160.0) is None and "no turn" in (few.stalled(160.5) or ""), "but not for ever"
     assert known.stalled(115.0, compiling=True) is None and known.stalled(115.0) is not None
     start = Liveness(300.0, now=0.0)
     assert start.stalled(299.0) is None

@@ -109,12 +109,12 @@ def test_reserved_chunks_never_overlap_and_all_memory_comes_back(shapes: list[tu
         assert plan is not None, "work is left and nothing was planned"
         for row in plan.released:
             del tables[row]
-        for append in plan.block_appends:
-            assert append.block_ids == list(range(append.block_ids[0], append.block_ids[-1] + 1)), "not contiguous"
-            tables[append.row] = append.block_ids
+        for append in plan.block_appends.each():
+            assert append.values == list(range(append.values[0], append.values[-1] + 1)), "not contiguous"
+            tables[append.row] = append.values
         blocks = [block for table in tables.values() for block in table]
         assert len(set(blocks)) == len(blocks) and all(block < 37 for block in blocks)
-        tokens = [7] * sum(row.samples for row in plan.rows)
+        tokens = [7] * int(plan.rows.samples.sum())
         generated += len(tokens)
         scheduler.complete(StepResult(step_id=plan.step_id, token_ids=tokens))
     assert generated == sum(output for _, output in shapes)

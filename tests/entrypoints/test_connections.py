@@ -40,6 +40,8 @@ class Recorder:
             body += message["body"]
             if not message["more_body"]:
                 break
+        if scope["path"] == "/large":
+            body = bytes(64 << 20)
         if scope["path"] == "/wait":
             self.waiting += 1
             await self.released.wait()
@@ -97,6 +99,18 @@ def test_silent_connections_and_slow_headers_end_in_time() -> None:
         await until(lambda: not door.table and not door.state.connections)
 
     run(scenario, QUICK)
+
+
+def test_who_does_not_read_his_answer_loses_his_place() -> None:
+    async def scenario(door: Door, app: Recorder) -> None:
+        caller = await door.connect(GET.replace(b"/x", b"/large"))
+        caller.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: len(door.table) == 1)
+        await until(lambda: not door.table and not door.state.connections)
+        reads = await door.connect(GET.replace(b"/x", b"/large"))
+        assert (await reads.answer())[0] == 200
+
+    run(scenario, Limits(read_timeout_s=0.5))
 
 
 def test_a_body_that_does_not_come_is_408_and_its_application_is_told() -> None:

@@ -88,6 +88,10 @@ def test_what_the_client_leaves_out_comes_from_the_models_generation_config(tmp_
         p = added.params
         seen.append((p.temperature, p.top_k, p.top_p, p.repetition_penalty, added.max_tokens))
     assert seen == [(0.25, 7, 0.5, 1.5, 9), (0.25, 3, 0.5, 1.5, 9), (0.9, 7, 0.5, 1.5, 5)]
+    for fields, limit in (({}, 9), ({"max_tokens": 5}, 5), ({"max_tokens": None}, 252)):
+        server = Server(model)
+        post(server, "/v1/completions", {"prompt": "abc", **fields})
+        assert server.core.added[0].max_tokens == limit
 
 
 def test_samples_of_many_prompts_are_numbered_prompt_by_prompt(server: Server) -> None:

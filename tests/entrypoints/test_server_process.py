@@ -66,7 +66,7 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_process_with_0(
                     time.sleep(0.01)
                 server.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait(timeout=60) == 0, log
         assert not any("Traceback" in line for line in log), log
 

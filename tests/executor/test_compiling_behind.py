@@ -30,7 +30,7 @@ from engine.core.wire import Shutdown
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CompileState
 from engine.runner import model_runner
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan, WarmUpReport
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, WarmUpReport, Write, Writes
 
 WAIT_S = 30.0
 
@@ -265,11 +265,11 @@ def generated(executor: InProcessExecutor, row: int, in_the_middle: Callable[[],
     first = StepPlan(
         step_id=0,
         added=[new],
-        block_appends=[BlockAppend(row=row, group=0, start=0, block_ids=[4])],
-        rows=[ScheduledRow(row=row, computed=0, query_len=5, samples=True)],
+        block_appends=Writes.of([Write(0, row, 0, [4])]),
+        rows=Rows.of([ScheduledRow(row=row, computed=0, query_len=5, samples=True)]),
     )
     decodes = [
-        StepPlan(step_id=n, rows=[ScheduledRow(row=row, computed=4 + n, query_len=1, samples=True)])
+        StepPlan(step_id=n, rows=Rows.of([ScheduledRow(row=row, computed=4 + n, query_len=1, samples=True)]))
         for n in range(1, 9)
     ]
     tokens: list[int] = []
@@ -278,7 +278,7 @@ def generated(executor: InProcessExecutor, row: int, in_the_middle: Callable[[],
             in_the_middle()
         executor.submit(step, nothing)
         tokens += executor.collect().token_ids
-    executor.submit(StepPlan(step_id=9, rows=[], released=[row]), nothing)
+    executor.submit(StepPlan(step_id=9, released=[row]), nothing)
     executor.collect()
     return tokens
 

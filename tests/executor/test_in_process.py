@@ -106,7 +106,7 @@ def loaded(runner: FakeRunner, threads: int = 1) -> InProcessExecutor:
 
 
 def plan(step_id: int) -> StepPlan:
-    return StepPlan(step_id=step_id, rows=[])
+    return StepPlan(step_id=step_id)
 
 
 def break_down(failing: int) -> Callable[[StepPlan], None]:

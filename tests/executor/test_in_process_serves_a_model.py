@@ -11,7 +11,7 @@ import pytest
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.executor.in_process import InProcessExecutor
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_steps_submitted_ahead_equal_steps_taken_one_by_one(config: EngineConfig
                 StepPlan(
                     step_id=0,
                     added=[new],
-                    block_appends=[BlockAppend(row=1, group=0, start=0, block_ids=[4, 2])],
-                    rows=[ScheduledRow(row=1, computed=0, query_len=5, samples=True)],
+                    block_appends=Writes.of([Write(0, 1, 0, [4, 2])]),
+                    rows=Rows.of([ScheduledRow(row=1, computed=0, query_len=5, samples=True)]),
                 )
             ]
             for n in range(1, 9):
                 row = ScheduledRow(row=1, computed=4 + n, query_len=1, samples=True)
-                plans.append(StepPlan(step_id=n, rows=[row]))
+                plans.append(StepPlan(step_id=n, rows=Rows.of([row])))
             tokens: list[int] = []
             for first in range(0, 9, ahead):
                 batch = plans[first : first + ahead]

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import bind_thread
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, make_executor
-from engine.step import LoadReport, ScheduledRow, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
@@ -78,7 +78,7 @@ class _Watched:
 
 
 def _plan(step_id: int) -> StepPlan:
-    return StepPlan(step_id=step_id, rows=[ScheduledRow(row=0, computed=0, query_len=1, samples=True)])
+    return StepPlan(step_id=step_id, rows=Rows.of([ScheduledRow(row=0, computed=0, query_len=1, samples=True)]))
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_inline_steps_in_another_thread_work_and_are_warned_of(
 
 def test_the_default_executor_is_inline_on_a_cpu_unless_steps_are_planned_ahead() -> None:
     config = _config()
-    ahead = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=True))
+    ahead = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, steps_in_flight=2))
     for given, expected in ((config, InlineExecutor), (ahead, InProcessExecutor)):
         executor = make_executor(given)
         assert type(executor) is expected

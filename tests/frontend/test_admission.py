@@ -35,6 +35,7 @@ def _one(front: Front, **params: Any) -> AddRequest:
         ([5], {"prompt_logprobs": 21}, "prompt_logprobs", "max_logprobs"),
         ([5], {"stop_token_ids": [340]}, "stop_token_ids", "340"),
         ([5], {"allowed_token_ids": [1, 999]}, "allowed_token_ids", "999"),
+        ([5], {"allowed_token_ids": [1] * 341}, "allowed_token_ids", "341"),
         ([5], {"logit_bias": {-2: 1.0}}, "logit_bias", "-2"),
         ([5], {"stop": "x", "detokenize": False}, "stop", "detokenize"),
         ([5] * 200, {"min_tokens": 100, "max_tokens": None}, "min_tokens", "56"),

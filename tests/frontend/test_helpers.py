@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.frontend.helpers import Helpers
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import Limits
 
@@ -28,6 +29,10 @@ def tokenizer(tiny_model: Path) -> Iterator[Tokenizer]:
     tokenizer = Tokenizer.load(str(tiny_model), limits=LIMITS, max_model_len=1024)
     yield tokenizer
     tokenizer.close()
+
+
+def _idle(helpers: Helpers) -> bool:
+    return helpers._turns.free == helpers._turns.size and helpers._turns.waiting == 0
 
 
 def nested(depth: int) -> Any:
@@ -122,7 +127,7 @@ def test_whoever_leaves_ends_the_work_and_frees_its_place(tokenizer: Tokenizer) 
         )
         assert texts == ["<|user|>hi</s>"] * 20
         assert all(isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*slow, return_exceptions=True))
-        assert tokenizer._renderers._busy == 0
+        assert _idle(tokenizer._renderers) and _idle(tokenizer._given_renderers)
 
     asyncio.run(body())
 
@@ -135,7 +140,7 @@ def test_whoever_leaves_frees_the_tokenizer(tokenizer: Tokenizer) -> None:
             task.cancel()
         results = await asyncio.gather(*abandoned, return_exceptions=True)
         assert [type(r) for r in results] == [asyncio.CancelledError] * 10
-        assert tokenizer._encoders._busy == 0 and not tokenizer._encoders._waiting
+        assert _idle(tokenizer._encoders)
         assert await tokenizer.encode_async("x" * 2000) == tokenizer.encode("x" * 2000)
 
     asyncio.run(body())
@@ -148,6 +153,51 @@ def test_a_looping_template_holds_up_no_event_loop_and_is_refused(tokenizer: Tok
         ]
         results = await asyncio.gather(*looping, return_exceptions=True)
         assert [getattr(r, "field", r) for r in results] == ["chat_template"] * 5
+
+    asyncio.run(body())
+
+
+def test_who_is_quick_does_not_wait_for_twenty_that_loop_in_the_same_template(tiny_model: Path) -> None:
+    tokenizer = Tokenizer.load(str(tiny_model), limits=Limits(template_s=60.0), max_model_len=1024)
+    tokenizer._chat_template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}ok"
+
+    async def body() -> None:
+        loop = [{"role": "user", "content": "loop"}]
+        looping = [asyncio.create_task(tokenizer.apply_chat_template_async(loop)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(tokenizer.apply_chat_template_async(MESSAGES), 30) == "ok"
+        assert not any(task.done() for task in looping), "a turn was given on while they go on"
+        for task in looping:
+            task.cancel()
+        await asyncio.gather(*looping, return_exceptions=True)
+        assert _idle(tokenizer._renderers) and tokenizer._slow_turns.free == tokenizer._slow_turns.size
+
+    asyncio.run(body())
+    tokenizer.close()
+
+
+def test_the_models_own_template_is_rendered_beside_twenty_that_loop(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        looping = [
+            asyncio.create_task(tokenizer.apply_chat_template_async(MESSAGES, chat_template=LOOP)) for _ in range(20)
+        ]
+        await asyncio.sleep(0.05)
+        own = await tokenizer.apply_chat_template_async(MESSAGES, add_generation_prompt=False)
+        assert own == "<|user|>hi</s>" and not any(task.done() for task in looping[-8:])
+        for task in looping:
+            task.cancel()
+        await asyncio.gather(*looping, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+def test_a_short_text_does_not_wait_for_a_bodys_hundred_long_ones(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        long = [asyncio.create_task(tokenizer.encode_async("x y" * 21_000)) for _ in range(100)]
+        await asyncio.sleep(0)
+        short = await tokenizer.encode_async("hello " * 200)
+        assert short == tokenizer.encode("hello " * 200) and sum(task.done() for task in long) < 50
+        await asyncio.gather(*long)
 
     asyncio.run(body())
 

@@ -315,7 +315,7 @@ def test_cores_say_how_many_threads_compute_and_are_refused_where_they_cannot_ho
 
 
 def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(model: ModelDescription) -> None:
-    assert not _resolve(model).scheduler.async_scheduling
-    assert _resolve(model, async_scheduling=True).scheduler.async_scheduling
-    assert _resolve(model, H100, device="cuda").scheduler.async_scheduling
-    assert not _resolve(model, H100, device="cuda", async_scheduling=False).scheduler.async_scheduling
+    assert _resolve(model).scheduler.steps_in_flight == 1
+    assert _resolve(model, async_scheduling=True).scheduler.steps_in_flight == 2
+    assert _resolve(model, H100, device="cuda").scheduler.steps_in_flight == 2
+    assert _resolve(model, H100, device="cuda", async_scheduling=False).scheduler.steps_in_flight == 1

@@ -23,6 +23,9 @@ class Seen:
     answers: int = 0
     tokens: int = 0
     longest_gap_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    gap_at_s: float = 0.0
+    """when the longest gap ended, since the start"""
     errors: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     """each is the answer to the same question: there must be one"""
@@ -47,8 +50,8 @@ async def _ask(client: httpx.AsyncClient, number: int, seen: Seen, stop: asyncio
             if not line.startswith("data: "):
                 continue
             now = time.monotonic()
-            if not stop.is_set():
-                seen.longest_gap_s = max(seen.longest_gap_s, now - last)
+            if not stop.is_set() and now - last > seen.longest_gap_s:
+                seen.longest_gap_s, seen.gap_at_s = now - last, now - seen.began
             last = now
             if line == "data: [DONE]":
                 finished = True

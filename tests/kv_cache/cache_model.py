@@ -100,24 +100,6 @@ class CacheModel:
         if block != GONE and self.holders(block) == 0:
             self.free.insert(len(self.free) if self.cached(block) else 0, block)
 
-    def grow(self, seq: Seq, upto: int) -> tuple[Growth | None, bool]:
-        """`append`, or (then true) one of those that do the same where all blocks are full, one token comes, and
-        nothing slides."""
-        kv, blocks, have = self.kv, seq.blocks, seq.blocks.num_blocks
-        others = 0
-        if not kv.slides and len(seq.tokens) == have * self.size == upto - 1:
-            others = 2 if kv.num_groups == 1 else 1
-        way = (upto + len(self.free)) % (1 + others)
-        if way == 0:
-            return kv.append(blocks, upto), False
-        taken = kv.append_one([blocks]) if way == 2 else kv.take(kv.num_groups)
-        if taken is None:
-            return None, True
-        added = [[block] for block in taken]
-        if way == 1:
-            kv.extend(blocks, added, upto)
-        return Growth(have, added, []), True
-
     def needed(self, num_tokens: int, group: int) -> range:
         """Table entries that the query at position `num_tokens` sees, as far as there are any before it is appended."""
         return range(self.seen(num_tokens, group)[0] // self.size, -(-num_tokens // self.size))

@@ -27,7 +27,7 @@ from engine.observability.step_profile import (
     PartTime,
     Recorder,
 )
-from engine.step import ScheduledRow, StepPlan
+from engine.step import Rows, ScheduledRow, StepPlan
 
 PARTS = (ATTENTION_PLAN, MODEL, ATTENTION, LOGITS, SAMPLING, RESULTS)
 
@@ -57,7 +57,7 @@ class LateDevice:
 
 
 def plan(step_id: int = 0) -> StepPlan:
-    return StepPlan(step_id=step_id, rows=[ScheduledRow(row=0, computed=4, query_len=1, samples=True)])
+    return StepPlan(step_id=step_id, rows=Rows.of([ScheduledRow(row=0, computed=4, query_len=1, samples=True)]))
 
 
 def recorder(**options: Any) -> tuple[Recorder, Clock]:

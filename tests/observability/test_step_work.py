@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.observability.step_work import Ceilings, ModelWeights, StepWork, Weight, Work
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 BLOCK = 4
 KV_BYTES = 10.0
@@ -50,9 +50,9 @@ def first_step(rows: list[ScheduledRow], tables: dict[int, list[int]]) -> StepPl
     params = RowParams(seed=0)
     return StepPlan(
         step_id=1,
-        rows=rows,
+        rows=Rows.of(rows),
         added=[NewRow(row=i, token_ids=[1], prompt_len=1, params=params) for i in tables],
-        block_appends=[BlockAppend(row=i, group=0, start=0, block_ids=blocks) for i, blocks in tables.items()],
+        block_appends=Writes.of(Write(0, i, 0, blocks) for i, blocks in tables.items()),
     )
 
 
@@ -86,8 +86,8 @@ def test_attention_reads_each_distinct_token_that_some_query_sees_once(data: st.
 def test_block_tables_follow_the_plans() -> None:
     work = step_work()
     work.of(first_step([row(0, 0, 4), row(1, 0, 4)], {0: [7], 1: [8]}), {})
-    append = BlockAppend(row=0, group=0, start=1, block_ids=[9])
-    both = work.of(StepPlan(step_id=2, rows=[row(0, 4, 1), row(1, 3, 1)], block_appends=[append]), {})
+    append = Writes.of([Write(0, 0, 1, [9])])
+    both = work.of(StepPlan(step_id=2, rows=Rows.of([row(0, 4, 1), row(1, 3, 1)]), block_appends=append), {})
     assert both[ATTENTION].bytes == pytest.approx(3 * KV_BYTES * (4 + 1 + 3 + 1))
     again = first_step([row(0, 4, 1), row(1, 4, 1)], {1: [7, 10]})  # row 1 is another sequence, with row 0's prefix
     again = StepPlan(step_id=3, rows=again.rows, released=[1], added=again.added, block_appends=again.block_appends)
@@ -105,7 +105,7 @@ def test_weights_are_read_whole_and_tables_by_the_row() -> None:
     assert pieces["piece 0"].bytes == 3 * 316 and pieces["piece 0"].ops == {"f": 3 * 5 * 64.0}
     prefill = step_work().of(first_step([row(0, 0, 3, samples=False)], {0: [1]}), {})
     assert LOGITS not in prefill and SAMPLING not in prefill
-    assert step_work().of(StepPlan(step_id=0, rows=[], released=[3]), {}) == {}
+    assert step_work().of(StepPlan(step_id=0, released=[3]), {}) == {}
 
 
 def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from attention_backends.interface import AttentionBackend
@@ -27,12 +26,22 @@ from engine.config import (
 from engine.layer_groups import first_kept
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
-from engine.row_writes import BlockAppends, RowWrites
 from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import PendingResult
 from engine.runner.streams import Streams
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, ScheduledRows, StepPlan, TokenLogprobs
+from engine.step import (
+    NewRow,
+    RowParams,
+    Rows,
+    ScheduledRow,
+    StepPlan,
+    TokenLogprobs,
+    Write,
+    Writes,
+    decode_plan,
+    encode_step,
+)
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 128, 4, 24, 60
 GONE = -1
@@ -164,7 +173,7 @@ class PlanDriver:
             if in_flight is not None:
                 self._complete(*in_flight)
             in_flight = (plan, by_row)
-            if not self.lag or not plan.rows or self.rng.random() < 0.3:
+            if not self.lag or not len(plan.rows) or self.rng.random() < 0.3:
                 self._complete(*in_flight)
                 in_flight = None
             self.steps += 1
@@ -204,12 +213,16 @@ class PlanDriver:
             s.planned += samples
         released, self.released = self.released, []
         by_row = {s.row: s for s in sequences if s.row is not None}
-        rows = _in_columns(scheduled) if self.rng.random() < 0.5 else scheduled
-        told = _appends_in_columns(appends) if self.rng.random() < 0.5 else appends
-        plan = StepPlan(step_id=self.steps, rows=rows, released=released, added=added, block_appends=told)
-        return plan, by_row
+        plan = StepPlan(
+            step_id=self.steps,
+            rows=Rows.of(scheduled),
+            released=released,
+            added=added,
+            block_appends=Writes.of(appends),
+        )
+        return decode_plan(encode_step(plan)), by_row
 
-    def _grow(self, s: Sequence, upto: int) -> list[BlockAppend]:
+    def _grow(self, s: Sequence, upto: int) -> list[Write]:
         """Blocks that no query sees from here on are anybody's."""
         assert s.row is not None
         appends = []
@@ -224,7 +237,7 @@ class PlanDriver:
             missing = -(-upto // BLOCK_SIZE) - len(table)
             if missing > 0:
                 new = [self.free_blocks.pop() for _ in range(missing)]
-                appends.append(BlockAppend(row=s.row, group=group, start=len(table), block_ids=new))
+                appends.append(Write(group, s.row, len(table), new))
                 table += new
         return appends
 
@@ -239,31 +252,10 @@ class PlanDriver:
     def _complete(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
         result = self._pending.pop(plan.step_id).wait()
         assert result.step_id == plan.step_id and not result.faults
-        sampling = [r.row for r in plan.rows if r.samples]
+        sampling = plan.rows.row[plan.rows.samples > 0].tolist()
         for row, token in zip(sampling, result.token_ids, strict=True):
             by_row[row].generated.append(token)
-        for row, entry in result.logprobs.items():
+        for row, entry in result.logprobs.by_row().items():
             by_row[row].logprobs.append(entry)
         for row, entries in result.prompt_logprobs.items():
             by_row[row].prompt_logprobs += entries
-
-
-def _in_columns(rows: list[ScheduledRow]) -> ScheduledRows:
-    """The same rows, as a scheduler with many sequences plans them; in a plan, decodes come first."""
-    count = next((i for i, row in enumerate(rows) if row.query_len != 1 or not row.samples), len(rows))
-    decodes = np.array([(row.row, row.computed) for row in rows[:count]], dtype=np.int64).reshape(count, 2)
-    columns = ScheduledRows(decodes[:, 0], decodes[:, 1], rows[count:])
-    assert list(columns) == rows and len(columns) == len(rows)
-    assert columns.columns().T.tolist() == [[row.row, row.computed, row.query_len, row.samples] for row in rows]
-    return columns
-
-
-def _appends_in_columns(appends: list[BlockAppend]) -> BlockAppends:
-    """The same, half of them in columns."""
-    columns = []
-    for group in {append.group for append in appends[::2]}:
-        some = [append for append in appends[::2] if append.group == group]
-        rows, starts = np.array([each.row for each in some]), np.array([each.start for each in some])
-        lengths = np.array([len(each.block_ids) for each in some])
-        columns.append((group, RowWrites(rows, starts, lengths, np.concatenate([each.block_ids for each in some]))))
-    return BlockAppends(appends[1::2], columns)

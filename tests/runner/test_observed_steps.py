@@ -49,7 +49,7 @@ def test_observing_changes_no_token_and_parts_add_up(tmp_path: Path) -> None:
     watched = [step for step in steps if step.watched]
     for step in watched:
         assert sum(part.ns for part in step.parts.values()) == step.wall_ns
-    computing = [step for step in watched if any(row.samples for row in step.plan.rows) and not step.is_last]
+    computing = [step for step in watched if step.plan.rows.samples.any() and not step.is_last]
     assert len(computing) > 3
     in_order = [INPUTS, ATTENTION_PLAN, MODEL, ATTENTION, LOGITS, SAMPLING, RESULTS, HAND_OVER]
     assert all(list(step.parts) == in_order for step in computing)
@@ -103,7 +103,7 @@ def test_compiled_pieces_are_told_apart(tmp_path: Path) -> None:
     recorder.active = True
     runner.observe(recorder)
     tokens_of(runner)
-    steps: list[StepTimes] = [step for step in recorder.take().steps() if step.plan.rows and not step.is_last]
+    steps: list[StepTimes] = [step for step in recorder.take().steps() if len(step.plan.rows) and not step.is_last]
     for step in steps:
         assert [step.parts[part].calls for part in first_calls] == [1, 1, 1]
         assert step.parts[ATTENTION].calls == 2

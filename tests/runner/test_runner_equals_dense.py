@@ -12,7 +12,7 @@ from plan_driver import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, SPEC, PlanDriver, Seque
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.runner import model_runner as room
-from engine.step import BlockAppend, NewRow, RowParams, ScheduledRow, StepPlan
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 GREEDY = RowParams(seed=0, temperature=0.0)
 
@@ -108,13 +108,10 @@ def test_drawn_tokens_do_not_depend_on_batch_chunks_or_preemption(tmp_path: Path
     assert outcomes[0] != [dense_greedy(s.prompt, s.num_tokens) for s in work]
 
 
-def appends(row: int, blocks: list[int], start: int = 0) -> list[BlockAppend]:
+def appends(row: int, blocks: list[int], start: int = 0) -> Writes:
     """Both layer groups have tables of their own: the second one's blocks are the other half."""
     half = NUM_BLOCKS // 2
-    return [
-        BlockAppend(row=row, group=group, start=start, block_ids=[block + group * half for block in blocks])
-        for group in range(2)
-    ]
+    return Writes.of(Write(group, row, start, [block + group * half for block in blocks]) for group in range(2))
 
 
 def start(runner: room.ModelRunner, prompt: list[int], blocks: list[int], row: int = 0) -> StepPlan:
@@ -122,7 +119,7 @@ def start(runner: room.ModelRunner, prompt: list[int], blocks: list[int], row: i
         step_id=1,
         added=[NewRow(row=row, token_ids=prompt, prompt_len=len(prompt), params=GREEDY)],
         block_appends=appends(row, blocks),
-        rows=[ScheduledRow(row=row, computed=0, query_len=len(prompt), samples=True)],
+        rows=Rows.of([ScheduledRow(row=row, computed=0, query_len=len(prompt), samples=True)]),
     )
 
 
@@ -133,7 +130,7 @@ def test_a_copied_block_serves_in_the_place_of_its_source(tmp_path: Path) -> Non
         step_id=2,
         block_copies=[(9, 20), (9 + NUM_BLOCKS // 2, 20 + NUM_BLOCKS // 2)],
         block_appends=appends(0, [20], start=1),
-        rows=[ScheduledRow(row=0, computed=6, query_len=1, samples=True)],
+        rows=Rows.of([ScheduledRow(row=0, computed=6, query_len=1, samples=True)]),
     )
     assert first + runner.execute(plan).wait().token_ids == dense_greedy(prompt, 2)
 
@@ -148,8 +145,8 @@ def test_a_nan_row_is_a_fault_and_its_neighbours_are_not(tmp_path: Path) -> None
     both = StepPlan(
         step_id=1,
         added=plan.added + poisoned.added,
-        block_appends=plan.block_appends + poisoned.block_appends,
-        rows=plan.rows + poisoned.rows,
+        block_appends=Writes.of(plan.block_appends.each() + poisoned.block_appends.each()),
+        rows=Rows.of(plan.rows.each() + poisoned.rows.each()),
     )
     result = runner.execute(both).wait()
     assert result.faults == [1]
@@ -162,11 +159,13 @@ def test_plans_that_break_the_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 0 was added, but is taken"):
         runner.execute(start(runner, [1, 2], [0]))
     with pytest.raises(ValueError, match="row 3 was released, but holds nothing"):
-        runner.execute(StepPlan(step_id=2, rows=[], released=[3]))
+        runner.execute(StepPlan(step_id=2, released=[3]))
     with pytest.raises(ValueError, match="exceeds max_num_batched_tokens"):
-        runner.execute(StepPlan(step_id=3, rows=[ScheduledRow(row=0, computed=0, query_len=25, samples=False)]))
+        runner.execute(
+            StepPlan(step_id=3, rows=Rows.of([ScheduledRow(row=0, computed=0, query_len=25, samples=False)]))
+        )
     with pytest.raises(EngineError, match="without host blocks"):
-        runner.execute(StepPlan(step_id=4, rows=[], swap_out=[(0, 0)]))
+        runner.execute(StepPlan(step_id=4, swap_out=[(0, 0)]))
 
 
 def test_warm_up_leaves_every_row_free_and_changes_no_token(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.row_writes import RowWrites
 from engine.runner.kernels.host import HostKernels
 from engine.runner.staging import BufferRing, StagedWrites
 from engine.runner.streams import Event, HostStreams, ImmediateEvent
+from engine.step import Write, Writes
 
 DTYPES = (torch.int32, torch.int64, torch.float32)
 
@@ -48,7 +48,7 @@ class FakeDevice(HostStreams):
 
 
 def staged(tables: list[torch.Tensor], ring: BufferRing | None = None) -> StagedWrites:
-    return StagedWrites(tables, HostKernels(), HostStreams(), ring)
+    return StagedWrites(tables, HostKernels(), HostStreams(), ring or BufferRing(HostStreams(), 4, 1))
 
 
 @settings(deadline=None)
@@ -105,7 +105,7 @@ class LateEvent(ImmediateEvent):
             self.device.run(1)
 
 
-def send_late(device: LateDevice, depth: int | None, progress: list[int]) -> list[tuple[int, list[int]]]:
+def send_late(device: LateDevice, depth: int, progress: list[int]) -> list[tuple[int, list[int]]]:
     """(what the host put into a buffer, what its copy read when the device got there), in the device's order."""
     ring, copied = BufferRing(device, words=4, depth=depth), []
     for step, count in enumerate(progress):
@@ -118,8 +118,8 @@ def send_late(device: LateDevice, depth: int | None, progress: list[int]) -> lis
     return copied
 
 
-@given(depth=st.integers(1, 4) | st.none(), progress=st.lists(st.integers(0, 4), min_size=1, max_size=20))
-def test_a_buffer_is_refilled_only_after_its_copy_ran(depth: int | None, progress: list[int]) -> None:
+@given(depth=st.integers(1, 4), progress=st.lists(st.integers(0, 4), min_size=1, max_size=20))
+def test_a_buffer_is_refilled_only_after_its_copy_ran(depth: int, progress: list[int]) -> None:
     expected = [(step, [step]) for step in range(len(progress))]
     assert send_late(LateDevice(), depth, progress) == expected
 
@@ -150,7 +150,7 @@ writes = st.lists(
 def test_staged_writes_equal_assignments_in_order(
     steps: list[list[tuple[int, int, int, int]]], seed: int, arrays: bool, columns: bool
 ) -> None:
-    """`columns`: those of a table in one go."""
+    """`columns`: those of a table in one go; it has two groups of three rows."""
     rng = np.random.default_rng(seed)
     tables = [torch.zeros(6, 12, dtype=dtype) for dtype in DTYPES]
     expected = [t.clone() for t in tables]
@@ -165,22 +165,17 @@ def test_staged_writes_equal_assignments_in_order(
                 staging.write(table, row, start, values if arrays else values.tolist())
             expected[table][row, start : start + length] = torch.from_numpy(values).to(DTYPES[table])
         for table, many in by_table.items():
-            # Rows of the second half are counted from there.
-            for first_row in (0, 3):
-                part = [write for write in many if write[0] // 3 * 3 == first_row]
-                staging.write_all(table, in_columns(part, first_row), first_row)
+            staging.write_all(table, in_columns(many, 3), 3)
         staging.send()
         staging.apply()
         for index, oracle in enumerate(expected):
             assert torch.equal(tables[index], oracle)
 
 
-def in_columns(writes: list[tuple[int, int, np.ndarray]], first_row: int) -> RowWrites:
-    rows = np.array([row - first_row for row, _, _ in writes], dtype=np.int64)
-    starts = np.array([start for _, start, _ in writes], dtype=np.int64)
-    lengths = np.array([len(values) for _, _, values in writes], dtype=np.int64)
-    values = np.concatenate([np.zeros(0, dtype=np.int64), *(values for _, _, values in writes)])
-    return RowWrites(rows, starts, lengths, values)
+def in_columns(writes: list[tuple[int, int, np.ndarray]], group_rows: int) -> Writes:
+    return Writes.of(
+        Write(row // group_rows, row % group_rows, start, values.tolist()) for row, start, values in writes
+    )
 
 
 @pytest.mark.parametrize("row, start, length", [(6, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 10, 3)])
@@ -190,9 +185,7 @@ def test_a_write_outside_its_table_is_refused(row: int, start: int, length: int)
         staging.write(0, row, start, [1] * length)
     good = (2, 0, np.array([1]))
     with pytest.raises(ValueError, match="outside table 0"):
-        staging.write_all(0, in_columns([good, (row, start, np.ones(length, dtype=np.int64))], 0))
-    with pytest.raises(ValueError, match="outside table 0"):
-        staging.write_all(0, in_columns([good, (row, start, np.ones(length, dtype=np.int64))], 0), 3)
+        staging.write_all(0, in_columns([good, (row, start, np.ones(length, dtype=np.int64))], 3), 3)
 
 
 def test_a_value_too_large_for_its_table_is_refused_not_wrapped() -> None:
@@ -202,7 +195,7 @@ def test_a_value_too_large_for_its_table_is_refused_not_wrapped() -> None:
         staging.send()
         staging.apply()
     with pytest.raises(OverflowError):
-        staging.write_all(0, in_columns([(0, 0, np.array([1, -(2**31) - 1]))], 0))
+        Writes.of([Write(0, 0, 0, [1, -(2**31) - 1])])
 
 
 def test_a_table_that_kernels_cannot_address_is_refused() -> None:

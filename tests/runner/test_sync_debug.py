@@ -11,7 +11,7 @@ from test_runner_equals_dense import GREEDY, start
 
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sync_debug import is_steady_decode
-from engine.step import BlockAppend, NewRow, ScheduledRow, StepPlan
+from engine.step import NewRow, Rows, ScheduledRow, StepPlan, Write, Writes
 
 
 class FakeMode:
@@ -28,7 +28,7 @@ class FakeMode:
 
 def decode(step_id: int, computed: int, **differences: list[int]) -> StepPlan:
     row = ScheduledRow(row=0, computed=computed, query_len=1, samples=True)
-    return StepPlan(step_id=step_id, rows=[row], **differences)
+    return StepPlan(step_id=step_id, rows=Rows.of([row]), **differences)
 
 
 def modes_of_forward(runner: ModelRunner, fake: FakeMode, plans: list[StepPlan]) -> list[int | str]:
@@ -52,10 +52,8 @@ def test_steady_decode_steps_run_in_error_mode(
 ) -> None:
     fake = FakeMode(monkeypatch)
     runner = tiny_runner(tmp_path, debug_sync=debug_sync)
-    plans = [start(runner, [1, 2, 3], [0]), decode(2, 3), decode(3, 4), StepPlan(step_id=4, rows=[], released=[0])]
-    plans[2] = StepPlan(
-        step_id=3, rows=plans[2].rows, block_appends=[BlockAppend(row=0, group=0, start=1, block_ids=[7])]
-    )
+    plans = [start(runner, [1, 2, 3], [0]), decode(2, 3), decode(3, 4), StepPlan(step_id=4, released=[0])]
+    plans[2] = StepPlan(step_id=3, rows=plans[2].rows, block_appends=Writes.of([Write(0, 0, 1, [7])]))
     assert modes_of_forward(runner, fake, plans) == [1, steady, steady]
 
 
@@ -76,8 +74,8 @@ def test_the_mode_is_put_back_when_a_step_fails(tmp_path: Path, monkeypatch: pyt
 
 def test_a_step_is_steady_when_every_row_decodes_and_none_is_new() -> None:
     assert is_steady_decode(decode(0, 5)) and is_steady_decode(decode(0, 5, released=[3]))
-    assert not is_steady_decode(StepPlan(step_id=0, rows=[]))
+    assert not is_steady_decode(StepPlan(step_id=0))
     new = NewRow(row=1, token_ids=[1], prompt_len=1, params=GREEDY)
     assert not is_steady_decode(StepPlan(step_id=0, rows=decode(0, 5).rows, added=[new]))
     chunk = ScheduledRow(row=0, computed=0, query_len=2, samples=False)
-    assert not is_steady_decode(StepPlan(step_id=0, rows=[chunk]))
+    assert not is_steady_decode(StepPlan(step_id=0, rows=Rows.of([chunk])))

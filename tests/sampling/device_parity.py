@@ -115,8 +115,8 @@ def compare_logprobs(
     if want.logprobs is None or got.logprobs is None or not equal:
         return
     faulty = {row for row, fault in zip(rows, skip) if fault}
-    ours = got.logprobs.to_host()
-    for row, entry in want.logprobs.to_host().items():
+    ours = got.logprobs.to_host().by_row()
+    for row, entry in want.logprobs.to_host().by_row().items():
         if row in faulty:
             continue
         assert ours[row].token_ids == entry.token_ids and ours[row].rank == entry.rank, (row, entry, ours[row])

@@ -13,12 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-import numpy as np
-
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
 from engine.scheduling.beam_search import BeamSearch, Hypothesis
-from engine.step import RowLogprobs, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from engine.step import (
+    RowLogprobs,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    decode_plan,
+    decode_result,
+    encode_step,
+)
 
 VOCAB = 11
 POISON = 10_000
@@ -122,14 +129,16 @@ class ReplayingExecutor:
         self.expected_step = 0
 
     def submit(self, plan: StepPlan) -> None:
+        told, plan = plan, decode_plan(encode_step(plan))
+        assert plan == told, "what travels as bytes arrives"
         self._check(plan)
         self._apply(plan)
-        for row in plan.rows:
+        for row in plan.rows.each():
             self.rows[row.row].next_position = row.computed
-        for row in plan.rows:
+        for row in plan.rows.each():
             self._write(row, plan)
         tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
-        for row in plan.rows:
+        for row in plan.rows.each():
             state = self.rows[row.row]
             known = self._read(state, row)
             if state.prompt_logprobs:
@@ -147,36 +156,40 @@ class ReplayingExecutor:
                 token = 0
             state.tokens[row.computed + row.query_len] = token
             tokens.append(token)
-        for row in plan.rows:
+        for row in plan.rows.each():
             self.rows[row.row].next_position = row.computed + row.query_len
         self.computed_tokens += plan.num_tokens
         self.results.append(
             StepResult(
                 step_id=plan.step_id,
                 token_ids=tokens,
-                logprobs=_in_arrays(logprobs),
+                logprobs=RowLogprobs.of(logprobs),
                 prompt_logprobs=prompt_logprobs,
                 faults=faults,
             )
         )
 
     def collect(self) -> StepResult:
-        return self.results.popleft()
+        result = self.results.popleft()
+        arrived = decode_result(encode_step(result))
+        assert arrived == result
+        return arrived
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.step_id == self.expected_step
         self.expected_step += 1
-        assert plan.rows, "an empty step"
+        rows = plan.rows.each()
+        assert rows, "an empty step"
         assert 1 <= plan.num_tokens <= self.budget
-        assert len({row.row for row in plan.rows}) == len(plan.rows)
-        assert all(0 <= row.row < self.num_rows for row in plan.rows)
-        forked = [after.query_len == 0 for after in plan.rows[1:]] + [False]
-        decodes = [row.query_len == 1 and row.samples and not forks for row, forks in zip(plan.rows, forked)]
+        assert len({row.row for row in plan.rows.each()}) == len(rows)
+        assert all(0 <= row.row < self.num_rows for row in plan.rows.each())
+        forked = [after.query_len == 0 for after in rows[1:]] + [False]
+        decodes = [row.query_len == 1 and row.samples and not forks for row, forks in zip(rows, forked)]
         assert self.some_failed or decodes == sorted(decodes, reverse=True), "decode rows come first"
-        for before, row in pairwise(plan.rows):
+        for before, row in pairwise(rows):
             if row.query_len == 0:
                 assert before.samples and before.computed + before.query_len == row.computed, "not behind its source"
-        assert plan.rows[0].query_len > 0
+        assert rows[0].query_len > 0
         assert len(set(plan.released)) == len(plan.released)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -188,15 +201,15 @@ class ReplayingExecutor:
             scores = new.params.prompt_logprobs is not None
             tables: list[list[int]] = [[] for _ in self.windows]
             self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed, new.params.logprobs, tables)
-        for rewrite in plan.rewrites:
+        for rewrite in plan.rewrites.each():
             state = self.rows[rewrite.row]
             assert state.prompt_len <= rewrite.start <= len(state.tokens), "a rewrite of the prompt, or with a hole"
             kept = {position: token for position, token in state.tokens.items() if position < rewrite.start}
-            state.tokens = kept | dict(enumerate(rewrite.token_ids, rewrite.start))
-        for append in plan.block_appends:
+            state.tokens = kept | dict(enumerate(rewrite.values, rewrite.start))
+        for append in plan.block_appends.each():
             table = self.rows[append.row].tables[append.group]
             assert append.start <= len(table), "a hole in a block table"
-            table[append.start :] = append.block_ids
+            table[append.start :] = append.values
         for new in plan.added:  # where a row begins that is not computed in this step: behind whole blocks
             self.rows[new.row].next_position = len(self.rows[new.row].tables[0]) * self.block_size
         for source, destination in plan.swap_out:
@@ -214,13 +227,13 @@ class ReplayingExecutor:
             assert len(table) * self.block_size >= end, "the block table does not cover the step"
             assert len(table) * self.block_size - end < self.block_size, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
-        planned = {other.row for other in plan.rows}
+        planned = {other.row for other in plan.rows.each()}
         known = digests([state.tokens[position] for position in range(end)])
         for group, position in product(range(len(self.windows)), range(row.computed, end)):
             index, offset = divmod(position, self.block_size)
             block = state.tables[group][index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
-            forks = {other.row for other in plan.rows if other.query_len == 0 and other.computed == end}
+            forks = {other.row for other in plan.rows.each() if other.query_len == 0 and other.computed == end}
             # A beam that is not in the step may have been dropped; its row is rewritten before it is used again.
             idle = {number for number, other in self.rows.items() if other.num_candidates is not None} - planned
             away = idle if not self.some_failed else set(self.rows) - planned
@@ -249,13 +262,3 @@ class ReplayingExecutor:
 
 def _entry(token: int, position: int) -> TokenLogprobs:
     return TokenLogprobs(token_ids=[token], logprobs=[-float(position)], rank=1)
-
-
-def _in_arrays(logprobs: dict[int, TokenLogprobs]) -> RowLogprobs:
-    """As a sampler gives them: rows of one length, of which each has what it asked for."""
-    widths = [len(entry.token_ids) for entry in logprobs.values()]
-    token_ids, values = np.zeros((2, len(widths), max(widths, default=1)))
-    for index, (entry, width) in enumerate(zip(logprobs.values(), widths, strict=True)):
-        token_ids[index, :width], values[index, :width] = entry.token_ids, entry.logprobs
-    ranks = np.array([entry.rank for entry in logprobs.values()], dtype=np.int64)
-    return RowLogprobs(list(logprobs), widths, token_ids.astype(np.int64), values, ranks)

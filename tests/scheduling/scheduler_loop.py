@@ -37,7 +37,7 @@ class Loop:
         num_host_blocks: int = 0,
         preemption: Preemption = "auto",
         swap_block_s: float = 0.0,
-        fewest_steady: int = 1,
+        min_shared_chunk: int = 256,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -47,13 +47,16 @@ class Loop:
             policy=policy,
             max_mixed_prefill_tokens=mixed,
             preemption=preemption,
+            min_shared_chunk=min_shared_chunk,
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, fewest_steady, fewest_searches=fewest_steady)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s)
         self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
+        self.num_plain: list[int] = []
+        """rows of each plan that were planned at once"""
         self.pending: deque[StepPlan] = deque()
         self.sequences: dict[str, Sequence] = {}
         self.requests: dict[str, AddRequest] = {}
@@ -107,6 +110,7 @@ class Loop:
         self.executor.some_failed = bool(failed)
         if plan is not None:
             self.plans.append(plan)
+            self.num_plain.append(self.scheduler._steps._steps[-1][1].num_plain)
             self.executor.submit(plan)
             self.pending.append(plan)
         due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
@@ -148,7 +152,7 @@ class Loop:
         self.kv.take_transfers()
         assert self.kv.host is None or self.kv.host.pool.num_used == 0
         assert sorted(scheduler._rows._free) == list(range(self.executor.num_rows))
-        assert not scheduler._rows._groups and not scheduler._rows.num_quiet and not scheduler._rows.searches.tables
+        assert not scheduler._rows.groups and not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
         assert not scheduler._live and not scheduler._steps and scheduler.num_waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
         still_on_device = set(self.executor.rows)

@@ -18,6 +18,7 @@ from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
+from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_draft import StepDraft
@@ -34,9 +35,10 @@ POINTS: list[tuple[Any, str]] = [
     (holdings, "try_swap_out"),
     (Placement, "place"),
     (StepDraft, "start_row"),
-    (StepDraft, "place"),
-    (StepDraft, "place_beam"),
-    (StepDraft, "fork"),
+    (StepDraft, "tell"),
+    (StepDraft, "add"),
+    (RunningRows, "advance"),
+    (RunningRows, "watch"),
     (BeamSearch, "advance"),
     (BeamGroup, "choose"),
     (BeamGroup, "follow"),
@@ -71,7 +73,7 @@ def schedule(seed: int) -> tuple[Loop, Callable[[], None]]:
         num_host_blocks=rng.choice((0, 32)),
         preemption=rng.choice(("recompute", "swap", "auto")),
         swap_block_s=1e-4,
-        fewest_steady=rng.choice((1, 100)),
+        min_shared_chunk=(1, 4, 256)[seed % 3],
     )
     if loop.scheduler._config.preemption == "swap" and loop.kv.host is None:
         loop.scheduler._held.costs._mode = "recompute"

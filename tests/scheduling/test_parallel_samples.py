@@ -20,8 +20,8 @@ def test_the_prompt_is_computed_once_and_all_samples_start_with_its_last_chunk(d
     loop.add("a", PROMPT, 6, followers=names[1:])
     loop.run()
     assert loop.executor.computed_tokens == len(PROMPT) + 3 * 5
-    first = next(plan for plan in loop.plans if any(row.samples for row in plan.rows))
-    assert [row.query_len for row in first.rows] == [2, 0, 0] and [row.computed for row in first.rows] == [48, 50, 50]
+    first = next(plan for plan in loop.plans if any(row.samples for row in plan.rows.each()))
+    assert (first.rows.query_lens.tolist(), first.rows.computed.tolist()) == ([2, 0, 0], [48, 50, 50])
     for name in names:
         assert loop.tokens[name] == generate(PROMPT, len(PROMPT) + 6, set())[0]
     assert loop.scheduler.stats().prompt_tokens == len(PROMPT)

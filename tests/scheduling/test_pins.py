@@ -97,3 +97,26 @@ def test_a_pin_whose_prefix_was_not_computed_leaves_nothing(how: str) -> None:
     pin(loop, "a", PREFIX)
     loop.run()
     assert loop.scheduler.stats().kv_blocks_pinned == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("budget", [3, 7, 15])
+def test_a_prefix_whose_last_chunk_is_one_token_is_pinned_and_told_of_what_was_cached(depth: int, budget: int) -> None:
+    loop = Loop(depth=depth, budget=budget, num_blocks=40)
+    pin(loop, "a", [1, 2, 3, 4] * 4)
+    loop.run()
+    assert loop.scheduler.stats().kv_blocks_pinned == 4
+    loop.add("later", [1, 2, 3, 4] * 4 + [9] * (budget + 1), 2)
+    loop.run()
+    assert loop.cached("later") == 16
+
+
+def test_a_pin_that_is_given_back_while_it_is_computed_is_not_kept() -> None:
+    loop = Loop(budget=4, num_blocks=40)
+    pin(loop, "a", [1, 2, 3, 4] * 4)
+    loop.turn()
+    loop.scheduler.unpin("a")
+    loop.run()
+    loop.scheduler.unpin("a")
+    assert loop.scheduler.stats().kv_blocks_pinned == 0
+    loop.assert_nothing_leaked()

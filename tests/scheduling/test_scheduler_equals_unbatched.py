@@ -75,11 +75,11 @@ def loops(draw: st.DrawFn) -> Loop:
         num_host_blocks=draw(st.sampled_from([0, 1, 4, 16, 40, 80])),
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"])),
         swap_block_s=draw(st.sampled_from([0.0, 0.00001, 0.0001, 0.01])),
+        min_shared_chunk=draw(st.sampled_from([1, 4, 256])),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
         mixed=draw(st.none() | st.integers(1, 24)),
-        fewest_steady=draw(st.sampled_from([1, 1, 3, 10])),
     )
 
 

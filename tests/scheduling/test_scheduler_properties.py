@@ -19,14 +19,14 @@ def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     loop = Loop(budget=8)
     loop.add("a", list(range(10)) * 2, 2)
     loop.run()
-    assert [(row.computed, row.query_len, row.samples) for plan in loop.plans for row in plan.rows] == [
+    assert [(row.computed, row.query_len, row.samples) for plan in loop.plans for row in plan.rows.each()] == [
         (0, 8, False),
         (8, 8, False),
         (16, 4, True),
         (20, 1, True),
     ]
-    assert loop.plans[0].rows[0].row == loop.plans[0].added[0].row
-    assert [len(append.block_ids) for plan in loop.plans for append in plan.block_appends] == [2, 2, 1, 1]
+    assert loop.plans[0].rows.each()[0].row == loop.plans[0].added[0].row
+    assert [len(append.values) for plan in loop.plans for append in plan.block_appends.each()] == [2, 2, 1, 1]
 
 
 def test_long_prefill_does_not_starve_decodes() -> None:
@@ -37,7 +37,7 @@ def test_long_prefill_does_not_starve_decodes() -> None:
     for _ in range(7):
         loop.turn()
     for plan in loop.plans[1:]:
-        decode, chunk = plan.rows
+        decode, chunk = plan.rows.each()
         assert (decode.query_len, decode.samples, chunk.query_len) == (1, True, 7)
 
 
@@ -48,7 +48,7 @@ def test_prompts_take_less_of_a_step_in_which_others_decode() -> None:
     for name, length in (("half-way", 7), ("next", 2), ("last", 12)):
         loop.add(name, [length] * length, 1)
     loop.run()
-    lengths = [[row.query_len for row in plan.rows] for plan in loop.plans]
+    lengths = [[row.query_len for row in plan.rows.each()] for plan in loop.plans]
     assert lengths[0] == [20]  # nobody waits for it
     mixed = [plan[1:] for plan in lengths[1:] if len(plan) > 1]
     assert mixed == [[5], [2, 2, 1], [5], [5], [1]]  # "alone" decodes in each of them
@@ -61,7 +61,7 @@ def test_high_priority_prefill_does_not_starve_decodes() -> None:
     loop.turn()
     loop.add("long", [2] * 50, 1, priority=-5)
     loop.run()
-    assert [row.query_len for plan in loop.plans[1:8] for row in plan.rows] == [1, 7] * 7
+    assert [row.query_len for plan in loop.plans[1:8] for row in plan.rows.each()] == [1, 7] * 7
 
 
 def test_fcfs_starts_in_order_of_arrival_and_ignores_priority() -> None:
@@ -121,7 +121,7 @@ def test_a_preempted_decode_gives_its_share_of_the_step_back() -> None:
     loop.add("high", [1] * 28, 8, priority=0)
     loop.run()
     preempting = next(plan for plan in loop.plans if plan.released)
-    assert [row.query_len for row in preempting.rows] == [4], "only the prefill, for which the decode had to go"
+    assert [row.query_len for row in preempting.rows.each()] == [4], "only the prefill, for which the decode had to go"
     assert loop.tokens["low"] == generate([0] * 4, 24, set())[0]
     assert loop.tokens["high"] == generate([1] * 28, 36, set())[0]
 
@@ -164,7 +164,7 @@ def test_requests_of_one_step_share_the_blocks_that_it_fills() -> None:
     for name in "abc":
         loop.add(name, prompt, 6)
     loop.turn()
-    assert [row.query_len for row in loop.plans[0].rows] == [1, 1, 9]
+    assert [row.query_len for row in loop.plans[0].rows.each()] == [1, 1, 9]
     loop.run()
     for name in "abc":
         assert loop.tokens[name] == generate(prompt, 15, set())[0]
@@ -316,7 +316,7 @@ def test_decode_step_carries_nothing_that_the_device_holds() -> None:
     loop.run()
     for plan in loop.plans[1:]:
         assert not plan.added
-        assert sum(len(append.block_ids) for append in plan.block_appends) in (0, 4)
+        assert sum(len(append.values) for append in plan.block_appends.each()) in (0, 4)
 
 
 def test_aborted_requests_do_not_pile_up_in_the_queue() -> None:

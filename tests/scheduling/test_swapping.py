@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from replaying_executor import generate, search
 from scheduler_loop import Loop
@@ -9,8 +10,12 @@ from scheduler_loop import Loop
 from engine.core.wire import BeamParams
 from engine.scheduling import scheduler
 from engine.scheduling.preemption import PreemptionCosts
-from engine.scheduling.steps_in_flight import PlannedRows
-from engine.step import ScheduledRow
+from engine.scheduling.steps_in_flight import PlannedStep
+from engine.step import Rows, ScheduledRow
+
+
+def planned(rows: list[ScheduledRow]) -> PlannedStep:
+    return PlannedStep(Rows.of(rows), np.full(len(rows), None, dtype=object), np.zeros(0, dtype=np.int64))
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])
@@ -72,13 +77,10 @@ def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPat
 def test_a_prompt_costs_what_a_step_takes_longer_for_it(others: int, mixed_s: float, swaps: bool) -> None:
     """Beside sequences that decode: they take 0.02 s anyway. 10 blocks are swapped in 0.05 s."""
     costs = PreemptionCosts("auto", swap_block_s=0.005)
-    loop = Loop()
-    for name in map(str, range(others + 1)):
-        loop.add(name, [1])
-    decodes = [(loop.sequences[str(i)], ScheduledRow(i, 9, 1, samples=True)) for i in range(others)]
-    prompt = [(loop.sequences[str(others)], ScheduledRow(others, 0, 100, samples=True))]
+    decodes = [ScheduledRow(i, 9, 1, samples=True) for i in range(others)]
+    prompt = [ScheduledRow(others, 0, 100, samples=True)]
     assert not costs.prefers_swap(100, 10), "nothing is known"
     for _ in range(3):
-        costs.observe(PlannedRows(None, [], decodes), 0.02)
-        costs.observe(PlannedRows(None, [], decodes + prompt), mixed_s)
+        costs.observe(planned(decodes), 0.02)
+        costs.observe(planned(decodes + prompt), mixed_s)
     assert costs.prefers_swap(100, 10) is swaps

@@ -10,7 +10,7 @@ import soak
 from engine.kv_cache.host_tier import HostTier
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
 from engine.scheduling.beam_group import BeamGroup
-from engine.scheduling.running_set import RunningSet
+from engine.scheduling.running_rows import RunningRows
 
 SHORT = ["--minutes", "0"]
 """one burst on each engine"""
@@ -38,7 +38,7 @@ def test_a_block_that_is_not_given_back_is_noticed(
 
     monkeypatch.setattr(KVCache, "free", forgetful)
     assert soak.main(SHORT) == 1
-    assert "'blocks': " in capsys.readouterr().err
+    assert "leak (seed 0)" in capsys.readouterr().err
 
 
 def test_a_host_block_that_a_transfer_has_read_and_keeps_is_noticed(
@@ -58,10 +58,10 @@ def test_a_host_block_that_a_transfer_has_read_and_keeps_is_noticed(
 def test_rows_that_a_search_keeps_are_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def keep_one(rows: RunningSet, group: BeamGroup) -> None:
+    def keep_one(rows: RunningRows, group: BeamGroup) -> None:
         rows._free += group.spare_rows[1:]
         group.spare_rows = []
 
-    monkeypatch.setattr(RunningSet, "give_back", keep_one)
+    monkeypatch.setattr(RunningRows, "give_back", keep_one)
     assert soak.main(SHORT) == 1
     assert "rows are held" in capsys.readouterr().err

@@ -69,7 +69,7 @@ class BeamAnswers:
             self._prompt_len[new.row] = new.prompt_len
         return {
             row.row: self._candidates.take(row.computed + row.query_len - self._prompt_len[row.row])
-            for row in plan.rows
+            for row in plan.rows.each()
             if row.samples
         }
 

@@ -132,13 +132,11 @@ class StepCost:
 
     def of_plan(self, plan: StepPlan) -> float:
         """Its copies and swaps included."""
-        tokens = context = prompt_rows = prompt_tokens = 0
-        for row in plan.rows:
-            tokens += row.query_len
-            context += row.computed + row.query_len
-            if row.query_len > 1:
-                prompt_rows += 1
-                prompt_tokens += row.query_len
+        query_lens = plan.rows.query_lens
+        tokens = plan.num_tokens
+        context = tokens + int(plan.rows.computed.sum())
+        prompts = query_lens[query_lens > 1]
+        prompt_rows, prompt_tokens = len(prompts), int(prompts.sum())
         if self.separate_prompts and 0 < prompt_rows < len(plan.rows):
             seconds = self.of(len(plan.rows) - prompt_rows, tokens - prompt_tokens, context - prompt_tokens)
             seconds += self.of(prompt_rows, prompt_tokens, prompt_tokens)

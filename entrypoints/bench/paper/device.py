@@ -82,7 +82,7 @@ class Device:
         self._executor.submit(plan, lambda: None)
         result = self._executor.collect()
         seconds = time.perf_counter() - start
-        context = sum(row.computed + row.query_len for row in plan.rows)
+        context = plan.num_tokens + int(plan.rows.computed.sum())
         self.steps.append(Step(len(plan.rows), plan.num_tokens, context, seconds))
         return seconds, result
 

@@ -14,7 +14,7 @@ from engine.core.wire import AddRequest, BeamParams, Follower, SequenceDelta, ea
 from engine.errors import EngineError
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
-from engine.step import RowParams, StepPlan, StepResult
+from engine.step import NO_LOGPROBS, RowLogprobs, RowParams, StepPlan, StepResult
 from entrypoints.bench.paper.candidates import SPREAD, BeamAnswers, Candidates
 from entrypoints.bench.paper.cost import StepCost
 from entrypoints.bench.paper.reservation import ReservingKVCache
@@ -46,11 +46,8 @@ class Meter:
 
     def observe(self, plan: StepPlan, kv: KVCache, seconds: float) -> None:
         size = kv.block_size
-        tokens = blocks = 0
-        for row in plan.rows:
-            length = row.computed + row.query_len
-            tokens += length
-            blocks += -(-length // size)
+        lengths = plan.rows.computed + plan.rows.query_lens
+        tokens, blocks = int(lengths.sum()), int((-(-lengths // size)).sum())
         self.steps += 1
         self.step_rows += len(plan.rows)
         self.context += tokens
@@ -196,8 +193,8 @@ class Simulation:
             self.scheduler.add(_request(names[0], job, params, followers=followers))
 
     def _pretend(self, plan: StepPlan) -> tuple[float, StepResult]:
-        tokens = [7] * sum(row.samples for row in plan.rows)
-        logprobs = {} if self._beams is None else self._beams.of(plan)
+        tokens = [7] * int(plan.rows.samples.sum())
+        logprobs = NO_LOGPROBS if self._beams is None else RowLogprobs.of(self._beams.of(plan))
         return self.cost.of_plan(plan), StepResult(step_id=plan.step_id, token_ids=tokens, logprobs=logprobs)
 
     def _end(self, delta: SequenceDelta) -> None:

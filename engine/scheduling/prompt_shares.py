@@ -1,0 +1,22 @@
+"""How prompts that are computed side by side share a step, so that nobody waits for all of somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def prompt_shares(needs: Sequence[tuple[int, int]], budget: int, smallest: int) -> list[int]:
+    """Tokens for each of several prompts, (priority, tokens that are left) in the order of their urgency. Of those with
+    the first one's priority each takes half of what is left of the `budget`, or `smallest` if that is more, and the
+    last one all of it; what is over then goes to all in order, so that no step is smaller than it need be."""
+    left, shares = budget, [0] * len(needs)
+    equals = sum(priority == needs[0][0] for priority, _ in needs)
+    for index in range(equals):
+        share = left if index + 1 == equals else max(left // 2, smallest)
+        shares[index] = min(needs[index][1], share, left)
+        left -= shares[index]
+    for index, (_, need) in enumerate(needs):
+        more = min(need - shares[index], left)
+        shares[index] += more
+        left -= more
+    return shares

@@ -1,0 +1,194 @@
+"""Who holds a row of the device tables, which rows are free, and what changes of a running sequence with every step: in
+columns by row, so that planning a thousand that decode, and taking their tokens, are a few array operations.
+
+Positions below `computed` have KV, or will when the planned steps have run. `known` counts tokens in flight, too, so
+the next token can be sampled when `computed` reaches it. A row is `alone` where the next step is more for it than one
+token in a block of its own: something is to be told to the device, or others are to be forked from it. It is not
+`ready` where nothing can be computed before a choice among beams.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+
+import numpy as np
+
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.sequence import Sequence, Status
+
+
+class RunningRows:
+    def __init__(self, num_rows: int) -> None:
+        self.sequences: list[Sequence] = []
+        """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
+        self.groups: set[BeamGroup] = set()
+        """searches that run"""
+        self.owners = np.full(num_rows, None, dtype=object)
+        """the sequences"""
+        self.request_ids = np.full(num_rows, None, dtype=object)
+        self.entries = np.zeros(num_rows, dtype=np.int64)
+        """when its owner came, in order; 0: nobody has it"""
+        self.computed = np.zeros(num_rows, dtype=np.int32)
+        self.known = np.zeros(num_rows, dtype=np.int32)
+        self.limits = np.zeros(num_rows, dtype=np.int32)
+        """`known` at which its owner is not planned again"""
+        self.room = np.zeros(num_rows, dtype=np.int32)
+        """`computed` up to which its blocks need no look"""
+        self.ready = np.zeros(num_rows, dtype=bool)
+        self.alone = np.zeros(num_rows, dtype=bool)
+        self.detailed = np.zeros(num_rows, dtype=bool)
+        """more than a token comes back of it: log-probabilities, or candidates"""
+        self.stop_tokens: Counter[int] = Counter()
+        """of all owners: how many have it"""
+        self._num_entries = 0
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._released: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Rows that are free and not reserved."""
+        return len(self._free)
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def reserve(self, group: BeamGroup) -> None:
+        """A row for each member but one, which `enter` will take."""
+        self.groups.add(group)
+        group.spare_rows = [self._free.pop() for _ in group.members[1:]]
+
+    def give_back(self, group: BeamGroup) -> None:
+        self.groups.discard(group)
+        self._free += group.spare_rows
+        group.spare_rows = []
+
+    def enter(self, seq: Sequence, computed: int) -> None:
+        """The sequence runs, on a row of its group's or any free one."""
+        reserved = seq.group.spare_rows if seq.group is not None else []
+        row = seq.row = reserved.pop() if reserved else self._free.pop()
+        seq.status, seq.new_row = Status.RUNNING, True
+        self._num_entries += 1
+        self.entries[row] = self._num_entries
+        self.owners[row], self.request_ids[row] = seq, seq.request_id
+        self.limits[row], self.room[row] = seq.max_total, 0
+        self.detailed[row] = seq.params.logprobs is not None
+        self.stop_tokens.update(seq.stop_token_ids)
+        self.go_on(seq, computed)
+        insort(self.sequences, seq, key=_key)
+
+    def go_on(self, seq: Sequence, computed: int) -> None:
+        """As many of its tokens, which have all arrived, are computed; it is ready."""
+        row = seq.row
+        self.computed[row], self.known[row] = computed, len(seq.tokens)
+        self.ready[row] = self.alone[row] = True
+
+    def leave(self, seq: Sequence) -> None:
+        """Its row is free, or its group's again."""
+        row = seq.row
+        self.settle_blocks(seq)
+        seq.in_flight = self.in_flight(seq)
+        self.entries[row] = 0
+        self.owners[row] = self.request_ids[row] = None
+        self.ready[row] = False
+        for token in seq.stop_token_ids:
+            self.stop_tokens[token] -= 1
+            if not self.stop_tokens[token]:
+                del self.stop_tokens[token]
+        del self.sequences[bisect_left(self.sequences, seq.key, key=_key)]
+        (self._free if seq.group is None else seq.group.spare_rows).append(row)
+        if not seq.new_row:
+            self._released.append(row)
+        seq.row, seq.new_row = -1, False
+
+    def settle(self, group: BeamGroup, idle: list[Sequence]) -> None:
+        """After a choice: members that are `idle` leave, those that carry a beam go on, or enter."""
+        for member in idle:
+            if member.status is Status.RUNNING:
+                self.leave(member)
+                member.status = Status.FOLLOWING
+        for beam in group.beams:
+            (self.go_on if beam.status is Status.RUNNING else self.enter)(beam, len(beam.tokens) - 1)
+
+    def take_released(self) -> list[int]:
+        """Rows that were left since the last call."""
+        released, self._released = self._released, []
+        return released
+
+    # -- one of them -------------------------------------------------------------------------------------------------
+
+    def computed_of(self, seq: Sequence) -> int:
+        return int(self.computed[seq.row])
+
+    def remaining(self, seq: Sequence) -> int:
+        """Tokens to compute until the next one can be sampled."""
+        return int(self.known[seq.row] - self.computed[seq.row])
+
+    def in_flight(self, seq: Sequence) -> int:
+        """Tokens that planned steps sample and that have not arrived."""
+        return seq.in_flight if seq.row < 0 else int(self.known[seq.row]) - len(seq.tokens)
+
+    def arrived(self, seq: Sequence) -> None:
+        """One of them has; it is no token of the sequence's yet."""
+        if seq.row < 0:
+            seq.in_flight -= 1
+        else:
+            self.known[seq.row] -= 1
+
+    def append(self, seq: Sequence, token: int) -> None:
+        """One that has arrived is the sequence's next."""
+        seq.tokens.append(token)
+        if seq.row >= 0:
+            self.known[seq.row] += 1
+
+    def settle_blocks(self, seq: Sequence) -> None:
+        """Its blocks hold what it has computed: those that decode are not told at every step."""
+        seq.blocks.num_tokens = self.computed_of(seq)
+
+    def advance(self, seq: Sequence, query_len: int) -> bool:
+        """The sequence is in the step that is planned with as many tokens. Returns whether it samples; a beam then
+        waits for the others' candidates. `watch` comes behind it."""
+        row = seq.row
+        self.computed[row] += query_len
+        samples = bool(self.computed[row] == self.known[row])
+        if samples:
+            self.known[row] += 1
+            self.ready[row] = seq.group is None
+        return samples
+
+    def watch(self, seq: Sequence) -> None:
+        """The device knows of it; when is it to be looked at again?"""
+        self.room[seq.row] = seq.blocks.quiet_until
+        half_way = self.computed_of(seq) < len(seq.tokens)  # its first token brings more than others do
+        self.alone[seq.row] = half_way or seq.group is not None or bool(seq.followers)
+
+    def is_last(self, seq: Sequence) -> bool:
+        """The tokens in flight reach its limit: it must not be planned again."""
+        return bool(self.known[seq.row] >= self.limits[seq.row])
+
+    # -- all of them -------------------------------------------------------------------------------------------------
+
+    def split(self, budget: int) -> tuple[np.ndarray, list[Sequence]]:
+        """Those that run and are ready: rows of which the next step is one token in a block of their own, and all
+        other sequences, in order. `budget`: tokens that a step may have; where it may not do for all, all are others.
+        """
+        ready = np.flatnonzero(self.ready)
+        computed = self.computed[ready]
+        plain = (self.known[ready] - computed == 1) & (computed < self.room[ready]) & ~self.alone[ready]
+        if len(ready) > budget:
+            plain[:] = False
+        if plain.all():
+            return ready, []
+        return ready[plain], sorted(self.owners[ready[~plain]].tolist(), key=_key)
+
+    def advance_plain(self, rows: np.ndarray) -> tuple[np.ndarray, list[Sequence]]:
+        """Rows from `split` are in the step that is planned. Returns what they had computed, and the sequences whose
+        last token it samples."""
+        computed = self.computed[rows]
+        known = self.known[rows] + 1
+        self.computed[rows], self.known[rows] = computed + 1, known
+        last = known >= self.limits[rows]
+        return computed, self.owners[rows[last]].tolist() if last.any() else []
+
+
+def _key(seq: Sequence) -> tuple[int, int]:
+    return seq.key

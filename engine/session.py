@@ -1,0 +1,151 @@
+"""Requests between a caller and the core: admitted, submitted, followed to their end, aborted, pinned. The one class
+under `LLM`, which waits for the core itself, and under `AsyncEngine`, where a task listens to it (`engine.serving`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from engine.config import EngineConfig
+from engine.core.client import CoreClient
+from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix
+from engine.errors import CoreDiedError, EngineError, RequestFailedError
+from engine.frontend.admission import Admission, AdmittedRequest, default_sampling_params
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.pins import PinnedPrefixes
+from engine.frontend.tokenizer import Tokenizer
+from engine.models.description import ModelDescription
+from engine.observability.metrics import EngineMetrics
+from engine.observability.timings import RequestTimings
+from engine.request import CompletionOutput, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """All that exists once an engine serves; its own type, so that no field is half there. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        client: CoreClient,
+        ready: CoreReady,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.ready = ready
+        self.admission = Admission(config, tokenizer)
+        self.processor = OutputProcessor(tokenizer)
+        self.metrics = EngineMetrics(config.model.served_name)
+        self.metrics.stats = CoreStats(compiling=ready.compiling)
+        self.pinned = PinnedPrefixes(config.limits)
+        self.death: CoreDiedError | None = None
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: what the model's authors recommend, else the defaults."""
+        return default_sampling_params(self.model.generation_defaults)
+
+    def check_alive(self) -> None:
+        """Raises what ended the core."""
+        if self.death is not None:
+            raise self.death
+
+    def die(self, error: CoreDiedError) -> None:
+        """Nothing is served any more. The first cause counts."""
+        if self.death is None:
+            self.death = error
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, admitted: AdmittedRequest, arrival: float, *, delta: bool = False, final_only: bool = False
+    ) -> None:
+        """Raises `QueueFullError` or `CoreDiedError`, and nothing is left of the request then."""
+        self.check_alive()
+        self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
+        try:
+            self.client.send(admitted.message)
+        except BaseException:  # the core does not know it, so nobody tells it of its end
+            self.processor.remove(admitted.request_id, time.monotonic())
+            raise
+
+    def take_in(self, outputs: StepOutputs) -> list[str]:
+        """What the core has told. Returns the requests with news."""
+        self.metrics.stats = outputs.stats
+        progress = self.processor.process(outputs.deltas, time.monotonic())
+        if progress.aborts:
+            self.client.send(AbortRequests(request_ids=progress.aborts))
+        for timings in progress.finished:
+            self.metrics.observe_request(timings)
+        return progress.touched
+
+    def take_ended(self, names: Iterable[str]) -> list[RequestOutput]:
+        """Of these requests, the last outputs of those that have ended, which are forgotten. What has failed has
+        finish_reason "error"."""
+        ended = []
+        for name in dict.fromkeys(names):
+            if not self.processor.finished(name):
+                continue
+            error: EngineError | None = self.processor.error(name)
+            try:
+                output = self.processor.take(name)
+            except RequestFailedError as failed:
+                error, output = failed, self.processor.take_failed(name, failed)
+            self.forget([name])
+            if error is not None:
+                logger.warning("request %s failed: %s", name, error)
+            if output is not None:
+                ended.append(output)
+        return ended
+
+    def abort(self, name: str) -> None:
+        """It ends with what there is; an unknown name is ignored."""
+        self._ended(*self.processor.abort(name, time.monotonic()))
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Their callers have what they wanted, or have left; the core is told of those that run."""
+        now, core_ids = time.monotonic(), list[str]()
+        for name in names:
+            running, timings = self.processor.remove(name, now)
+            core_ids += running
+            self._ended([], timings)
+        self._ended(core_ids, None)
+
+    # -- prefixes ----------------------------------------------------------------------------------------------------
+
+    def pin_completed(self, name: str, num_tokens: int, ended: CompletionOutput | None) -> int:
+        """`ended`: of the request that computed the prefix. Returns the number of tokens, or raises
+        `RequestFailedError`."""
+        if ended is None or ended.finish_reason not in ("length", "stop"):
+            raise RequestFailedError(f"the prefix {name!r} was not pinned: its request was aborted")
+        return self.pinned.complete(name, num_tokens)
+
+    def pin_failed(self, name: str) -> None:
+        """The name is free again, and the core keeps nothing under it: it may have it already."""
+        self.pinned.release(name)
+        self.tell(UnpinPrefix(name=name))
+
+    def unpin(self, name: str) -> None:
+        """What was pinned is cached like any other prefix from now on. Raises `InvalidRequestError`."""
+        self.pinned.remove(name)
+        self.client.send(UnpinPrefix(name=name))
+
+    def tell(self, message: AbortRequests | UnpinPrefix | ResetPrefixCache) -> None:
+        """What a dead core need not know."""
+        if self.death is None:
+            try:
+                self.client.send(message)
+            except CoreDiedError as error:
+                self.die(error)
+
+    def _ended(self, core_ids: list[str], timings: RequestTimings | None) -> None:
+        """Tell the core and the metrics of requests that ended before their time."""
+        if timings is not None:
+            self.metrics.observe_request(timings)
+        if core_ids:
+            self.tell(AbortRequests(request_ids=core_ids))
