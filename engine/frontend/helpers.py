@@ -56,7 +56,9 @@ class Helper:
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), make, str(memory_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the parent
+                # Ctrl-C is for the parent. In a session of their own a low priority would mean nothing to the core: Linux
+                # shares the CPUs out by session first (autogroup).
+                process_group=0,
             )
         self._to_send = frame(setup)
         self._unread = 1  # the answer to the setup

@@ -48,6 +48,14 @@ def refusal(call: Callable[[], object]) -> InvalidRequestError:
     return caught.value
 
 
+def test_a_helper_is_a_group_of_its_own_in_its_parents_session(tokenizer: Tokenizer) -> None:
+    """Else its low priority would mean nothing to the core (autogroup)."""
+    asyncio.run(tokenizer.apply_chat_template_async(MESSAGES))
+    [helper, *_] = tokenizer._renderers._idle
+    assert os.getpgid(helper.pid) == helper.pid
+    assert os.getsid(helper.pid) == os.getsid(0)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

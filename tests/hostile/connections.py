@@ -21,15 +21,17 @@ def allow_descriptors(number: int) -> int:
 
 
 async def silent(host: str, port: int, number: int, seconds: float) -> int:
-    """Opens connections and says nothing; how many the server had closed by itself after `seconds`."""
+    """Opens connections and says nothing; how many of them the server closes by itself within `seconds`."""
     writers = []
     for _ in range(number):
         with contextlib.suppress(OSError):
             writers.append(await asyncio.open_connection(host, port))
         if len(writers) % 100 == 0:
             await asyncio.sleep(0.02)
-    await asyncio.sleep(seconds)
-    closed = sum(reader.at_eof() or reader.exception() is not None for reader, _ in writers)
+    closed, end = 0, asyncio.get_running_loop().time() + seconds
+    while closed < number and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.5)
+        closed = sum(reader.at_eof() or reader.exception() is not None for reader, _ in writers)
     for _, writer in writers:
         writer.close()
     return closed
