@@ -70,8 +70,8 @@ class CoreHandle:
             hang_timeout_s=hang_timeout_s,
             log_level=log_level,
         )
-        # A group of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended. No session
-        # of its own: Linux shares the CPUs out by session first (autogroup), and priorities count within one only.
+        # A group of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended. No
+        # session: Linux shares the CPUs out by session first (autogroup), and priorities count within one only.
         # Its stdout goes where its stderr goes: the parent's stdout belongs to the user.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],

@@ -56,8 +56,8 @@ class Helper:
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), make, str(memory_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                # Ctrl-C is for the parent. In a session of their own a low priority would mean nothing to the core: Linux
-                # shares the CPUs out by session first (autogroup).
+                # Ctrl-C is for the parent. In a session of its own a helper's low priority would mean nothing:
+                # Linux shares the CPUs out by session first (autogroup).
                 process_group=0,
             )
         self._to_send = frame(setup)

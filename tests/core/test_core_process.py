@@ -292,8 +292,8 @@ def test_sigint_is_the_parents_business_and_sigterm_ends_the_core_cleanly():
 
 
 def test_the_core_is_a_group_of_its_own_in_its_parents_session():
-    """Linux shares the CPUs out by session first (autogroup): in sessions of their own, helpers of the lowest priority would
-    get as much as the core."""
+    """Linux shares the CPUs out by session first (autogroup): in sessions of their own, helpers of the lowest priority
+    would get as much as the core."""
     with core() as client:
         assert os.getpgid(client.pid) == client.pid
         assert os.getsid(client.pid) == os.getsid(0)
