@@ -70,15 +70,15 @@ class CoreHandle:
             hang_timeout_s=hang_timeout_s,
             log_level=log_level,
         )
-        # A group of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended. No
-        # session: Linux shares the CPUs out by session first (autogroup), and priorities count within one only.
+        # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended. Linux
+        # also shares the CPUs out by session first (autogroup): whatever the parent's session does, half is the core's.
         # Its stdout goes where its stderr goes: the parent's stdout belongs to the user.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            process_group=0,
+            start_new_session=True,
         )
         self.pid = self._process.pid
         self.sentinel = os.pidfd_open(self.pid)
