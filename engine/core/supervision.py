@@ -70,8 +70,8 @@ class CoreHandle:
             hang_timeout_s=hang_timeout_s,
             log_level=log_level,
         )
-        # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended. Linux
-        # also shares the CPUs out by session first (autogroup): whatever the parent's session does, half is the core's.
+        # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended.
+        # Linux shares the CPUs out by session first (autogroup): whatever the parent's session does, half is the core's.
         # Its stdout goes where its stderr goes: the parent's stdout belongs to the user.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],

@@ -292,7 +292,7 @@ def test_sigint_is_the_parents_business_and_sigterm_ends_the_core_cleanly():
 
 
 def test_the_core_is_a_session_of_its_own():
-    """Linux shares the CPUs out by session first (autogroup): half is the core's, whatever its parent's session does."""
+    """Linux shares the CPUs out by session first: half is the core's, whatever its parent's session does."""
     with core() as client:
         assert os.getsid(client.pid) == client.pid
 
