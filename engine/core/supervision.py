@@ -71,7 +71,7 @@ class CoreHandle:
             log_level=log_level,
         )
         # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended.
-        # Linux shares the CPUs out by session first (autogroup): whatever the parent's session does, half is the core's.
+        # Linux shares the CPUs out by session first: whatever the parent's session does, half of them is the core's.
         # Its stdout goes where its stderr goes: the parent's stdout belongs to the user.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
