@@ -336,6 +336,8 @@ class AsyncEngine:
             text = parsed.text or ""
             engine.tokenizer.check_length(text)
             token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
+        structured = checked.structured_outputs
+        grammar = None if structured is None else await engine.grammars.check_async(structured)
         with fails_alone("admitting the request"):
             bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
             return engine.admission.admit(
@@ -348,4 +350,5 @@ class AsyncEngine:
                 pin=pin,
                 wait_s=engine.config.limits.waiting_s,
                 bad_words=bad_words,
+                grammar=grammar,
             )

@@ -128,12 +128,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_bytes: Annotated[int, _limit("bytes of memory for tokenizing a long text", 256 * 1024 * 1024)] = (
         4 * 1024 * 1024 * 1024
     )
+    grammar_chars: Annotated[int, _limit("characters of structured_outputs, as JSON")] = 262144
+    choices: Annotated[int, _limit("choices of structured_outputs")] = 16384
+    grammar_bytes: Annotated[int, _limit("bytes of memory for checking a grammar", 64 * 1024 * 1024)] = (
+        1024 * 1024 * 1024
+    )
+    grammars_bytes: Annotated[int, _limit("bytes of the texts of grammars that are kept for later requests", 0)] = (
+        4 * 1024 * 1024
+    )
     contexts_translated: Annotated[
         int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")
     ] = 4
 
     # What all requests together may hold, and how long they may take.
     template_s: Annotated[float, _limit("seconds for rendering a chat template", 0.05)] = 2.0
+    grammar_s: Annotated[float, _limit("seconds for checking a grammar", 0.05)] = 2.0
     tokenize_s: Annotated[float, _limit("seconds for tokenizing a text", 0.05)] = 30.0
     waiting_s: Annotated[float, _limit("seconds that a request sent to a server waits for its turn", 0.1, 503)] = 600.0
     frames: Annotated[int, _limit("messages under way between front end and core, each way", 16, 503)] = 65536

@@ -156,13 +156,16 @@ class LLM:
             with _naming(i, len(parsed)):
                 if prompt.cache_salt is not None:
                     check_text(prompt.cache_salt, "cache_salt")
+                checked = check_params(params[i])
+                structured = checked.structured_outputs
                 request = self._session.admission.admit(
                     f"{call}.{i}",
                     prompt.text,
                     token_ids,
-                    check_params(params[i]),
+                    checked,
                     priority=priority[i] if priority is not None else 0,
                     cache_salt=prompt.cache_salt,
+                    grammar=None if structured is None else self._session.grammars.check(structured),
                 )
             admitted.append(request)
         return self._run(admitted, arrival, use_tqdm)
@@ -205,6 +208,7 @@ class LLM:
             self._closed = True
             self._session.client.close()
             self._tokenizer.close()
+            self._session.grammars.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ context length) is checked by `engine.frontend.admission`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,41 @@ from engine.errors import InvalidRequestError
 from engine.limits import RANGES
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What an output must be; names are vLLM's. Exactly one of the first six.
+
+    ``json``: a JSON schema, as text or parsed. ``grammar``: Lark or GBNF. ``structural_tag``: ``{"type":
+    "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. ``strict``: keywords of a schema
+    that are not known are refused; else they have no effect. Whitespace in JSON is bounded unless
+    ``whitespace_pattern`` says otherwise. Raises `InvalidRequestError` naming the field.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    strict: bool = True
+    backend: Literal["auto", "llguidance"] = "auto"
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs takes exactly one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}",
+                "structured_outputs",
+            )
+        if self.choice is not None and (not self.choice or not all(isinstance(one, str) for one in self.choice)):
+            raise InvalidRequestError("structured_outputs.choice must be strings, at least one", "structured_outputs")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -85,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return
         if self.temperature not in (0.0, 1.0):
             raise InvalidRequestError("beam search draws nothing: temperature must be 0 or 1", "temperature")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequestError("a search in a grammar ends with EOS: ignore_eos cannot be true", "ignore_eos")
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) not in (None, _DEFAULTS[name]):
                 raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)

@@ -120,6 +120,7 @@ class Serving(Session):
         await asyncio.gather(self._receiver, return_exceptions=True)
         await asyncio.to_thread(self.client.close)
         self.tokenizer.close()
+        self.grammars.close()
 
     async def _receive(self) -> None:
         """The one task that listens to the core. Whatever ends it is told to every stream and to health."""

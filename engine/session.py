@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient
-from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix
+from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
 from engine.frontend.admission import Admission, AdmittedRequest, default_sampling_params
+from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.pins import PinnedPrefixes
 from engine.frontend.tokenizer import Tokenizer
@@ -44,6 +45,8 @@ class Session:
         self.metrics = EngineMetrics(config.model.served_name)
         self.metrics.stats = CoreStats(compiling=ready.compiling)
         self.pinned = PinnedPrefixes(config.limits)
+        self.grammars = GrammarChecks(config.limits)
+        self._core_knows_vocabulary = False
         self.death: CoreDiedError | None = None
 
     def default_sampling_params(self) -> SamplingParams:
@@ -69,10 +72,19 @@ class Session:
         self.check_alive()
         self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
         try:
+            if admitted.message.grammar is not None:
+                self._tell_vocabulary()
             self.client.send(admitted.message)
         except BaseException:  # the core does not know it, so nobody tells it of its end
             self.processor.remove(admitted.request_id, time.monotonic())
             raise
+
+    def _tell_vocabulary(self) -> None:
+        """Once, before the first grammar."""
+        if not self._core_knows_vocabulary:
+            eos = sorted(self.admission.eos_token_ids)
+            self.client.send(Vocabulary(tokenizer=self.tokenizer.backend.to_str(), eos_token_ids=eos))
+            self._core_knows_vocabulary = True
 
     def take_in(self, outputs: StepOutputs) -> list[str]:
         """What the core has told. Returns the requests with news."""

@@ -181,10 +181,21 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """(device block, host block), one after the other"""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block), one after the other"""
+    masked: list[int] = []
+    """of the rows that sample, counted in their order, those that sample when `StepMasks` says what they may"""
 
     @property
     def num_tokens(self) -> int:
         return self.rows.num_tokens
+
+
+class StepMasks(Columns, frozen=True, eq=False):
+    """What the host has to say before a step's masked rows sample. It is known when the results of all steps before
+    have come, while the step's forward pass runs."""
+
+    step_id: int
+    bits: np.ndarray
+    """int32 [masked rows, words of 32 tokens]: the lowest bit is the first token; 1 where it is allowed"""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -254,14 +265,19 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """of the faults that are something else: what failed"""
 
 
-def encode_step(step: StepPlan | StepResult) -> bytes:
-    """For another process: what `decode_plan` and `decode_result` give back is equal."""
+def encode_step(step: StepPlan | StepMasks | StepResult) -> bytes:
+    """For another process: what `decode_plan`, `decode_masks` and `decode_result` give back is equal."""
     return _ENCODER.encode(step)
 
 
 def decode_plan(encoded: bytes) -> StepPlan:
     """Raises `msgspec.DecodeError` or ValueError for what is none."""
     return _PLANS.decode(encoded)
+
+
+def decode_masks(encoded: bytes) -> StepMasks:
+    """As `decode_plan`."""
+    return _MASKS.decode(encoded)
 
 
 def decode_result(encoded: bytes) -> StepResult:
@@ -282,6 +298,7 @@ def _to_array(kind: type, encoded: Any) -> np.ndarray:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_of_array)
 _PLANS = msgspec.msgpack.Decoder(StepPlan, dec_hook=_to_array)
+_MASKS = msgspec.msgpack.Decoder(StepMasks, dec_hook=_to_array)
 _RESULTS = msgspec.msgpack.Decoder(StepResult, dec_hook=_to_array)
 
 

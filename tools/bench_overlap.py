@@ -28,7 +28,7 @@ from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
 from engine.executor.interface import CompileState
-from engine.step import LoadReport, RowParams, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, RowParams, Rows, ScheduledRow, StepMasks, StepPlan, StepResult, WarmUpReport
 
 PLAN_SHARE, COMPLETE_SHARE, PUBLISH_SHARE = 0.5, 0.375, 0.125
 LIMIT_AHEAD = 1.1
@@ -68,6 +68,9 @@ class SleepingDevice:
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self._work.put((plan, done))
+
+    def sample(self, masks: StepMasks) -> None:
+        """No request has a grammar."""
 
     def collect(self) -> StepResult:
         return self._done.get()
@@ -119,6 +122,12 @@ class BusyScheduler:
         return StepPlan(step_id=self._steps, rows=Rows.of([row]))
 
     def end_failed(self) -> list[SequenceDelta]:
+        return []
+
+    def masks(self) -> StepMasks | None:
+        return None
+
+    def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
         return []
 
     def has_begun(self, request_id: str) -> bool:

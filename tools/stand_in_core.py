@@ -26,6 +26,7 @@ from engine.runner.paged_attention import PagedAttention
 from engine.runner.request_table import RequestTable
 from engine.runner.results import ResultCopier
 from engine.runner.staging import StagedWrites
+from engine.runner.step_sampler import no_masks
 from engine.sampling import Sampler
 from engine.scheduling.scheduler import Scheduler
 
@@ -125,10 +126,10 @@ def timed_executor(config: EngineConfig) -> Executor:
     marks: list[float] = []
 
     class TimedRunner(ModelRunner):
-        def execute(self, plan: Any) -> Any:
+        def execute(self, plan: Any, masks: Any = no_masks) -> Any:
             marks.clear()
             marks.append(time.perf_counter())
-            pending = super().execute(plan)
+            pending = super().execute(plan, masks)
             marks.append(time.perf_counter())
             if len(marks) == 5 and len(plan.rows) == settings["batch"]:
                 steps.append(tuple(marks))  # type: ignore[arg-type]  # five of them

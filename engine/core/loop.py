@@ -30,12 +30,13 @@ from engine.core.wire import (
     StepOutputs,
     ToCore,
     UnpinPrefix,
+    Vocabulary,
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
-from engine.step import StepPlan, StepResult
+from engine.step import StepMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,14 @@ class StatsChanged(Enum):
 
 STATS_CHANGED = StatsChanged.STATS_CHANGED
 
-Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged]
+
+class GrammarCompiled(msgspec.Struct, frozen=True):
+    """What the thread that compiles puts into the inbox."""
+
+    grammar: str
+
+
+Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -92,7 +100,13 @@ class StepScheduler(Protocol):
         """End a request that no step has taken up yet."""
         ...
 
+    def masks(self) -> StepMasks | None:
+        """What the oldest step in flight waits for before it samples, once; all steps before it are complete."""
+        ...
+
     def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
+
+    def grammar_compiled(self, grammar: str) -> Sequence[Delta]: ...
 
     def stats(self) -> CoreStats: ...
 
@@ -115,7 +129,9 @@ class CoreLoop:
         steps_in_flight: int,
         inbox: Inbox | None = None,
         observer: StepObserver = NO_OBSERVER,
+        set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
     ) -> None:
+        """`set_vocabulary`: of whoever compiles grammars."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -141,6 +157,7 @@ class CoreLoop:
         """by request, in order of arrival: when it has waited for too long, unless it has begun"""
         self._most_deadlines = _FEWEST_DEADLINES
         self._observer = observer
+        self._set_vocabulary = set_vocabulary
 
     @property
     def has_work(self) -> bool:
@@ -170,9 +187,11 @@ class CoreLoop:
         deltas += self._end_overdue()
         plan = self._plan_ahead()
         deltas += self._scheduler.end_failed()
+        self._send_masks()
         collects = bool(self._done)
         if collects:
             deltas += self._collect()
+            self._send_masks()
         self._observer.mark(step_profile.PUBLISH)
         self._nothing_to_do = plan is None and not collects
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
@@ -193,6 +212,12 @@ class CoreLoop:
             self._submitted.append(time.perf_counter())
             self._in_flight += 1
         return plan
+
+    def _send_masks(self) -> None:
+        """While the forward pass runs that they are for."""
+        masks = self._scheduler.masks()
+        if masks is not None:
+            self._executor.sample(masks)
 
     def _step_done(self) -> None:
         """From any thread. The message only wakes the loop: messages before it must not hold the step up."""
@@ -233,12 +258,14 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged) -> Sequence[Delta]:
+    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
         if message is STATS_CHANGED:
             self._has_news = True
             return []
+        if isinstance(message, GrammarCompiled):
+            return self._scheduler.grammar_compiled(message.grammar)
         self.taken += 1
         match message:
             case AddRequest():
@@ -249,6 +276,8 @@ class CoreLoop:
                 self._scheduler.unpin(message.name)
                 self._has_news = True
                 return []
+            case Vocabulary():
+                self._set_vocabulary(message)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
             case Shutdown():

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.config import EngineConfig
-from engine.core.loop import STATS_CHANGED, CoreLoop, Inbox
+from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
 from engine.executor.interface import Executor
 from engine.executor.kernels_ahead import build_ahead, check_cache
+from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import human, memory_ledger
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
@@ -58,8 +59,13 @@ def build_core(
         config.scheduler.max_num_batched_tokens,
         ledger.num_host_blocks,
     )
-    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s)
-    loop = CoreLoop(scheduler, executor, config.scheduler.steps_in_flight, inbox, observer)
+    threads = config.device.threads if config.device.kind == "cpu" else None
+    # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
+    notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
+    grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars_bytes, threads, notify)
+    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars)
+    steps_in_flight = config.scheduler.steps_in_flight
+    loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)
     compiling = executor.compile_state() == "running"
     if compiling:
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))

@@ -46,6 +46,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str | None = None
     """prefix blocks are shared only among requests with an equal salt"""
     followers: list[Follower] = []
+    grammar: str | None = None
+    """what outputs must match, in llguidance's language: checked before (`engine.grammars.checking`), and behind a
+    `Vocabulary`"""
     beams: BeamParams | None = None
     """a search instead of samples: its best sequence is returned under `request_id`, the next under the followers' ids,
     whose parameters do not count; tokens come with the end, all at once"""
@@ -59,6 +62,14 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     def request_ids(self) -> list[str]:
         """Of all samples, in order."""
         return [self.request_id, *(follower.request_id for follower in self.followers)]
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
+    """What grammars are made of; comes once, before the first request that has one."""
+
+    tokenizer: str
+    """tokenizers' JSON"""
+    eos_token_ids: list[int]
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -79,7 +90,7 @@ class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
     name: str
 
 
-ToCore = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
+ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta", gc=False):

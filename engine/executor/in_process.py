@@ -25,7 +25,7 @@ from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.runner.model_runner import ModelRunner
-from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,10 @@ class Runner(Protocol):
         """What is left to compile after `warm_up`, to be run in another thread; None: nothing is."""
         ...
 
-    def execute(self, plan: StepPlan) -> Pending: ...
+    def execute(self, plan: StepPlan, masks: Callable[[], StepMasks] = ...) -> Pending:
+        """`masks` waits for what a plan with masked rows is to be told; it is called when the forward pass has been
+        started."""
+        ...
 
     def idle_work(self) -> bool:
         """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
@@ -95,6 +98,8 @@ class InProcessExecutor:
         self._waiter: ResultWaiter | None = None
         """made by the first step whose result is not at hand when it was started; all later ones go through it, so that
         they stay in order"""
+        self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
+        """for the steps that wait for them; None: none will come"""
         self._uncollected = 0
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
@@ -150,6 +155,9 @@ class InProcessExecutor:
 
         self._work.put(work)
 
+    def sample(self, masks: StepMasks) -> None:
+        self._masks.put(masks)
+
     def collect(self) -> StepResult:
         if not self._uncollected:
             raise EngineError("collect without a submitted step: every step that was submitted has been collected")
@@ -187,6 +195,7 @@ class InProcessExecutor:
         self._thread.start()
 
     def _stop(self) -> None:
+        self._masks.put(None)
         self._work.put(None)
         self._thread.join()
         if self._waiter is not None:
@@ -263,10 +272,18 @@ class InProcessExecutor:
             skipped.__cause__ = cause
             return _Failure(skipped)
         try:
-            return self._loaded().execute(plan)
+            return self._loaded().execute(plan, lambda: self._masks_of(plan))
         except BaseException as error:
             self._failed = f"step {plan.step_id}", error
             return _Failure(error)
+
+    def _masks_of(self, plan: StepPlan) -> StepMasks:
+        masks = self._masks.get()
+        if masks is None:
+            raise EngineError("the executor is closed")
+        if masks.step_id != plan.step_id:
+            raise EngineError(f"masks of step {masks.step_id} came for step {plan.step_id}")
+        return masks
 
     def _result(self, step_id: int, started: Pending | _Failure) -> StepResult | _Failure:
         if isinstance(started, _Failure):

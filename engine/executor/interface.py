@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
 
 CompileState = Literal["done", "running", "failed"]
 """running: steps are computed eagerly until compiled pieces take over; failed: they stay eager (on a GPU, full
@@ -44,6 +44,10 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         """Start a step and return at once. `done` is called once, from any thread, when `collect` has this step's
         result (or its exception) at hand and would return at once."""
+        ...
+
+    def sample(self, masks: StepMasks) -> None:
+        """What a submitted step waits for that has masked rows; for each of them once, in the order of the steps."""
         ...
 
     def collect(self) -> StepResult:

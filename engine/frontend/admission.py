@@ -142,11 +142,12 @@ class Admission:
         pin: str | None = None,
         wait_s: float | None = None,
         bad_words: list[list[int]] | None = None,
+        grammar: str | None = None,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError` naming the field at fault; changes nothing then.
 
         `wait_s`: how long it may wait for its turn. `bad_words`: what `spellings` gives for them as token ids; None:
-        they are tokenized here.
+        they are tokenized here. `grammar`: what `GrammarChecks` makes of `structured_outputs`.
         """
         self._limits.check("name_chars", len(request_id), "request_id")
         self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
@@ -175,6 +176,7 @@ class Admission:
             priority=priority,
             cache_salt=cache_salt,
             followers=others,
+            grammar=grammar,
             beams=_beams(params),
             pin=pin,
             wait_s=wait_s,

@@ -40,7 +40,7 @@ from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import BufferRing, StagedWrites
-from engine.runner.step_sampler import StepSampler
+from engine.runner.step_sampler import StepSampler, WaitForMasks, no_masks
 from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
@@ -247,8 +247,9 @@ class ModelRunner:
         """Traces and compilations since `warm_up` returned, or since the job of `compile_job` ended."""
         return self._counter.since_mark() if self._counts else 0
 
-    def execute(self, plan: StepPlan) -> PendingResult:
-        """Start one step. On CUDA this returns when everything is queued; on CPU when it is computed.
+    def execute(self, plan: StepPlan, masks: WaitForMasks = no_masks) -> PendingResult:
+        """Start one step. On CUDA this returns when everything is queued; on CPU when it is computed. `masks` is called
+        behind the start of the forward pass where the plan has masked rows, and may wait.
 
         Raises ValueError for a plan that does not fit the tables, EngineError for one that this runner cannot serve.
         """
@@ -263,7 +264,7 @@ class ModelRunner:
             if batch is None:
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
-                step = self._step_sampler.run(plan, batch, self._forward(batch), self._observer)
+                step = self._step_sampler.run(plan, batch, self._forward(batch), self._observer, masks)
             self._step_done.record()
             self._observer.mark(step_profile.RESULTS)
             pending = self._results.start(step, self._step_done)

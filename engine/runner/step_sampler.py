@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from engine.errors import in_words
+from engine.errors import EngineError, in_words
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
 from engine.runner.batch import StepBatch
@@ -16,13 +17,22 @@ from engine.runner.loading import CausalModel
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
+from engine.sampling.grammar_masks import restrict
 from engine.sampling.logprobs import joined
-from engine.step import Rows, ScheduledRow, StepPlan
+from engine.step import Rows, ScheduledRow, StepMasks, StepPlan
 
 logger = logging.getLogger(__name__)
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 """logits of prompt positions are made and scored in pieces of at most this size"""
+
+WaitForMasks = Callable[[], StepMasks]
+
+
+def no_masks() -> StepMasks:
+    """For plans without masked rows."""
+    raise EngineError("the plan has masked rows, but nobody gives masks")
+
 
 PromptScores = list[tuple[int, LogprobTensors]]
 
@@ -36,7 +46,9 @@ class StepSampler:
         self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
 
-    def run(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver) -> SampledStep:
+    def run(
+        self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver, masks: WaitForMasks
+    ) -> SampledStep:
         """`hidden`: of the step's tokens. The sampled tokens are in the table when this returns (in stream order)."""
         observer.mark(step_profile.LOGITS)
         failures = dict(self._table.failed)
@@ -46,14 +58,20 @@ class StepSampler:
             return SampledStep(plan.step_id, rows, None, prompt, failures)
         last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
         logits = self._model.compute_logits(last)
+        allowed = masks().bits if plan.masked else None
         observer.mark(step_profile.SAMPLING)
         tokens = self._table.tokens
+        if allowed is not None:
+            restrict(logits, plan.masked, allowed)
         try:
             sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
         except Exception:
             logger.exception("step %d could not be sampled at once; its rows are sampled one by one", plan.step_id)
             # What failed may have changed the logits: the same product gives the same bits again.
-            sampled = self._sample_each(self._model.compute_logits(last), batch, failures)
+            logits = self._model.compute_logits(last)
+            if allowed is not None:
+                restrict(logits, plan.masked, allowed)
+            sampled = self._sample_each(logits, batch, failures)
         self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
         return SampledStep(plan.step_id, rows, sampled, prompt, failures)
 

@@ -1,6 +1,7 @@
 """Log-probabilities of chosen tokens and of the most likely ones, kept on the device until the host asks.
 
-They describe the model, not the sampler: computed from logits before any bias, mask, penalty or temperature.
+They describe the model, not the sampler: computed from logits before any bias, list, penalty or temperature. Only a
+grammar comes before them, as in vLLM: what it forbids is no alternative.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class LogprobTensors(msgspec.Struct, frozen=True):
 
     def to_host(self) -> RowLogprobs:
         """The same in columns. Waits like `to_list`; a copy, which later steps do not change."""
+        logprobs, widths = self.logprobs.to("cpu", torch.float64).numpy(), np.array(self.widths, dtype=np.int32)
+        if np.isneginf(logprobs).any():  # a grammar allows fewer; all that it allows come first
+            widths = np.minimum(widths, np.count_nonzero(~np.isneginf(logprobs), axis=1).astype(np.int32))
         return RowLogprobs(
             np.array(self.rows, dtype=np.int32),
-            np.array(self.widths, dtype=np.int32),
+            widths,
             self.token_ids.to("cpu", torch.int32).numpy(),
-            self.logprobs.to("cpu", torch.float64).numpy(),
+            logprobs,
             self.ranks.to("cpu", torch.int32).numpy(),
         )
 

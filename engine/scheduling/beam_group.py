@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.core.wire import SequenceDelta
+from engine.grammars.interface import Matcher
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.take_over import take_over
 from engine.scheduling.beam_search import BeamSearch, Choice
@@ -58,8 +59,9 @@ class BeamGroup:
         if len(beams) < len(self.members):
             spare += [member for member in self.members if member not in beams]
         followed: set[int] = set()
+        matchers = [_advanced(beams[index], token) for index, token in choices]
         self.beams = []
-        for index, token in choices:
+        for (index, token), matcher in zip(choices, matchers, strict=True):
             beam = parent = beams[index]
             if index not in followed:
                 followed.add(index)
@@ -68,6 +70,7 @@ class BeamGroup:
                 beam = spare.pop()
                 _take_over(beam, parent, computed, kv)
             beam.tokens.append(token)
+            beam.matcher = matcher
             self.beams.append(beam)
         for member in spare:
             kv.free(member.blocks)
@@ -90,6 +93,15 @@ class BeamGroup:
             )
         missing = self.request_ids[len(deltas) :]  # of a vocabulary that has not as many sequences
         return deltas + [SequenceDelta(request_id=request_id, finish_reason="length") for request_id in missing]
+
+
+def _advanced(beam: Sequence, token: int) -> Matcher | None:
+    """Where its grammar is behind the token, by itself: others may go on from the same beam."""
+    if beam.matcher is None:
+        return None
+    matcher = beam.matcher.copy()
+    matcher.advance(token)
+    return matcher
 
 
 def _take_over(beam: Sequence, parent: Sequence, computed: int, kv: KVCache) -> None:

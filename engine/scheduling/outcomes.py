@@ -143,9 +143,12 @@ class Outcomes:
     ) -> SequenceDelta:
         """The sequence has one token more, and may end with it."""
         stopped = seq.ends_with(token)
+        if seq.matcher is not None and not stopped:
+            seq.matcher.advance(token)
         self._rows.append(seq, token)
-        finish_reason: FinishReason | None = "stop" if stopped else None
-        if not stopped and len(seq.tokens) >= seq.max_total:
+        over = stopped or (seq.matcher is not None and seq.matcher.is_over)
+        finish_reason: FinishReason | None = "stop" if over else None
+        if not over and len(seq.tokens) >= seq.max_total:
             finish_reason = "length"
         if finish_reason is not None:
             self._held.end(seq)

@@ -18,10 +18,12 @@ from msgspec.structs import replace
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, CoreStats, Delta, SequenceDelta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.grammars.interface import Grammars, Matcher
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.prefix import PrefixHit
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.constrained import Constrained
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.outcomes import Outcomes
@@ -32,7 +34,7 @@ from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
-from engine.step import RowParams, StepPlan, StepResult
+from engine.step import RowParams, StepMasks, StepPlan, StepResult
 
 
 class Scheduler:
@@ -43,6 +45,7 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVCache,
         swap_block_s: float = 0.0,
+        grammars: Grammars | None = None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back."""
         self._config = config
@@ -53,6 +56,7 @@ class Scheduler:
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
         self._steps = StepsInFlight()
+        self._constrained = Constrained(self._held, self._steps, grammars)
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
         self._arrivals = 0
@@ -74,13 +78,15 @@ class Scheduler:
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         if waiting and waiting + new > self._config.max_waiting:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
+        start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
             self._held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, self._live.values())
         if request.beams is not None:
             first = self._open_beams(request, request.beams, max_total)
             first.max_blocks = need
-            self._held.queue(first, [])
+            assert first.group is not None
+            self._queue(request, first.group.members, start)
             return
         leader = self._open(request, request.request_id, request.params, max_total)
         alike = replace(request.params, prompt_logprobs=None)  # equal for all samples: computed once
@@ -93,7 +99,13 @@ class Scheduler:
             seq.siblings, seq.max_blocks = samples, need
         leader.pin = request.pin
         self._live.update(zip(request.request_ids, samples, strict=True))
-        self._held.queue(leader, others)
+        self._queue(request, samples, start)
+
+    def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
+        if request.grammar is not None and start is None:
+            self._constrained.prepare(request.grammar, samples)
+        else:
+            self._constrained.queue(samples, start)
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (request.priority if self._config.policy == "priority" else 0, self._arrivals)
@@ -132,6 +144,11 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 deltas += self._end_with_error(seq, reason, "fault")
         return deltas
+
+    def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
+        """Those that wait for it may start, or end with what is wrong with it."""
+        failed = self._constrained.compiled(grammar)
+        return [delta for seq, reason in failed for delta in self._end_with_error(seq, reason, "invalid")]
 
     def has_begun(self, request_id: str) -> bool:
         """A step has taken it up; true for one that is over, too."""
@@ -345,6 +362,11 @@ class Scheduler:
         self._held.make_findable(seq)
         self._placement.place(draft, seq, query_len, NO_GROWTH)
 
+    def masks(self) -> StepMasks | None:
+        """What the oldest step in flight waits for before it samples, once; None where it waits for nothing. All steps
+        before it are complete, so it is known what may come next."""
+        return self._constrained.masks()
+
     # -- results -----------------------------------------------------------------------------------------------------
 
     def complete(self, result: StepResult, seconds: float = 0.0) -> list[Delta]:
@@ -359,12 +381,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A sequence is unfinished, or a step is unanswered."""
-        return bool(self._live or self._steps)
+        """A sequence is unfinished that waits for no grammar, or a step is unanswered."""
+        if not len(self._constrained):
+            return bool(self._live or self._steps)
+        return bool(self._steps) or any(seq.status is not Status.PREPARING for seq in self._live.values())
 
     @property
     def num_waiting(self) -> int:
-        return self._held.num_waiting
+        return self._held.num_waiting + len(self._constrained)
 
     def unpin(self, name: str) -> None:
         """A pinned prefix becomes an ordinary cached one; unknown names are ignored."""

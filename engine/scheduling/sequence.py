@@ -10,10 +10,13 @@ from engine.kv_cache.kv_cache import NO_GROWTH, SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.grammars.interface import Matcher
     from engine.scheduling.beam_group import BeamGroup
 
 
 class Status(enum.Enum):
+    PREPARING = enum.auto()
+    """its grammar compiles; it holds nothing"""
     FOLLOWING = enum.auto()
     """holds nothing; another sample of its request computes what they have in common, and it is forked from that one
     then"""
@@ -38,6 +41,7 @@ class Sequence:
         "in_flight",
         "key",
         "leader",
+        "matcher",
         "max_blocks",
         "max_total",
         "moved",
@@ -72,6 +76,8 @@ class Sequence:
         self.max_total = max_total
         """tokens at which it ends with "length" """
         self.blocks = blocks
+        self.matcher: Matcher | None = None
+        """how far what has arrived has come in the request's grammar"""
         self.max_blocks = 0
         """what its request may hold at once, by itself"""
         self.pin: str | None = None

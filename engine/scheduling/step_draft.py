@@ -118,7 +118,8 @@ class StepDraft:
             sequences, rows = zip(*others, strict=True)
             columns[:, plain:] = np.array(rows, dtype=np.int32).T
             owners[plain:] = sequences
-        return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain])
+        masked = self._rows.masked[columns[0, columns[3] > 0]]
+        return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], np.flatnonzero(masked).tolist())
 
     def plan(
         self, step_id: int, step: PlannedStep, released: list[int], transfers: tuple[Transfers, Transfers]
@@ -134,4 +135,5 @@ class StepDraft:
             block_copies=self._copies,
             swap_out=transfers[0],
             swap_in=transfers[1],
+            masked=step.masked,
         )

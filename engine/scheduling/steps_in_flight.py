@@ -24,6 +24,8 @@ class PlannedStep:
     entries: np.ndarray
     """int64 [plain]: of the first ones, which compute and sample a token each, and nothing else: when their owners came
     to these rows"""
+    masked: list[int]
+    """the plan's"""
 
     @property
     def num_plain(self) -> int:
@@ -44,12 +46,20 @@ class PlannedStep:
 class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, PlannedStep]] = deque()
+        self._last_masked = -1
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def push(self, step_id: int, step: PlannedStep) -> None:
         self._steps.append((step_id, step))
+
+    def oldest_masked(self) -> tuple[int, PlannedStep] | None:
+        """The oldest step, once, if it has masked rows."""
+        if not self._steps or not self._steps[0][1].masked or self._steps[0][0] == self._last_masked:
+            return None
+        self._last_masked = self._steps[0][0]
+        return self._steps[0]
 
     def pop(self, result: StepResult) -> PlannedStep:
         """The oldest step, whose result this must be. Raises EngineError."""

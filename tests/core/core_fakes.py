@@ -15,7 +15,7 @@ from engine.core.wire import AddRequest
 from engine.errors import ConfigError
 from engine.executor.interface import CompileState
 from engine.limits import Limits
-from engine.step import LoadReport, RowParams, StepPlan, StepResult, WarmUpReport
+from engine.step import LoadReport, RowParams, StepMasks, StepPlan, StepResult, WarmUpReport
 
 TOKEN = 7
 MIB = 1 << 20
@@ -95,6 +95,9 @@ class FakeExecutor:
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self.log.append(("submit", plan.step_id))
         self._work.put((plan, done))
+
+    def sample(self, masks: StepMasks) -> None:
+        """Every token is `TOKEN`."""
 
     def collect(self) -> StepResult:
         result = self._done.get()

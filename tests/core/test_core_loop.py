@@ -64,6 +64,9 @@ class StuckScheduler:
     def end_failed(self) -> list[SequenceDelta]:
         return []
 
+    def masks(self) -> None:
+        return None
+
     def complete(self, result: StepResult) -> list[SequenceDelta]:
         return []
 

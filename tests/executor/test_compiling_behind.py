@@ -65,10 +65,10 @@ class CompilingRunner(FakeRunner):
         self.swapped_in = threading.get_ident()
         self.swapped_after = list(self.order)
 
-    def execute(self, plan: StepPlan) -> Any:
+    def execute(self, plan: StepPlan, masks: object = None) -> Any:
         self.busy = True
         try:
-            return super().execute(plan)
+            return super().execute(plan, masks)
         finally:
             self.busy = False
 

@@ -83,7 +83,7 @@ class FakeRunner:
         self.torch_threads = torch.get_num_threads()
         return WarmUpReport(distinct_pieces=7)
 
-    def execute(self, plan: StepPlan) -> Done:
+    def execute(self, plan: StepPlan, masks: object = None) -> Done:
         self.threads.add(threading.get_ident())
         self.step(plan)
         self.order.append(plan.step_id)
@@ -233,9 +233,9 @@ class CapturingRunner(FakeRunner):
         self.idle = threading.Event()
         self.error: Exception | None = None
 
-    def execute(self, plan: StepPlan) -> Done:
+    def execute(self, plan: StepPlan, masks: object = None) -> Done:
         self.log.append(plan.step_id)
-        return super().execute(plan)
+        return super().execute(plan, masks)
 
     def idle_work(self) -> bool:
         self.threads.add(threading.get_ident())

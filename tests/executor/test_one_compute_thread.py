@@ -62,7 +62,7 @@ class _Watched:
     def compile_job(self) -> None:
         return None
 
-    def execute(self, plan: StepPlan) -> _Done:
+    def execute(self, plan: StepPlan, masks: object = None) -> _Done:
         self.threads["execute"] = threading.current_thread().name
         self.cores &= os.sched_getaffinity(0)
         if plan.step_id == self.fail_at:
@@ -147,7 +147,7 @@ def test_what_was_compiled_behind_waits_for_the_inline_step_that_runs(runner: _W
     def swap() -> None:
         order.append("swapped")
 
-    def execute(plan: StepPlan) -> _Done:
+    def execute(plan: StepPlan, masks: object = None) -> _Done:
         entered.set()
         assert leave.wait(10)
         order.append("step")

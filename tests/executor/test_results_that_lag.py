@@ -63,7 +63,7 @@ class LaggingRunner(FakeRunner):
     def warm_up(self) -> WarmUpReport:
         return WarmUpReport()
 
-    def execute(self, plan: StepPlan) -> Arriving:  # type: ignore[override]  # a result of another kind
+    def execute(self, plan: StepPlan, masks: object = None) -> Arriving:  # type: ignore[override]  # a result of another kind
         self.step(plan)
         self.order.append(plan.step_id)
         arriving = Arriving(plan)

@@ -9,9 +9,11 @@ is the oracle: the same function over the sequence's own tokens, without blocks,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+
+from toy_grammars import VOCAB, allowed, length_of
 
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
@@ -19,15 +21,16 @@ from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import (
     RowLogprobs,
     ScheduledRow,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    decode_masks,
     decode_plan,
     decode_result,
     encode_step,
 )
 
-VOCAB = 11
 POISON = 10_000
 """A token of a prompt that makes every logit from its position on NaN."""
 _MASK = (1 << 61) - 1
@@ -45,30 +48,38 @@ def digests(tokens: list[int]) -> list[int]:
     return out
 
 
-def sample(slots: list[int], seed: int) -> int:
+def sample(slots: list[int], seed: int, may: Collection[int] = range(VOCAB)) -> int:
+    """The first of those that it `may` be, from a token on that what the slots hold decides."""
     state = 3 + seed
     for slot in slots:
         state = _mix(state, slot)
-    return (state >> 17) % VOCAB
+    return next(token for step in range(VOCAB) if (token := ((state >> 17) + step) % VOCAB) in may)
 
 
-def candidates(slots: list[int], count: int) -> TokenLogprobs:
+def candidates(slots: list[int], count: int, may: Collection[int] = range(VOCAB)) -> TokenLogprobs:
     """The likeliest tokens after what the slots hold, best first, behind the one that is sampled: mostly the best."""
     state = 5
     for slot in slots:
         state = _mix(state, slot)
-    scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB)]
+    scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB) if token in may]
     best = sorted(scores, key=lambda one: -one[1])[:count]
     tokens, logprobs = zip(best[-1 if state % 7 == 0 else 0], *best)
     return TokenLogprobs(token_ids=list(tokens), logprobs=list(logprobs), rank=1)
 
 
-def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams) -> list[Hypothesis]:
+def _may(grammar: str | None, count: int) -> Collection[int]:
+    return range(VOCAB) if grammar is None else allowed(grammar, count)
+
+
+def search(
+    prompt: list[int], max_total: int, stop: set[int], beams: BeamParams, grammar: str | None = None
+) -> list[Hypothesis]:
     """Unbatched beam search."""
     found = BeamSearch(beams, frozenset(stop), max_total - len(prompt))
     texts: list[list[int]] = [[]]
     while True:
-        brought = [candidates(digests(prompt + text), found.num_candidates) for text in texts]
+        may = _may(grammar, len(texts[0]))
+        brought = [candidates(digests(prompt + text), found.num_candidates, may) for text in texts]
         choices = found.advance(brought, texts.__getitem__)
         if choices is None:
             return found.finished
@@ -76,17 +87,24 @@ def search(prompt: list[int], max_total: int, stop: set[int], beams: BeamParams)
 
 
 def generate(
-    prompt: list[int], max_total: int, stop: set[int], min_tokens: int = 0, seed: int = 0
+    prompt: list[int],
+    max_total: int,
+    stop: set[int],
+    min_tokens: int = 0,
+    seed: int = 0,
+    grammar: str | None = None,
 ) -> tuple[list[int], str]:
     """Unbatched: (generated tokens, finish reason)."""
     tokens = list(prompt)
     while True:
         if POISON in tokens:
             return tokens[len(prompt) :], "error"
-        token = sample(digests(tokens), seed)
+        token = sample(digests(tokens), seed, _may(grammar, len(tokens) - len(prompt)))
         counted = len(tokens) - len(prompt) >= min_tokens
         tokens.append(token)
         if token in stop and counted:
+            return tokens[len(prompt) :], "stop"
+        if grammar is not None and len(tokens) - len(prompt) == length_of(grammar) > 0:
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= max_total:
             return tokens[len(prompt) :], "length"
@@ -122,6 +140,8 @@ class ReplayingExecutor:
         self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.rows: dict[int, _Row] = {}
+        self.unsampled: deque[StepPlan] = deque()
+        """submitted; the first one waits for masks"""
         self.results: deque[StepResult] = deque()
         self.computed_tokens = 0
         self.some_failed = False
@@ -132,7 +152,24 @@ class ReplayingExecutor:
         told, plan = plan, decode_plan(encode_step(plan))
         assert plan == told, "what travels as bytes arrives"
         self._check(plan)
+        self.unsampled.append(plan)
+        if len(self.unsampled) == 1 and not plan.masked:
+            self._go_on()
+
+    def sample(self, masks: StepMasks) -> None:
+        told, masks = masks, decode_masks(encode_step(masks))
+        assert masks == told and masks.step_id == self.unsampled[0].step_id and len(masks.bits)
+        self._go_on(masks)
+
+    def _go_on(self, masks: StepMasks | None = None) -> None:
+        """As far as no masks are missing."""
+        self._run(self.unsampled.popleft(), masks)
+        while self.unsampled and not self.unsampled[0].masked:
+            self._run(self.unsampled.popleft(), None)
+
+    def _run(self, plan: StepPlan, masks: StepMasks | None) -> None:
         self._apply(plan)
+        bits = {} if masks is None else dict(zip(plan.masked, masks.bits[:, 0].tolist(), strict=True))
         for row in plan.rows.each():
             self.rows[row.row].next_position = row.computed
         for row in plan.rows.each():
@@ -147,9 +184,11 @@ class ReplayingExecutor:
                 prompt_logprobs[row.row] = entries
             if not row.samples:
                 continue
-            token = sample(known, state.seed)
+            mask = bits.get(len(tokens), -1)
+            may = [token for token in range(VOCAB) if mask >> token & 1]
+            token = sample(known, state.seed, may)
             if state.num_candidates is not None:
-                logprobs[row.row] = candidates(known, state.num_candidates)
+                logprobs[row.row] = candidates(known, state.num_candidates, may)
                 token = logprobs[row.row].token_ids[0]
             if POISON in state.tokens.values():
                 faults.append(row.row)

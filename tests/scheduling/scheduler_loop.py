@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from replaying_executor import ReplayingExecutor
+from toy_grammars import ToyGrammars
 
 from engine.config import Policy, Preemption, SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDelta, each_delta
@@ -51,7 +52,8 @@ class Loop:
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
-        self.scheduler = Scheduler(config, self.kv, swap_block_s)
+        self.grammars = ToyGrammars()
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars)
         self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
@@ -79,6 +81,7 @@ class Loop:
         followers: Iterable[str] = (),
         alike: bool = True,
         beams: BeamParams | None = None,
+        grammar: str | None = None,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
@@ -93,6 +96,7 @@ class Loop:
                 Follower(request_id=name, seed=0 if alike else index) for index, name in enumerate(followers, 1)
             ],
             beams=beams,
+            grammar=grammar,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -104,6 +108,9 @@ class Loop:
 
     def turn(self) -> bool:
         """Plan and submit one step, collect what is due. False when there was nothing to do."""
+        compiled = self.grammars.turn()
+        for grammar in compiled:
+            self.receive(self.scheduler.grammar_compiled(grammar))
         plan = self.scheduler.plan()
         failed = self.scheduler.end_failed()
         self.receive(failed)
@@ -113,17 +120,25 @@ class Loop:
             self.num_plain.append(self.scheduler._steps._steps[-1][1].num_plain)
             self.executor.submit(plan)
             self.pending.append(plan)
+        self._send_masks()
         due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
         if due:
             self.pending.popleft()
             self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
-        return plan is not None or due or bool(failed)
+            self._send_masks()
+        return plan is not None or due or bool(failed) or bool(compiled)
+
+    def _send_masks(self) -> None:
+        masks = self.scheduler.masks()
+        if masks is not None:
+            self.executor.sample(masks)
+        assert self.scheduler.masks() is None, "once"
 
     def run(self, max_turns: int = 5000) -> None:
         for _ in range(max_turns):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.grammars.under_way:
                 return
-            assert self.turn(), "work is left, nothing is in flight, and nothing was planned"
+            assert self.turn() or self.grammars.under_way, "work is left, nothing is in flight, and nothing was planned"
         raise AssertionError(f"not finished after {max_turns} turns")
 
     def receive(self, deltas: list[Delta]) -> None:

@@ -15,7 +15,7 @@ from engine.step import Rows, ScheduledRow
 
 
 def planned(rows: list[ScheduledRow]) -> PlannedStep:
-    return PlannedStep(Rows.of(rows), np.full(len(rows), None, dtype=object), np.zeros(0, dtype=np.int64))
+    return PlannedStep(Rows.of(rows), np.full(len(rows), None, dtype=object), np.zeros(0, dtype=np.int64), [])
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])

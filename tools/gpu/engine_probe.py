@@ -10,6 +10,7 @@ import itertools
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ from engine.core.start import build_core
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
 from engine.executor.in_process import InProcessExecutor, Pending
 from engine.runner.model_runner import ModelRunner
-from engine.step import LoadReport, RowParams, StepPlan, WarmUpReport
+from engine.runner.step_sampler import no_masks
+from engine.step import LoadReport, RowParams, StepMasks, StepPlan, WarmUpReport
 from gpu.context import Context
 
 
@@ -46,9 +48,9 @@ class TimedRunner:
         self.warm_up_report = self.inner.warm_up()
         return self.warm_up_report
 
-    def execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan, masks: Callable[[], StepMasks] = no_masks) -> Pending:
         started = time.perf_counter()
-        pending = self.inner.execute(plan)
+        pending = self.inner.execute(plan, masks)
         self.execute_us.append(1e6 * (time.perf_counter() - started))
         return pending
 

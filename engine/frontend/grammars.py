@@ -1,0 +1,87 @@
+"""Whether what a request's output must be can be served: asked of a process that can be ended, and remembered."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+from engine.frontend.helpers import HelperEndedError, Helpers
+from engine.frontend.turns import Turns
+from engine.grammars.checking import MAKE, GrammarAnswer
+from engine.limits import Limits
+from engine.request import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+_FIELD = "structured_outputs"
+_HELPERS = 2
+_answers = msgspec.msgpack.Decoder(GrammarAnswer)
+
+
+class GrammarChecks:
+    """`check` from any thread, `check_async` from one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._helpers = Helpers(
+            MAKE,
+            memory_bytes=limits.grammar_bytes,
+            turns=Turns(_HELPERS, limits.waiting_s, limits.message("waiting_s")),
+        )
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        """the grammars of what was asked before"""
+
+    def check(self, params: StructuredOutputsParams) -> str:
+        """The grammar as the core is told of it. Raises `InvalidRequestError`."""
+        question = self._question(params)
+        if (known := self._known.get(question)) is not None:
+            return known
+        try:
+            return self._learn(question, self._helpers.ask(question, self._limits.grammar_s))
+        except HelperEndedError as error:
+            raise self._refusal(error) from None
+
+    async def check_async(self, params: StructuredOutputsParams) -> str:
+        """As `check`; being cancelled ends the work."""
+        question = self._question(params)
+        if (known := self._known.get(question)) is not None:
+            return known
+        try:
+            return self._learn(question, await self._helpers.ask_async(question, self._limits.grammar_s))
+        except HelperEndedError as error:
+            raise self._refusal(error) from None
+
+    def close(self) -> None:
+        self._helpers.close()
+
+    def _question(self, params: StructuredOutputsParams) -> bytes:
+        self._limits.check("choices", len(params.choice or ()), _FIELD)
+        try:
+            question = msgspec.msgpack.encode(params)
+        except (RecursionError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"{_FIELD}: it is no JSON: {error}", _FIELD) from None
+        self._limits.check("grammar_chars", len(question), _FIELD)
+        return question
+
+    def _learn(self, question: bytes, answered: bytes) -> str:
+        answer = _answers.decode(answered)
+        if answer.error is not None:
+            raise InvalidRequestError(answer.error, _FIELD)
+        for warning in answer.warnings:
+            logger.warning("%s: %s", _FIELD, warning)
+        self._known[question] = answer.grammar
+        size = sum(len(key) + len(value) for key, value in self._known.items())
+        while size > self._limits.grammars_bytes and self._known:
+            key, value = self._known.popitem(last=False)
+            size -= len(key) + len(value)
+        return answer.grammar
+
+    def _refusal(self, error: HelperEndedError) -> InvalidRequestError:
+        if error.too_slow:
+            return InvalidRequestError(self._limits.message("grammar_s", None, _FIELD), _FIELD)
+        return InvalidRequestError(
+            f"{_FIELD}: it could not be checked: {error} ({self._limits.message('grammar_bytes')})", _FIELD
+        )

@@ -1,0 +1,51 @@
+"""The process that says whether a grammar can be served (`engine.frontend.helpers`): what it is in llguidance's
+language, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+from engine.grammars.language import FIELD, first_line, grammar_of, parser_limits
+from engine.request import StructuredOutputsParams
+
+MAKE = "engine.grammars.checking:checker"
+
+
+class GrammarAnswer(msgspec.Struct, omit_defaults=True):
+    grammar: str = ""
+    error: str | None = None
+    warnings: list[str] = []
+
+
+def checker(setup: bytes) -> Callable[[bytes], bytes]:
+    from llguidance import LLTokenizer
+
+    bytewise = LLTokenizer("byte")
+    decode = msgspec.msgpack.Decoder(StructuredOutputsParams).decode
+
+    def answer(question: bytes) -> bytes:
+        return msgspec.msgpack.encode(check(decode(question), bytewise))
+
+    return answer
+
+
+def check(params: StructuredOutputsParams, bytewise: object) -> GrammarAnswer:
+    """`bytewise`: llguidance's tokenizer of single bytes. An output must be possible: its first byte is looked for."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = grammar_of(params)
+    except InvalidRequestError as error:
+        return GrammarAnswer(error=str(error))
+    matcher = LLMatcher(bytewise, grammar, log_level=0, limits=parser_limits())  # type: ignore[arg-type]
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = first_line(matcher.get_error())
+        if reason.startswith("NoExtension"):
+            reason = "no output can match it"
+        return GrammarAnswer(error=f"{FIELD}: {reason}")
+    return GrammarAnswer(grammar=grammar, warnings=[first_line(each) for each in matcher.get_grammar_warnings()])

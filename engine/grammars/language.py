@@ -1,0 +1,129 @@
+"""What a request may write becomes one text in llguidance's own language. Runs in a process that can be ended
+(`checking`): a GBNF grammar is parsed by Python, a schema may be anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+    from engine.request import StructuredOutputsParams
+
+FIELD = "structured_outputs"
+
+WHITESPACE = r"( |\n[ \t]{0,32})?"
+"""between the parts of a JSON text: one space, or the end of a line and an indentation. Without a bound models go on
+with whitespace for as long as they may."""
+
+
+def parser_limits() -> LLParserLimits:
+    """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def grammar_of(params: StructuredOutputsParams) -> str:
+    """Raises `InvalidRequestError` for what cannot be said in that language; what is wrong in it, compiling finds."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if params.json is not None or params.json_object:
+            return _of_json(params)
+        if params.structural_tag is not None:
+            return _of_tags(params)
+        if params.regex is not None:
+            return LLMatcher.grammar_from_regex(params.regex)
+        if params.choice is not None:
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return grammar_from("grammar", params.grammar or "")
+    except InvalidRequestError:
+        raise
+    except RecursionError:
+        raise InvalidRequestError(f"{FIELD}: it nests too deep", FIELD) from None
+    except (ValueError, AssertionError) as error:
+        raise InvalidRequestError(f"{FIELD}: {first_line(str(error))}", FIELD) from None
+
+
+def _of_json(params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    schema = {"type": "object"} if params.json is None else _parsed(params.json, "json")
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError(f"{FIELD}.json: a JSON schema is an object, not {type(schema).__name__}", FIELD)
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=_options(params))
+
+
+def _options(params: StructuredOutputsParams) -> Any:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False, "lenient": not params.strict}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE, "lenient": not params.strict}
+
+
+def _closed(schema: Any) -> Any:
+    """Objects have no properties but those that their schema names."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    values = ("enum", "const", "default", "examples")
+    closed = {key: each if key in values else _closed(each) for key, each in schema.items()}
+    if isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+class _Tag(msgspec.Struct, forbid_unknown_fields=True):
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+class _Tags(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's and xgrammar's: free text, in which triggers begin structures."""
+
+    type: str
+    structures: list[_Tag]
+    triggers: list[str]
+
+
+def _of_tags(params: StructuredOutputsParams) -> str:
+    from llguidance import StructTag
+
+    try:
+        tags = msgspec.convert(_parsed(params.structural_tag, "structural_tag"), _Tags)
+    except msgspec.ValidationError as error:
+        form = '{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}'
+        raise InvalidRequestError(f"{FIELD}.structural_tag: {error}; it reads {form}", FIELD) from None
+    structures = []
+    for tag in tags.structures:
+        trigger = next((each for each in tags.triggers if each and tag.begin.startswith(each)), None)
+        if trigger is None:
+            raise InvalidRequestError(f"{FIELD}.structural_tag: no trigger begins {tag.begin!r}", FIELD)
+        schema = {**tag.schema, "x-guidance": _options(params)}
+        structures.append(StructTag(trigger=trigger, begin=tag.begin, grammar=schema, end=tag.end))
+    return StructTag.to_grammar(structures, assume_special=False)
+
+
+def _parsed(value: str | Mapping[str, Any] | None, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise InvalidRequestError(f"{FIELD}.{name}: not JSON: {error}", FIELD) from None
+
+
+def first_line(error: str) -> str:
+    """Of llguidance's message, without the parser's state behind it."""
+    return " ".join(error.partition("\n<")[0].split())[:500]

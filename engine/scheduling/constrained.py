@@ -1,0 +1,73 @@
+"""Requests with a grammar: they wait for it without holding up those behind them, and every step that samples for them
+is told what it may."""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequestError
+from engine.grammars.interface import Grammars, Matcher
+from engine.scheduling.holdings import Holdings
+from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.steps_in_flight import StepsInFlight
+from engine.step import StepMasks
+
+
+class Constrained:
+    def __init__(self, held: Holdings, steps: StepsInFlight, grammars: Grammars | None) -> None:
+        self._held = held
+        self._steps = steps
+        self._grammars = grammars
+        self._preparing: dict[str, list[list[Sequence]]] = {}
+        """by their grammar: the sequences of each request that waits for it"""
+
+    def __len__(self) -> int:
+        """Sequences that wait for a grammar."""
+        return sum(len(samples) for requests in self._preparing.values() for samples in requests)
+
+    def start(self, grammar: str) -> Matcher | None:
+        """Where outputs begin in it; None: it compiles, and the request is to be prepared. Raises `InvalidRequestError`
+        if it did not compile."""
+        if self._grammars is None:
+            raise InvalidRequestError("this engine compiles no grammars", "structured_outputs")
+        return self._grammars.start(grammar) if self._grammars.begin(grammar) else None
+
+    def prepare(self, grammar: str, samples: list[Sequence]) -> None:
+        """A new request's sequences take their places when the grammar is compiled."""
+        for seq in samples:
+            seq.status = Status.PREPARING
+        self._preparing.setdefault(grammar, []).append(samples.copy())
+
+    def compiled(self, grammar: str) -> list[tuple[Sequence, str]]:
+        """It is at hand, or has failed. Returns the requests that fail with it."""
+        failed = []
+        for samples in self._preparing.pop(grammar, ()):
+            alive = [seq for seq in samples if seq.status is Status.PREPARING]
+            if alive:
+                try:
+                    self.queue(alive, self.start(grammar))
+                except InvalidRequestError as error:
+                    failed.append((alive[0], str(error)))
+        return failed
+
+    def queue(self, samples: list[Sequence], start: Matcher | None) -> None:
+        """A request's sequences, or the members of its search, take their places."""
+        for seq in samples:
+            seq.matcher = None if start is None else start.copy()
+        leader, *others = samples
+        if leader.group is not None:
+            for seq in others:
+                seq.status = Status.FOLLOWING
+            others = []
+        self._held.queue(leader, others)
+
+    def masks(self) -> StepMasks | None:
+        """What the oldest step in flight waits for, once."""
+        waiting = self._steps.oldest_masked()
+        if waiting is None or self._grammars is None:
+            return None
+        step_id, step = waiting
+        owners = step.owners[step.rows.samples > 0][step.masked].tolist()
+        bits, failed = self._grammars.fill([seq.matcher for seq in owners])
+        for index, reason in failed.items():
+            if owners[index].status is not Status.FINISHED:
+                self._held.failures.note(owners[index], InvalidRequestError(reason, "structured_outputs"))
+        return StepMasks(step_id, bits)
