@@ -31,9 +31,9 @@ class Job:
     grammar: str | None
 
 
-_GRAMMARS = st.tuples(
-    st.sampled_from("abc"), st.sampled_from([0, 1, 4, 9]), st.sampled_from([0, 0, 1, 5])
-).map(lambda parts: ":".join(map(str, parts)))
+_GRAMMARS = st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 4, 9]), st.sampled_from([0, 0, 1, 5])).map(
+    lambda parts: ":".join(map(str, parts))
+)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Grammars that need no library: which tokens may come next is a hash of how many have come, and of which grammar it is.
+"""Grammars without a library: which tokens may come next is a hash of how many have come, and of which grammar it is.
 
 A grammar's text is ``seed:length:delay``: an output is over after `length` tokens (0: never), and it compiles within
 `delay` turns of the loop. ``broken`` does not compile; ``breaks:length:delay`` cannot say what comes after `length`.

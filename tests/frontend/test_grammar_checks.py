@@ -1,0 +1,115 @@
+"""What outputs must be is checked in a process that can be ended: remembered, bounded, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.errors import InvalidRequestError
+from engine.frontend.grammars import GrammarChecks
+from engine.limits import Limits
+from engine.request import SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.timeout(120)
+SLOW = StructuredOutputsParams(
+    json={"allOf": [{"type": "string", "pattern": f".*{c}.{{{n}}}"} for n, c in enumerate("abcdefghijklmnop")]}
+)
+"""about a second"""
+
+
+@pytest.fixture
+def checks() -> Iterator[GrammarChecks]:
+    made = GrammarChecks(Limits(grammar_s=0.2, grammar_chars=4000, choices=5, grammars_bytes=2000))
+    yield made
+    made.close()
+
+
+def test_the_same_answer_without_asking_again(checks: GrammarChecks) -> None:
+    params = StructuredOutputsParams(regex="a+")
+    grammar = checks.check(params)
+    checks.close()  # nobody could be asked any more
+    assert checks.check(StructuredOutputsParams(regex="a+")) == grammar
+    assert asyncio.run(checks.check_async(params)) == grammar
+
+
+def test_what_is_wrong_is_told_and_the_helper_serves_on(checks: GrammarChecks) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="unclosed") as caught:
+            checks.check(StructuredOutputsParams(regex="(("))
+        assert caught.value.field == "structured_outputs"
+    assert checks.check(StructuredOutputsParams(regex="b"))
+    assert len(checks._helpers._idle) == 1
+
+
+def test_what_takes_too_long_is_ended_and_names_its_limit(checks: GrammarChecks) -> None:
+    for ask in (checks.check, lambda params: asyncio.run(checks.check_async(params))):
+        with pytest.raises(InvalidRequestError, match="grammar_s"):
+            ask(SLOW)
+    assert checks.check(StructuredOutputsParams(regex="b"))
+
+
+def test_who_leaves_ends_the_check(checks: GrammarChecks) -> None:
+    async def leave() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(checks.check_async(SLOW), 0.02)
+
+    asyncio.run(leave())
+    assert not checks._helpers._idle
+
+
+@pytest.mark.parametrize(
+    ("params", "limit"),
+    [
+        (StructuredOutputsParams(choice=["a"] * 6), "choices"),
+        (StructuredOutputsParams(regex="a" * 5000), "grammar_chars"),
+    ],
+)
+def test_too_much_is_refused_without_asking(checks: GrammarChecks, params: StructuredOutputsParams, limit: str) -> None:
+    with pytest.raises(InvalidRequestError, match=limit):
+        checks.check(params)
+    assert not checks._helpers._idle
+
+
+def test_what_nests_for_ever_is_no_json(checks: GrammarChecks) -> None:
+    schema: dict[str, object] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequestError):
+        checks.check(StructuredOutputsParams(json=schema))
+
+
+def test_what_is_remembered_is_bounded(checks: GrammarChecks) -> None:
+    for number in range(60):
+        checks.check(StructuredOutputsParams(regex=f"a{{{number + 1}}}"))
+    assert sum(len(key) + len(value) for key, value in checks._known.items()) <= 2000
+
+
+def test_two_that_are_slow_do_not_hold_up_those_who_are_remembered(checks: GrammarChecks) -> None:
+    known = StructuredOutputsParams(regex="a+")
+    checks.check(known)
+
+    async def ask() -> float:
+        slow = [asyncio.ensure_future(checks.check_async(SLOW)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await checks.check_async(known)
+        took = time.monotonic() - began
+        assert not all(one.done() for one in slow)
+        await asyncio.gather(*slow, return_exceptions=True)
+        return took
+
+    asyncio.run(ask())
+
+
+def test_a_search_in_a_grammar_needs_its_end() -> None:
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        SamplingParams(
+            use_beam_search=True,
+            n=2,
+            temperature=0,
+            ignore_eos=True,
+            structured_outputs=StructuredOutputsParams(regex="a"),
+        )

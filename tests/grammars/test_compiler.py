@@ -1,0 +1,179 @@
+"""Compiled grammars: masks are what brute force says, positions are copied and go on by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from queue import Queue
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.core.wire import Vocabulary
+from engine.errors import InvalidRequestError
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.language import grammar_of
+from engine.request import StructuredOutputsParams
+
+EOS, PADDING = 2, 5
+WORDS = ["a", "b", "ab", "ba", "abb", "c", "bc", "cab", "1", "12", "{", "}", '"', ":", '":', '"}', "aa"]
+VOCAB = 3 + 256 + len(WORDS) + PADDING
+
+
+def vocabulary() -> Vocabulary:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    entries = ["<unk>", "<s>", "</s>", *alphabet]
+    vocab = {word: index for index, word in enumerate([*entries, *(w for w in WORDS if w not in entries)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Vocabulary(tokenizer=tokenizer.to_str(), eos_token_ids=[EOS])
+
+
+TOKENS = {index: word for word, index in Tokenizer.from_str(vocabulary().tokenizer).get_vocab().items()}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    made = GrammarCompiler(VOCAB, 1 << 20, 2)
+    made.set_vocabulary(vocabulary())
+    return made
+
+
+def allowed(compiler: GrammarCompiler, matcher: object) -> set[int]:
+    bits, failed = compiler.fill([matcher])  # type: ignore[list-item]
+    assert not failed
+    unpacked = np.unpackbits(bits.view(np.uint8), bitorder="little")
+    assert bits.shape == (1, -(-VOCAB // 32))
+    return set(np.flatnonzero(unpacked).tolist())
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("abc1", min_size=1, max_size=6), min_size=1, max_size=6, unique=True), st.data())
+def test_masks_are_what_brute_force_says(compiler: GrammarCompiler, words: list[str], data: st.DataObject) -> None:
+    grammar = grammar_of(StructuredOutputsParams(choice=words))
+    assert compiler.begin(grammar)
+    matcher, text = compiler.start(grammar), ""
+    while True:
+        may = {i for i, token in TOKENS.items() if i > EOS and any(w.startswith(text + token) for w in words)}
+        if text in words:
+            may.add(EOS)
+        got, follow = allowed(compiler, matcher), {w[len(text) : len(text) + 1] for w in words if w.startswith(text)}
+        # Where only one text can follow, it is to be spelt as the tokenizer would.
+        assert got == may if len(follow) > 1 else got and got <= may
+        assert matcher.is_over == (may == {EOS})
+        token = data.draw(st.sampled_from(sorted(got)))
+        if token == EOS:
+            return
+        matcher.advance(token)
+        text += TOKENS[token]
+
+
+def test_copies_go_on_by_themselves(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(regex="a+b?"))
+    compiler.begin(grammar)
+    one = compiler.start(grammar)
+    one.advance(TOKEN["a"])
+    other = one.copy()
+    one.advance(TOKEN["b"])
+    assert one.is_over and not other.is_over
+    other.advance(TOKEN["aa"])
+    assert TOKEN["b"] in allowed(compiler, other)
+    assert EOS not in allowed(compiler, compiler.start(grammar))
+
+
+TOKEN = {word: index for index, word in TOKENS.items()}
+
+
+def test_a_token_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    compiler.begin(grammar)
+    with pytest.raises(InvalidRequestError, match="does not match"):
+        compiler.start(grammar).advance(TOKEN["b"])
+
+
+def test_rows_are_filled_side_by_side_and_those_without_a_grammar_may_anything(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(json={"type": "object"}))
+    compiler.begin(grammar)
+    first = compiler.start(grammar)
+    second = first.copy()
+    second.advance(TOKEN["{"])
+    bits, failed = compiler.fill([None, first, second, None, first.copy()])
+    assert not failed and (bits[[0, 3]] == -1).all()
+    assert (bits[1] == bits[4]).all() and (bits[1] != bits[2]).any()
+
+
+def test_what_does_not_compile_says_so_when_it_is_started(compiler: GrammarCompiler) -> None:
+    assert compiler.begin("nonsense:")
+    with pytest.raises(InvalidRequestError):
+        compiler.start("nonsense:")
+
+
+def test_a_grammar_that_runs_into_a_dead_end_fails_its_row_alone(compiler: GrammarCompiler) -> None:
+    broken = grammar_of(StructuredOutputsParams(regex="a+"))
+    compiler.begin(broken)
+    dead, alive = compiler.start(broken), compiler.start(broken)
+    with pytest.raises(InvalidRequestError):
+        dead.advance(TOKEN["c"])
+    bits, failed = compiler.fill([dead, alive])
+    assert list(failed) == [0] and failed[0] and (bits[0] == -1).all() and (bits[1] != -1).any()
+
+
+def test_no_vocabulary_is_a_reason() -> None:
+    bare = GrammarCompiler(VOCAB, 1 << 20, 1)
+    grammar = grammar_of(StructuredOutputsParams(regex="a"))
+    assert bare.begin(grammar)
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        bare.start(grammar)
+
+
+@pytest.fixture
+def notified() -> Iterator[tuple[GrammarCompiler, Queue[str]]]:
+    told: Queue[str] = Queue()
+    made = GrammarCompiler(VOCAB, 1 << 20, 1, told.put)
+    made.set_vocabulary(vocabulary())
+    yield made, told
+
+
+def test_a_thread_compiles_and_tells_once_for_all_who_ask(notified: tuple[GrammarCompiler, Queue[str]]) -> None:
+    compiler, told = notified
+    grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    assert not compiler.begin(grammar) and not compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar
+    assert compiler.begin(grammar) and told.empty()
+    assert [t for t in threading.enumerate() if t.name == "grammars"]
+
+
+def test_what_was_not_asked_for_for_long_is_dropped_and_compiled_again() -> None:
+    compiler = GrammarCompiler(VOCAB, 200, 1)
+    compiler.set_vocabulary(vocabulary())
+    grammars = [grammar_of(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 30)]
+    for grammar in grammars:
+        compiler.begin(grammar)
+        compiler.start(grammar)
+    assert sum(map(len, compiler._compiled)) <= 200 and list(compiler._compiled)[-1] == grammars[-1]
+    compiler.begin(grammars[0])
+    assert TOKEN["a"] in allowed(compiler, compiler.start(grammars[0]))
+
+
+def test_json_that_is_drawn_at_random_from_masks_is_json(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[abc]{0,4}$"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    grammar = grammar_of(StructuredOutputsParams(json=schema))
+    compiler.begin(grammar)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        matcher, text = compiler.start(grammar), ""
+        while not matcher.is_over:
+            may = sorted(allowed(compiler, matcher) - {EOS})
+            token = may[random.integers(len(may))]
+            matcher.advance(token)
+            text += TOKENS[token].replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
+        value = json.loads(text)
+        assert set(value) == {"a"} and re.fullmatch("[abc]{0,4}", value["a"])

@@ -1,0 +1,141 @@
+"""What may be asked for, how it is written for the compiler, and what is refused, by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.errors import InvalidRequestError
+from engine.grammars.checking import check
+from engine.grammars.language import grammar_of, parser_limits
+from engine.request import StructuredOutputsParams
+
+BYTES = LLTokenizer("byte")
+PERSON = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=x>", "schema": {"type": "object", "properties": {"n": {"type": "integer"}},
+                                                 "required": ["n"]}, "end": "</f>"}],
+    "triggers": ["<f="],
+}  # fmt: skip
+
+
+def takes(params: StructuredOutputsParams, text: str) -> bool:
+    """The whole text is an output."""
+    matcher = LLMatcher(BYTES, grammar_of(params), limits=parser_limits(), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def params(**fields: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (params(json=PERSON), ['{"a": 1}', '{"a":1,"b":"x"}', '{\n  "a": 1\n}'], ['{"b": "x"}', '{"a": "1"}', "1"]),
+        (params(json=json.dumps(PERSON)), ['{"a": 1}'], ["{}"]),
+        (params(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1"]),
+        (params(regex="[a-c]{2}[0-9]+"), ["ab1", "cc123"], ["a1", "abx", "ab1 "]),
+        (params(choice=["yes", 'n"o', "né"]), ["yes", 'n"o', "né"], ["ye", "no", "yesno"]),
+        (params(grammar='root ::= "a" b*\nb ::= "b" | "c"'), ["a", "abcb"], ["b", "ad"]),
+        (params(grammar='start: "a" B+\nB: /[0-9]/'), ["a1", "a42"], ["a", "1"]),
+        (params(structural_tag=TAGS), ["free", 'one <f=x>{"n": 1}</f> two'], ['<f=x>{"m": 1}</f>', "<f=y>"]),
+        (params(structural_tag=json.dumps(TAGS)), ['<f=x>{"n":1}</f>'], ['<f=x>{"n":1}']),
+    ],
+)
+def test_outputs_are_what_was_asked_for(asked: StructuredOutputsParams, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not takes(asked, text)] == []
+    assert [text for text in bad if takes(asked, text)] == []
+
+
+def test_whitespace_in_json_is_bounded_unless_asked_for_otherwise() -> None:
+    assert takes(params(json=PERSON), '{ "a" : 1\n}')
+    assert not takes(params(json=PERSON), '{  "a": 1}') and not takes(params(json=PERSON), '{\n\n"a": 1}')
+    assert not takes(params(json=PERSON), "{\n" + 33 * " " + '"a": 1}')
+    assert takes(params(json=PERSON, whitespace_pattern="[ ]{0,3}"), '{   "a": 1}')
+    assert not takes(params(json=PERSON, disable_any_whitespace=True), '{"a": 1}')
+    assert takes(params(json=PERSON, disable_any_whitespace=True), '{"a":1}')
+
+
+def test_properties_that_nobody_named_can_be_forbidden() -> None:
+    assert takes(params(json=PERSON), '{"a":1,"c":2}')
+    assert not takes(params(json=PERSON, disable_additional_properties=True), '{"a":1,"c":2}')
+    nested = {"type": "object", "properties": {"x": PERSON, "properties": {"const": {"properties": 1}}}}
+    assert not takes(params(json=nested, disable_additional_properties=True), '{"x":{"a":1,"c":2}}')
+    assert takes(params(json=nested, disable_additional_properties=True), '{"properties":{"properties":1}}')
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (params(json={"type": "object", "unevaluatedProperties": False}), "unevaluatedProperties"),
+        (params(json="{"), "not JSON"),
+        (params(json="[1]"), "not list"),
+        (params(json={"$ref": "#"}), "no output"),
+        (params(json={"type": "integer", "minimum": 5, "maximum": 4}), "minimum"),
+        (params(json={"$ref": "https://example.com/x"}), "example.com"),
+        (params(regex="(("), "unclosed group"),
+        (params(grammar="garbage"), "GBNF"),
+        (params(grammar="start: missing"), "missing"),
+        (params(structural_tag={"type": "structural_tag", "format": {}}), "structures"),
+        (params(structural_tag={**TAGS, "triggers": ["<g"]}), "no trigger"),
+        (params(structural_tag={**TAGS, "structures": []}), "empty"),
+        (params(json=PERSON, whitespace_pattern="(("), "("),
+        (params(choice=[""] * 3 + ["\x00"]), ""),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_reason(asked: StructuredOutputsParams, says: str) -> None:
+    answer = check(asked, BYTES)
+    if not says:
+        assert answer.error is None
+        return
+    assert answer.error is not None and answer.error.startswith("structured_outputs") and says in answer.error
+    assert answer.error.count("structured_outputs") == 1 and "\n" not in answer.error
+
+
+def test_what_a_schema_says_and_nobody_knows_is_passed_over_where_asked() -> None:
+    answer = check(params(json={"type": "string", "unevaluatedProperties": False}, strict=False), BYTES)
+    assert answer.error is None and any("unevaluatedProperties" in each for each in answer.warnings)
+
+
+@pytest.mark.parametrize("fields", [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": [1]}])
+def test_exactly_one_kind(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        params(**fields)
+    assert caught.value.field == "structured_outputs"
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BOMBS = {
+    "nested": params(json=_nested(400)),
+    "repeated": params(regex="((a{1,1000}){1,1000}){1,1000}"),
+    "minItems": params(json={"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+    "alternatives": params(json={"anyOf": [{"type": "object", "required": [f"k{i}"],
+                                            "properties": {f"k{i}": {"type": "string"}}} for i in range(2000)]}),
+    "intersections": params(json={"allOf": [{"type": "string", "pattern": f".*{c}.{{{n}}}"}
+                                            for n, c in enumerate("abcdefghijklmnop")]}),
+    "recursion": params(json={"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}},
+                              "$ref": "#/$defs/a"}),
+    "left recursion": params(grammar='start: x\nx: x x | "a" | '),
+    "properties": params(json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20000)}}),
+    "unknown GBNF": params(grammar="root ::= " + "(" * 5000 + ")" * 5000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_or_harmless(bomb: str) -> None:
+    """In this process: the bounds on what a grammar may cost are the compiler's own."""
+    answer = check(BOMBS[bomb], BYTES)
+    assert answer.error is None or "structured_outputs" in answer.error
