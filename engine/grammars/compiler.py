@@ -1,15 +1,18 @@
 """Grammars compiled with llguidance, in a thread of their own where the core must not wait for them.
 
-A compiled one is kept while there is room for it; outputs start from copies, which share what it has learnt. All that
-it may cost is bounded (`language.parser_limits`), and it was checked before in a process that could be ended
-(`checking`), so the thread is not in danger.
+A compiled one is kept while there is room for it. Outputs start from copies, which share what it has learnt, and a lock:
+threads that fill masks side by side need a grammar compiled as often as there are threads. All that it may cost is
+bounded (`language.parser_limits`), and it was checked before in a process that could be ended (`checking`), so the
+thread is not in danger.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -23,15 +26,18 @@ from engine.grammars.language import FIELD, first_line, parser_limits
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+_MOST_BASES = 4
 _EVERYTHING = -1
 """32 tokens that are allowed"""
 
 
 class LlguidanceMatcher:
-    __slots__ = ("inner",)
+    __slots__ = ("inner", "share")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, share: int) -> None:
+        """`share`: what has the same number shares a lock."""
         self.inner = inner
+        self.share = share
 
     def advance(self, token: int) -> None:
         if not self.inner.consume_token(token):
@@ -43,7 +49,18 @@ class LlguidanceMatcher:
         return self.inner.is_stopped()
 
     def copy(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self.inner.deep_copy())
+        return LlguidanceMatcher(self.inner.deep_copy(), self.share)
+
+
+class _Compiled:
+    """One grammar, as often as threads fill masks of it."""
+
+    def __init__(self, first: LlguidanceMatcher) -> None:
+        self.bases = [first]
+        self._starts = itertools.count()
+
+    def start(self) -> LlguidanceMatcher:
+        return self.bases[next(self._starts) % len(self.bases)].copy()
 
 
 class GrammarCompiler:
@@ -59,11 +76,13 @@ class GrammarCompiler:
         self._words = -(-vocab_size // 32)
         self._kept_bytes = kept_bytes
         self._threads = threads
+        self._num_bases = min(threads or _MOST_BASES, _MOST_BASES)
+        self._shares = itertools.count()
         self._notify = notify
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[str, LLMatcher | str] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiled | str] = OrderedDict()
         """or why it is not"""
         self._lock = threading.Lock()
         self._work: SimpleQueue[str] | None = None
@@ -82,7 +101,7 @@ class GrammarCompiler:
                 return False
             self._under_way.add(grammar)
         if self._notify is None:
-            self._compile(grammar)
+            self._compile_again(grammar, self._compile(grammar))
             return True
         if self._work is None:
             self._work = SimpleQueue()
@@ -96,15 +115,15 @@ class GrammarCompiler:
             self._drop_oldest()
         if isinstance(compiled, str):
             raise InvalidRequestError(f"{FIELD}: {compiled}", FIELD)
-        return LlguidanceMatcher(compiled.deep_copy())
+        return compiled.start()
 
     def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
         from llguidance import LLExecutor
 
         masks = np.full((len(matchers), self._words), _EVERYTHING, dtype=np.int32)
-        asked: list[tuple[LLMatcher, int]] = [
-            (matcher.inner, index) for index, matcher in enumerate(matchers) if isinstance(matcher, LlguidanceMatcher)
-        ]
+        known = [(m.share, index, m.inner) for index, m in enumerate(matchers) if isinstance(m, LlguidanceMatcher)]
+        # Threads take parts of the list: neighbours may share a lock.
+        asked = [(matcher, index) for _, index, matcher in sorted(known, key=itemgetter(0))]
         row_bytes = masks.strides[0]
         if len(asked) == 1:
             [(matcher, index)] = asked
@@ -121,32 +140,41 @@ class GrammarCompiler:
     def _run(self, work: SimpleQueue[str], notify: Callable[[str], None]) -> None:
         while True:
             grammar = work.get()
-            self._compile(grammar)
+            compiled = self._compile(grammar)
             notify(grammar)
+            self._compile_again(grammar, compiled)
 
-    def _compile(self, grammar: str) -> None:
-        compiled: LLMatcher | str
+    def _compile(self, grammar: str) -> _Compiled | str:
+        compiled: _Compiled | str
         try:
-            compiled = self._made(grammar)
+            compiled = _Compiled(self._made(grammar))
         except Exception as error:
-            compiled = f"{type(error).__name__}: {first_line(str(error))}"
+            compiled = first_line(str(error)) or type(error).__name__
         with self._lock:
             self._compiled[grammar] = compiled
             self._under_way.discard(grammar)
+        return compiled
 
-    def _made(self, grammar: str) -> LLMatcher | str:
+    def _compile_again(self, grammar: str, compiled: _Compiled | str) -> None:
+        if isinstance(compiled, _Compiled):
+            compiled.bases += [self._made(grammar) for _ in range(1, self._num_bases)]
+
+    def _made(self, grammar: str) -> LlguidanceMatcher:
+        """Raises `InvalidRequestError`."""
         from llguidance import LLMatcher, LLTokenizer
 
         if self._tokenizer is None:
             if self._vocabulary is None:
-                return "the core knows no vocabulary"
+                raise InvalidRequestError("the core knows no vocabulary", FIELD)
             text, eos = self._vocabulary.tokenizer, self._vocabulary.eos_token_ids
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
             self._vocabulary = None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # what the first mask learns, all outputs know
-        return first_line(matcher.get_error()) if matcher.is_error() else matcher
+        if matcher.is_error():
+            raise InvalidRequestError(first_line(matcher.get_error()), FIELD)
+        return LlguidanceMatcher(matcher, next(self._shares))
 
     def _drop_oldest(self) -> None:
         """Under the lock, and not before the latest has been taken."""

@@ -17,7 +17,6 @@ from engine.runner.loading import CausalModel
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
-from engine.sampling.grammar_masks import restrict
 from engine.sampling.logprobs import joined
 from engine.step import Rows, ScheduledRow, StepMasks, StepPlan
 
@@ -62,7 +61,7 @@ class StepSampler:
         observer.mark(step_profile.SAMPLING)
         tokens = self._table.tokens
         if allowed is not None:
-            restrict(logits, plan.masked, allowed)
+            self._sampler.restrict(logits, plan.masked, allowed)
         try:
             sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
         except Exception:
@@ -70,7 +69,7 @@ class StepSampler:
             # What failed may have changed the logits: the same product gives the same bits again.
             logits = self._model.compute_logits(last)
             if allowed is not None:
-                restrict(logits, plan.masked, allowed)
+                self._sampler.restrict(logits, plan.masked, allowed)
             sampled = self._sample_each(logits, batch, failures)
         self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
         return SampledStep(plan.step_id, rows, sampled, prompt, failures)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from engine.sampling.batch import BatchPlan, RowState, classify, has_penalties, plan_batch
@@ -125,6 +126,10 @@ class Sampler:
     def max_workspace_bytes(self) -> int:
         """`workspace_bytes` when every row uses penalties."""
         return self.workspace_bytes - self._seen.size_bytes + self._seen.max_size_bytes
+
+    def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
+        """See `SamplingKernels.restrict`; before `sample`, of the same logits."""
+        self._kernels.restrict(logits, places, np.require(bits, np.int32, ["C", "W"]))  # torch wants to own it
 
     def sample(
         self,

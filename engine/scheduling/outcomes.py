@@ -46,12 +46,16 @@ class Outcomes:
             special |= np.fromiter(stops, dtype=bool, count=num_plain)
         owners = step.owners[:num_plain]
         deltas: list[Delta] = []
+        masked = rows.masked[numbers] & ~special
+        done = self._of_masked(owners, tokens, np.flatnonzero(masked).tolist(), deltas) if masked.any() else []
         if special.any():
             computed = step.rows.computed
             for index in np.flatnonzero(special).tolist():
                 row = ScheduledRow(int(numbers[index]), int(computed[index]), 1, samples=True)
                 deltas += self._of_row(owners[index], row, tokens[index], result, logprobs)
+        if done or special.any():
             plain = ~special
+            plain[done] = False
             numbers, owners = numbers[plain], owners[plain]
             tokens = [tokens[index] for index in np.flatnonzero(plain).tolist()]
         for seq, token in zip(owners.tolist(), tokens):
@@ -60,6 +64,26 @@ class Outcomes:
         if tokens:
             deltas.append(TokenDeltas(request_ids=rows.request_ids[numbers].tolist(), token_ids=tokens))
         return deltas
+
+    def _of_masked(self, owners: np.ndarray, tokens: list[int], places: list[int], deltas: list[Delta]) -> list[int]:
+        """The grammars of those go on, too. Returns where that was not all: at its end, or where one has failed."""
+        done = []
+        for place in places:
+            seq, token = owners[place], tokens[place]
+            goes_on = over = False
+            with self._held.failures.isolate(seq):
+                seq.matcher.advance(token)
+                over = seq.matcher.is_over
+                goes_on = not over
+            if goes_on:
+                continue
+            done.append(place)
+            self._rows.arrived(seq)
+            if over:
+                with self._held.failures.isolate(seq):
+                    self.generated_tokens += 1
+                    deltas.append(self._deliver(seq, token, cached_tokens=seq.newly_cached, matched=True))
+        return done
 
     def _of_row(
         self,
@@ -140,10 +164,11 @@ class Outcomes:
         logprobs: Tokens[TokenLogprobs] = (),
         prompt_logprobs: Tokens[TokenLogprobs] = (),
         cached_tokens: int = 0,
+        matched: bool = False,
     ) -> SequenceDelta:
-        """The sequence has one token more, and may end with it."""
+        """The sequence has one token more, and may end with it. `matched`: its grammar knows of it."""
         stopped = seq.ends_with(token)
-        if seq.matcher is not None and not stopped:
+        if seq.matcher is not None and not stopped and not matched:
             seq.matcher.advance(token)
         self._rows.append(seq, token)
         over = stopped or (seq.matcher is not None and seq.matcher.is_over)

@@ -38,7 +38,7 @@ class RunningRows:
         self.ready = np.zeros(num_rows, dtype=bool)
         self.alone = np.zeros(num_rows, dtype=bool)
         self.detailed = np.zeros(num_rows, dtype=bool)
-        """a token of it is not all: log-probabilities come with it, or candidates, or a grammar goes on"""
+        """more than a token comes back of it: log-probabilities, or candidates"""
         self.masked = np.zeros(num_rows, dtype=bool)
         """its owner samples what a grammar allows"""
         self.stop_tokens: Counter[int] = Counter()
@@ -74,7 +74,7 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
-        self.detailed[row] = seq.params.logprobs is not None or seq.matcher is not None
+        self.detailed[row] = seq.params.logprobs is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)
         insort(self.sequences, seq, key=_key)

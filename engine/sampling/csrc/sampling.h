@@ -59,6 +59,8 @@ struct KernelTable {
   int64_t (*draw)(const Row& row, const Parameters& parameters);
   // `target` and then the first `columns` tokens (<= kListed, <= vocab), their log-probabilities, the target's rank.
   void (*score)(const Row& row, int64_t target, int64_t columns, int64_t* ids, float* logprobs, int64_t* rank);
+  // Logits whose bits, 32 to a word from the lowest one on, are 0 become -inf.
+  void (*restrict_to)(float* logits, int64_t vocab, const int32_t* bits);
   // Counts `last`, the token at `position - 1`, where that position is new; then lowers the list's logits.
   void (*penalise)(float* logits, int64_t vocab, const Seen& seen, int64_t last, int64_t position, const Penalties& by);
 };

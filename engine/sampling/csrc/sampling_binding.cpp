@@ -166,6 +166,18 @@ void score(Tensor logits, Tensor targets, Tensor ids, Tensor logprobs, Tensor ra
   });
 }
 
+void restrict_rows(Tensor logits, Tensor places, Tensor bits, int64_t isa) {
+  auto* const x = const_cast<float*>(logits_of(logits));
+  const int64_t m = logits.size(0), vocab = logits.size(1), n = places.size(0), words = (vocab + 31) / 32;
+  const auto* const place = data_of<const int64_t>(places, ScalarType::Long, 1, "places");
+  const auto* const allowed = data_of<const int32_t>(bits, ScalarType::Int, 2, "bits");
+  PAGELOOM_CHECK(bits.size(0) == n && bits.size(1) == words, "sampling: bits must be [places, ", words, "]");
+  for (int64_t i = 0; i < n; ++i)
+    PAGELOOM_CHECK(place[i] >= 0 && place[i] < m, "sampling: place ", place[i], " of ", m);
+  const KernelTable& kernels = pick(isa);
+  for_each(n, n * vocab, [&](int64_t i) { kernels.restrict_to(x + place[i] * vocab, vocab, allowed + i * words); });
+}
+
 void penalise(Tensor logits, Tensor rows, Tensor positions, Tensor places, Tensor slots, Tensor tokens, Tensor floats,
               Tensor ints, Tensor ids, Tensor counts, Tensor sizes, Tensor counted, int64_t isa) {
   auto* const x = const_cast<float*>(logits_of(logits));
@@ -218,6 +230,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "penalise(Tensor(a!) logits, Tensor rows, Tensor positions, Tensor places, Tensor slots, Tensor tokens, "
       "Tensor floats, Tensor ints, Tensor(b!) ids, Tensor(c!) counts, Tensor(d!) sizes, Tensor(e!) counted, int isa) "
       "-> ()");
+  m.define("restrict(Tensor(a!) logits, Tensor places, Tensor bits, int isa) -> ()");
   m.define("supported_isas() -> int");
 });
 
@@ -225,6 +238,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<draw>("draw");
   m.implement<score>("score");
   m.implement<penalise>("penalise");
+  m.implement<restrict_rows>("restrict");
 });
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {

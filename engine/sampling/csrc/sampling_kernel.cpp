@@ -171,6 +171,20 @@ void score(const Row& row, int64_t target, int64_t columns, int64_t* ids, float*
   }
 }
 
+void restrict_to(float* logits, int64_t vocab, const int32_t* bits) {
+  const float none = -__builtin_inff();
+  for (int64_t i = 0; i < vocab; i += 32) {
+    const uint32_t word = (uint32_t)bits[i / 32];
+    if (word == 0xffffffffu) continue;
+    float* const x = logits + i;
+    if (i + 32 <= vocab) {
+      for (int j = 0; j < 32; ++j) x[j] = word >> j & 1 ? x[j] : none;
+    } else {
+      for (int j = 0; i + j < vocab; ++j) x[j] = word >> j & 1 ? x[j] : none;
+    }
+  }
+}
+
 void count_last(int64_t vocab, const Seen& seen, int64_t last, int64_t position) {
   if (position <= *seen.counted) return;
   *seen.counted = position;
@@ -209,7 +223,7 @@ void penalise(float* logits, int64_t vocab, const Seen& seen, int64_t last, int6
 }  // namespace
 
 const KernelTable* PAGELOOM_KERNELS() {
-  static constexpr KernelTable table = {scan_blocks, draw, score, penalise};
+  static constexpr KernelTable table = {scan_blocks, draw, score, restrict_to, penalise};
   return &table;
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from attention_backends.toolchain import BuildError
@@ -55,6 +56,12 @@ class SamplingKernels(Protocol):
     @property
     def size_bytes(self) -> int:
         """Device memory held between steps."""
+        ...
+
+    def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
+        """Logits of tokens that are not allowed become minus infinity. `logits` float32 `[m, V]`; `bits` int32
+        `[len(places), ceil(V / 32)]`, contiguous, of the rows `places`, ascending: the lowest bit is the first token.
+        """
         ...
 
     def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 
 from engine.sampling.batch import BatchPlan, PenalisedGroup
 from engine.sampling.draw import mass_unit
+from engine.sampling.grammar_masks import restrict
 from engine.sampling.kernels import EIGHT_WARPS, FOUR_WARPS, ONE_WARP, StepTensors
 from engine.sampling.kernels.device_draw import draw_kernel, finish_kernel, scan_kernel
 from engine.sampling.kernels.device_math import LEVELS, NUM_SUMS, SURVEYS
@@ -60,6 +62,9 @@ class TritonKernels:
         self._shapes = {**self._chunked, **self._padded}
         self._unit = mass_unit(vocab_size)
         self._no_sums = torch.empty(1, dtype=torch.int64, device=device)
+
+    def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
+        restrict(logits, places, bits)
 
     def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
         ids, counts, sizes, counted = seen.tensors()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.sampling import columns
 from engine.sampling.batch import BatchPlan, DrawGroup, PenalisedGroup
 from engine.sampling.draw import DrawRows, draw_narrow, draw_probed, draw_wide
+from engine.sampling.grammar_masks import restrict
 from engine.sampling.kernels import StepTensors
 from engine.sampling.logprobs import LogprobTensors, score
 from engine.sampling.noise import Noise
@@ -30,6 +32,9 @@ class HostKernels:
     @property
     def size_bytes(self) -> int:
         return self._noise.size_bytes
+
+    def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
+        restrict(logits, places, bits)
 
     def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
         rows, positions = step.rows[group.places], step.positions[group.places]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from attention_backends.native_build import build, build_for_this_cpu
@@ -51,6 +52,10 @@ class NativeKernels:
         self._vocab = vocab_size
         self._isa = ISAS.index(isa)
         self._draw, self._score, self._penalise = ops.draw.default, ops.score.default, ops.penalise.default
+        self._restrict = ops.restrict.default
+
+    def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
+        self._restrict(logits, torch.tensor(places, dtype=torch.int64), torch.from_numpy(bits), self._isa)
 
     def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
         self._penalise(
