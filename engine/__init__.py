@@ -9,9 +9,17 @@ if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.config import EngineArgs
     from engine.llm import LLM
-    from engine.request import CompletionOutput, RequestOutput, SamplingParams
+    from engine.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineArgs", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": "engine.llm",
@@ -20,6 +28,7 @@ _HOMES = {
     "SamplingParams": "engine.request",
     "RequestOutput": "engine.request",
     "CompletionOutput": "engine.request",
+    "StructuredOutputsParams": "engine.request",
 }
 
 

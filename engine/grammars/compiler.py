@@ -1,9 +1,9 @@
 """Grammars compiled with llguidance, in a thread of their own where the core must not wait for them.
 
-A compiled one is kept while there is room for it. Outputs start from copies, which share what it has learnt, and a lock:
+A compiled one is kept while there is room. Outputs start from copies, which share what it has learnt, and a lock:
 threads that fill masks side by side need a grammar compiled as often as there are threads. All that it may cost is
-bounded (`language.parser_limits`), and it was checked before in a process that could be ended (`checking`), so the
-thread is not in danger.
+bounded (`language.parser_limits`), and it was checked before in a process that could be ended (`checking`): the thread
+is not in danger.
 """
 
 from __future__ import annotations

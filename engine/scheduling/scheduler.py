@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from engine.config import SchedulerConfig
-from engine.core.wire import AddRequest, BeamParams, CoreStats, Delta, SequenceDelta
-from engine.errors import EngineError, InvalidRequestError, QueueFullError
-from engine.grammars.interface import Grammars, Matcher
+from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
+from engine.errors import EngineError
+from engine.grammars.interface import Grammars
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.prefix import PrefixHit
-from engine.scheduling.beam_group import BeamGroup
-from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.holdings import Holdings
-from engine.scheduling.limits import check_servable
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
@@ -34,7 +30,7 @@ from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
-from engine.step import RowParams, StepMasks, StepPlan, StepResult
+from engine.step import StepMasks, StepPlan, StepResult
 
 
 class Scheduler:
@@ -57,9 +53,9 @@ class Scheduler:
         self._rows, self._running = self._held.rows, self._held.running
         self._steps = StepsInFlight()
         self._constrained = Constrained(self._held, self._steps, grammars)
+        self._arrivals = Arrivals(config, self._held, self._constrained)
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
-        self._arrivals = 0
         self._num_steps = 0
         self._prompt_tokens = 0
         # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
@@ -70,60 +66,7 @@ class Scheduler:
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
-        max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len)
-        for request_id in request.request_ids:
-            if request_id in self._live:
-                raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
-        need = check_servable(request, max_total, self._config, self._kv, self._held.pins.num_blocks)
-        waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
-        if waiting and waiting + new > self._config.max_waiting:
-            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
-        start = None if request.grammar is None else self._constrained.start(request.grammar)
-        if request.pin is not None:
-            prompt_len = len(request.prompt_token_ids)
-            self._held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, self._live.values())
-        if request.beams is not None:
-            first = self._open_beams(request, request.beams, max_total)
-            first.max_blocks = need
-            assert first.group is not None
-            self._queue(request, first.group.members, start)
-            return
-        leader = self._open(request, request.request_id, request.params, max_total)
-        alike = replace(request.params, prompt_logprobs=None)  # equal for all samples: computed once
-        others = [
-            self._open(request, each.request_id, replace(alike, seed=each.seed), max_total)
-            for each in request.followers
-        ]
-        samples = [leader, *others]
-        for seq in samples:
-            seq.siblings, seq.max_blocks = samples, need
-        leader.pin = request.pin
-        self._live.update(zip(request.request_ids, samples, strict=True))
-        self._queue(request, samples, start)
-
-    def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
-        if request.grammar is not None and start is None:
-            self._constrained.prepare(request.grammar, samples)
-        else:
-            self._constrained.queue(samples, start)
-
-    def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
-        key = (request.priority if self._config.policy == "priority" else 0, self._arrivals)
-        blocks = self._kv.open(request.cache_salt)
-        seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
-        self._arrivals += 1
-        return seq
-
-    def _open_beams(self, request: AddRequest, beams: BeamParams, max_total: int) -> Sequence:
-        new_tokens = max_total - len(request.prompt_token_ids)
-        search = BeamSearch(beams, frozenset(request.params.stop_token_ids), new_tokens)
-        params = replace(request.params, temperature=0.0, logprobs=search.num_candidates)
-        members = [self._open(request, request.request_id, params, max_total) for _ in range(beams.width)]
-        group = BeamGroup(request.request_ids, search, members)
-        for member in members:
-            member.siblings, member.group, member.status = members, group, Status.FOLLOWING
-        self._live.update((request_id, members[0]) for request_id in request.request_ids)
-        return members[0]
+        self._arrivals.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests in whatever state they are; ids that are not live are ignored. Tokens in flight will be
@@ -388,7 +331,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._held.num_waiting + len(self._constrained)
+        return self._arrivals.num_waiting
 
     def unpin(self, name: str) -> None:
         """A pinned prefix becomes an ordinary cached one; unknown names are ignored."""

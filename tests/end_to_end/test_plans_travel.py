@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from tiny_families import save_tiny
 
-from engine import LLM, EngineArgs, SamplingParams
+from engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from engine.config import EngineConfig
 from engine.core.client import InProcessClient
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import make_executor
 from engine.executor.interface import Executor
-from engine.step import StepPlan, StepResult, decode_plan, encode_step
+from engine.step import StepMasks, StepPlan, StepResult, decode_masks, decode_plan, encode_step
 
 
 class Record(msgspec.Struct):
@@ -25,12 +25,14 @@ class Record(msgspec.Struct):
     blocks: tuple[int, int] = (0, 0)
     """on the device, on the host"""
     plans: list[bytes] = []
+    masks: dict[int, bytes] = {}
+    """by step"""
     results: list[bytes] = []
 
 
 def recording(config: EngineConfig, record: Record) -> Executor:
     executor: Any = make_executor(config)
-    allocate, submit, collect = executor.allocate, executor.submit, executor.collect
+    allocate, submit, collect, sample = executor.allocate, executor.submit, executor.collect, executor.sample
 
     def noted_allocate(num_blocks: int, num_host_blocks: int = 0) -> None:
         record.blocks = (num_blocks, num_host_blocks)
@@ -40,12 +42,17 @@ def recording(config: EngineConfig, record: Record) -> Executor:
         record.plans.append(encode_step(plan))
         submit(plan, done)
 
+    def noted_sample(masks: StepMasks) -> None:
+        record.masks[masks.step_id] = encode_step(masks)
+        sample(masks)
+
     def noted_collect() -> StepResult:
         result: StepResult = collect()
         record.results.append(encode_step(result))
         return result
 
-    executor.allocate, executor.submit, executor.collect = noted_allocate, noted_submit, noted_collect
+    executor.allocate, executor.submit = noted_allocate, noted_submit
+    executor.collect, executor.sample = noted_collect, noted_sample
     made: InProcessExecutor = executor
     return made
 
@@ -58,8 +65,11 @@ def replay(path: str) -> None:
     executor.allocate(*record.blocks)
     executor.warm_up()
     results = []
-    for plan in record.plans:
-        executor.submit(decode_plan(plan), lambda: None)
+    for encoded in record.plans:
+        plan = decode_plan(encoded)
+        executor.submit(plan, lambda: None)
+        if plan.masked:
+            executor.sample(decode_masks(record.masks[plan.step_id]))
         results.append(encode_step(executor.collect()))
     executor.close()
     Path(path).write_bytes(msgspec.msgpack.encode(results))
@@ -70,6 +80,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, seed=3, max_tokens=30, n=3, repetition_penalty=1.2, logprobs=2),
     SamplingParams(use_beam_search=True, n=3, max_tokens=20),
     SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=25, logit_bias={7: 3.0}, prompt_logprobs=1),
+    SamplingParams(seed=2, max_tokens=30, n=2, structured_outputs=StructuredOutputsParams(regex="[a-f ]{5,30}")),
 ]
 
 
@@ -96,12 +107,13 @@ def test_recorded_plans_replay_elsewhere_to_the_same_results(tmp_path: Path, ahe
         records.append(Record(config))
         return InProcessClient(config, executor=lambda config: recording(config, records[0]))
 
-    prompts: Any = [{"prompt_token_ids": [5 + (i * j + j) % 90 for j in range(20 + 9 * i)]} for i in range(8)]
+    prompts: Any = [{"prompt_token_ids": [5 + (i * j + j) % 90 for j in range(20 + 7 * i)]} for i in range(10)]
     with LLM.from_args(args, client_factory=client) as llm:
-        llm.generate(prompts, [PARAMS[i % 4] for i in range(8)], use_tqdm=False)
+        llm.generate(prompts, [PARAMS[i % 5] for i in range(10)], use_tqdm=False)
         stats = llm.stats()
     assert stats.preemptions_swapped > 0, "swapped, copied and rewritten"
     [record] = records
+    assert record.masks
     path = tmp_path / "record"
     path.write_bytes(msgspec.msgpack.encode(record))
     call = f"import sys; sys.path[:0] = {sys.path!r}; import test_plans_travel; test_plans_travel.replay({str(path)!r})"

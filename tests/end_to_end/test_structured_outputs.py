@@ -15,9 +15,8 @@ import pytest
 from random_schemas import random_schema
 from tiny_families import save_tiny
 
-from engine import LLM, AsyncEngine, EngineArgs, SamplingParams
+from engine import LLM, AsyncEngine, EngineArgs, RequestOutput, SamplingParams, StructuredOutputsParams
 from engine.errors import InvalidRequestError
-from engine.request import RequestOutput, StructuredOutputsParams
 
 PERSON = {
     "type": "object",

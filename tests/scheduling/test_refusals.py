@@ -68,7 +68,8 @@ def test_a_request_gives_up_waiting_only_before_it_has_begun() -> None:
 )
 def test_what_no_admission_lets_pass_is_refused_before_the_device_sees_it(field: str, changes: dict[str, Any]) -> None:
     loop = Loop()
-    loop.scheduler._config = replace(loop.scheduler._config, vocab_size=1000)
+    arrivals = loop.scheduler._arrivals
+    arrivals._config = replace(arrivals._config, vocab_size=1000)
     request = AddRequest(request_id="a", prompt_token_ids=[1], params=RowParams(seed=0), max_tokens=3)
     with pytest.raises(InvalidRequestError) as caught:
         loop.scheduler.add(replace(request, **changes))

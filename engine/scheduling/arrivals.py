@@ -1,0 +1,89 @@
+"""How a request becomes sequences: checked against what can be served at all, opened, queued."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from engine.config import SchedulerConfig
+from engine.core.wire import AddRequest, BeamParams
+from engine.errors import InvalidRequestError, QueueFullError
+from engine.grammars.interface import Matcher
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.constrained import Constrained
+from engine.scheduling.holdings import Holdings
+from engine.scheduling.limits import check_servable
+from engine.scheduling.sequence import Sequence, Status
+from engine.step import RowParams
+
+
+class Arrivals:
+    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained) -> None:
+        self._config = config
+        self._held = held
+        self._constrained = constrained
+        self._number = 0
+        """of the next sequence"""
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that wait for their grammar, too."""
+        return self._held.num_waiting + len(self._constrained)
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
+        held = self._held
+        max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len)
+        for request_id in request.request_ids:
+            if request_id in held.live:
+                raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
+        need = check_servable(request, max_total, self._config, held.kv, held.pins.num_blocks)
+        waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
+        if waiting and waiting + new > self._config.max_waiting:
+            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
+        start = None if request.grammar is None else self._constrained.start(request.grammar)
+        if request.pin is not None:
+            prompt_len = len(request.prompt_token_ids)
+            held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, held.live.values())
+        if request.beams is not None:
+            first = self._open_beams(request, request.beams, max_total)
+            first.max_blocks = need
+            assert first.group is not None
+            self._queue(request, first.group.members, start)
+            return
+        leader = self._open(request, request.request_id, request.params, max_total)
+        alike = replace(request.params, prompt_logprobs=None)  # equal for all samples: computed once
+        others = [
+            self._open(request, each.request_id, replace(alike, seed=each.seed), max_total)
+            for each in request.followers
+        ]
+        samples = [leader, *others]
+        for seq in samples:
+            seq.siblings, seq.max_blocks = samples, need
+        leader.pin = request.pin
+        held.live.update(zip(request.request_ids, samples, strict=True))
+        self._queue(request, samples, start)
+
+    def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
+        if request.grammar is not None and start is None:
+            self._constrained.prepare(request.grammar, samples)
+        else:
+            self._constrained.queue(samples, start)
+
+    def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
+        key = (request.priority if self._config.policy == "priority" else 0, self._number)
+        blocks = self._held.kv.open(request.cache_salt)
+        seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
+        self._number += 1
+        return seq
+
+    def _open_beams(self, request: AddRequest, beams: BeamParams, max_total: int) -> Sequence:
+        new_tokens = max_total - len(request.prompt_token_ids)
+        search = BeamSearch(beams, frozenset(request.params.stop_token_ids), new_tokens)
+        params = replace(request.params, temperature=0.0, logprobs=search.num_candidates)
+        members = [self._open(request, request.request_id, params, max_total) for _ in range(beams.width)]
+        group = BeamGroup(request.request_ids, search, members)
+        for member in members:
+            member.siblings, member.group, member.status = members, group, Status.FOLLOWING
+        self._held.live.update((request_id, members[0]) for request_id in request.request_ids)
+        return members[0]
