@@ -118,4 +118,6 @@ def test_recorded_plans_replay_elsewhere_to_the_same_results(tmp_path: Path, ahe
     path.write_bytes(msgspec.msgpack.encode(record))
     call = f"import sys; sys.path[:0] = {sys.path!r}; import test_plans_travel; test_plans_travel.replay({str(path)!r})"
     subprocess.run([sys.executable, "-c", call], check=True)
-    assert msgspec.msgpack.decode(path.read_bytes(), type=list[bytes]) == record.results
+    replayed = msgspec.msgpack.decode(path.read_bytes(), type=list[bytes])
+    # A grammar's end is not foreseen: one step ahead, nobody collects the last step.
+    assert replayed[: len(record.results)] == record.results and len(replayed) <= len(record.results) + ahead
