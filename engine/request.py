@@ -23,8 +23,8 @@ class StructuredOutputsParams(
 
     ``json``: a JSON schema, as text or parsed. ``grammar``: Lark or GBNF. ``structural_tag``: ``{"type":
     "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. ``strict``: keywords of a schema
-    that are not known are refused; else they have no effect. Whitespace in JSON is bounded unless
-    ``whitespace_pattern`` says otherwise. Raises `InvalidRequestError` naming the field.
+    that are not known are refused; else they have no effect, and ``oneOf`` is read as ``anyOf``. Whitespace in JSON is
+    bounded unless ``whitespace_pattern`` says otherwise. Raises `InvalidRequestError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None

@@ -4,12 +4,17 @@ language, or why not."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
 from engine.grammars.language import FIELD, first_line, grammar_of, parser_limits
 from engine.request import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAKE = "engine.grammars.checking:checker"
 
@@ -32,15 +37,23 @@ def checker(setup: bytes) -> Callable[[bytes], bytes]:
     return answer
 
 
-def check(params: StructuredOutputsParams, bytewise: object) -> GrammarAnswer:
-    """`bytewise`: llguidance's tokenizer of single bytes. An output must be possible: its first byte is looked for."""
+def check(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnswer:
+    """`bytewise`: llguidance's tokenizer of single bytes."""
+    answer = _compiled(params, bytewise)
+    if answer.error is not None and params.strict and _compiled(replace(params, strict=False), bytewise).error is None:
+        return GrammarAnswer(error=f"{answer.error} (strict=False passes over it)")
+    return answer
+
+
+def _compiled(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnswer:
+    """An output must be possible: its first byte is looked for."""
     from llguidance import LLMatcher
 
     try:
         grammar = grammar_of(params)
     except InvalidRequestError as error:
         return GrammarAnswer(error=str(error))
-    matcher = LLMatcher(bytewise, grammar, log_level=0, limits=parser_limits())  # type: ignore[arg-type]
+    matcher = LLMatcher(bytewise, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

@@ -65,9 +65,10 @@ def _of_json(params: StructuredOutputsParams) -> str:
 
 
 def _options(params: StructuredOutputsParams) -> Any:
+    lenient = {"lenient": not params.strict, "coerce_one_of": not params.strict}
     if params.disable_any_whitespace:
-        return {"whitespace_flexible": False, "lenient": not params.strict}
-    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE, "lenient": not params.strict}
+        return {"whitespace_flexible": False, **lenient}
+    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE, **lenient}
 
 
 def _closed(schema: Any) -> Any:

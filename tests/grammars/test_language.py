@@ -99,6 +99,15 @@ def test_what_cannot_be_served_is_refused_with_its_reason(asked: StructuredOutpu
     assert answer.error.count("structured_outputs") == 1 and "\n" not in answer.error
 
 
+def test_one_of_is_read_as_any_of_where_asked() -> None:
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 0}]}
+    refused = check(params(json=schema), BYTES)
+    assert refused.error is not None and "oneOf" in refused.error and "strict=False" in refused.error
+    assert check(params(json=schema, strict=False), BYTES).error is None
+    disjoint = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    assert check(params(json=disjoint), BYTES).error is None
+
+
 def test_what_a_schema_says_and_nobody_knows_is_passed_over_where_asked() -> None:
     answer = check(params(json={"type": "string", "unevaluatedProperties": False}, strict=False), BYTES)
     assert answer.error is None and any("unevaluatedProperties" in each for each in answer.warnings)
