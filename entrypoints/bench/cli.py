@@ -6,11 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from entrypoints.bench import profile
 from entrypoints.bench.paper import command as paper
 from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
 from entrypoints.start import INTERRUPTED, interrupts_raise
+
+if TYPE_CHECKING:
+    from engine.request import StructuredOutputsParams
 
 _RANDOM_ONLY = {
     "throughput": {"input_len", "output_len", "num_prompts", "range_ratio"},
@@ -27,6 +31,18 @@ def _count(text: str) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _structured(text: str) -> StructuredOutputsParams:
+    import msgspec
+
+    from engine.errors import InvalidRequestError
+    from engine.request import StructuredOutputsParams
+
+    try:
+        return msgspec.json.decode(text, type=StructuredOutputsParams)
+    except (msgspec.MsgspecError, InvalidRequestError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _shape_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
@@ -59,6 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     throughput.add_argument("model", nargs="?")
     _shape_options(throughput, input_len=128, output_len=128)
     _many_options(throughput)
+    throughput.add_argument(
+        "--structured-outputs",
+        type=_structured,
+        metavar="JSON",
+        help='what outputs must be ({"json": {...}}): each repeat runs without and with it; their ratio is told',
+    )
     add_engine_options(throughput)
     throughput.set_defaults(parser=throughput)
 

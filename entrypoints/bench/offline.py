@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from statistics import median
 from typing import TYPE_CHECKING
 
 from entrypoints.bench.metrics import Figures, Record, figures, median_of, table
@@ -11,15 +12,19 @@ from entrypoints.bench.workloads import WARM_UP_REPEAT, WARM_UP_SEED, BenchReque
 
 if TYPE_CHECKING:
     from engine import LLM
-    from engine.request import RequestOutput
+    from engine.request import RequestOutput, StructuredOutputsParams
 
 
-def run_once(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> Figures:
-    """All requests at once, greedy, output lengths exact."""
-    return figures(*run_records(llm, requests, progress=progress))
+def run_once(
+    llm: LLM, requests: list[BenchRequest], *, progress: bool, structured: StructuredOutputsParams | None = None
+) -> Figures:
+    """All requests at once, greedy, output lengths exact, unless what is asked for ends before."""
+    return figures(*run_records(llm, requests, progress=progress, structured=structured))
 
 
-def run_records(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> tuple[list[Record], float, float]:
+def run_records(
+    llm: LLM, requests: list[BenchRequest], *, progress: bool, structured: StructuredOutputsParams | None = None
+) -> tuple[list[Record], float, float]:
     """The same as one record a request, and when the run began and ended."""
     from engine import SamplingParams
 
@@ -31,6 +36,7 @@ def run_records(llm: LLM, requests: list[BenchRequest], *, progress: bool) -> tu
             detokenize=False,
             use_beam_search=request.beams > 0,
             best_of=request.beams or None,
+            structured_outputs=structured,
         )
 
     params = [wanted(request) for request in requests]
@@ -57,18 +63,29 @@ def throughput(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]
     """Each named workload, or one random one: the median over the repeats after a warm-up."""
     results: list[dict[str, object]] = []
     warm_up = workload("WARM", WARM_UP_REPEAT) if options.workload else _random(llm, options, -1)[:4]
-    run_once(llm, warm_up, progress=False)
+    run_once(llm, warm_up, progress=False, structured=options.structured_outputs)
     for name in options.workload or ["random"]:
-        runs = []
+        runs, constrained = [], []
         if name in ("W1", "W5"):
             run_once(llm, workload(name, WARM_UP_REPEAT), progress=False)
         for repeat in range(options.reps):
             requests = workload(name, repeat) if options.workload else _random(llm, options, repeat)
             runs.append(run_once(llm, requests, progress=options.progress))
+            if (asked := options.structured_outputs) is not None:
+                constrained.append(run_once(llm, requests, progress=options.progress, structured=asked))
         result = median_of(runs)
         print(table(f"Throughput, {name}", result), flush=True)
         results.append({"workload": name, "mode": "offline", **result})
+        if constrained:
+            ratio = median(_rate(one) / _rate(free) for one, free in zip(constrained, runs, strict=True))
+            result = median_of(constrained)
+            print(table(f"Throughput, {name}, structured outputs: {ratio:.3f} of the free one", result), flush=True)
+            results.append({"workload": name, "mode": "structured", "over_free": ratio, **result})
     return results
+
+
+def _rate(one: Figures) -> float:
+    return float(one["output_tokens_per_s"])
 
 
 def _random(llm: LLM, options: argparse.Namespace, repeat: int) -> list[BenchRequest]:

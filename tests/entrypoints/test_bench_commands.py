@@ -175,6 +175,20 @@ def test_latency_and_throughput_run_in_process(
     assert throughput["ttft_mean_ms"] > 0 and "Processed prompts: 100%" in captured.err
 
 
+def test_throughput_beside_itself_with_structured_outputs(
+    offline_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*offline(offline_model, tmp_path), "--input-len", "12", "--output-len", "5", "--num-prompts", "3"]
+    assert main(["throughput", *common, "--no-progress", "--structured-outputs", '{"regex": "[a-z]{9}"}']) == 0
+    free, constrained = results_of(capsys)
+    assert (free["mode"], constrained["mode"]) == ("offline", "structured")
+    assert constrained["over_free"] > 0 and constrained["output_tokens"] == free["output_tokens"] == 15
+    for wrong in ("{", '{"regex": "a", "choice": ["b"]}', '{"rejex": "a"}'):
+        with pytest.raises(SystemExit):
+            main(["throughput", *common, "--structured-outputs", wrong])
+    assert "exactly one of" in capsys.readouterr().err
+
+
 def test_throughput_refuses_a_workload_of_arrivals_before_it_loads_anything(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
