@@ -133,7 +133,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grammar_bytes: Annotated[int, _limit("bytes of memory for checking a grammar", 64 * 1024 * 1024)] = (
         1024 * 1024 * 1024
     )
-    grammars_bytes: Annotated[int, _limit("bytes of the texts of grammars that are kept for later requests", 0)] = (
+    grammars: Annotated[int, _limit("compiled grammars that are kept for later requests")] = 256
+    grammars_bytes: Annotated[int, _limit("bytes of the texts of grammars that are remembered as checked", 0)] = (
         4 * 1024 * 1024
     )
     contexts_translated: Annotated[

@@ -62,7 +62,7 @@ def build_core(
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
     notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
-    grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars_bytes, threads, notify)
+    grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify)
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars)
     steps_in_flight = config.scheduler.steps_in_flight
     loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)

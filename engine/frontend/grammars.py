@@ -58,11 +58,16 @@ class GrammarChecks:
         self._helpers.close()
 
     def _question(self, params: StructuredOutputsParams) -> bytes:
-        self._limits.check("choices", len(params.choice or ()), _FIELD)
         try:
-            question = msgspec.msgpack.encode(params)
-        except (RecursionError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"{_FIELD}: it is no JSON: {error}", _FIELD) from None
+            given = params if isinstance(params, dict) else msgspec.to_builtins(params)
+            checked = msgspec.convert(given, StructuredOutputsParams)
+            question = msgspec.msgpack.encode(checked)
+            msgspec.json.encode(checked)
+        except InvalidRequestError:
+            raise
+        except (RecursionError, TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise InvalidRequestError(f"{_FIELD}: {error}", _FIELD) from None
+        self._limits.check("choices", len(checked.choice or ()), _FIELD)
         self._limits.check("grammar_chars", len(question), _FIELD)
         return question
 
@@ -82,6 +87,6 @@ class GrammarChecks:
     def _refusal(self, error: HelperEndedError) -> InvalidRequestError:
         if error.too_slow:
             return InvalidRequestError(self._limits.message("grammar_s", None, _FIELD), _FIELD)
-        return InvalidRequestError(
-            f"{_FIELD}: it could not be checked: {error} ({self._limits.message('grammar_bytes')})", _FIELD
-        )
+        if error.too_large:
+            return InvalidRequestError(self._limits.message("grammar_bytes", None, _FIELD), _FIELD)
+        return InvalidRequestError(f"{_FIELD}: it could not be checked: {error}", _FIELD)

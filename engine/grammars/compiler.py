@@ -12,11 +12,13 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
@@ -27,40 +29,65 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _MOST_BASES = 4
+_SHARES = itertools.count()
 _EVERYTHING = -1
 """32 tokens that are allowed"""
 
 
 class LlguidanceMatcher:
-    __slots__ = ("inner", "share")
+    __slots__ = ("inner", "share", "source", "tokens")
 
-    def __init__(self, inner: LLMatcher, share: int) -> None:
-        """`share`: what has the same number shares a lock."""
+    def __init__(self, inner: LLMatcher, share: int, source: _Compiled, tokens: list[int]) -> None:
+        """`share`: what has the same number shares a lock, and what was learnt. `tokens`: those behind it."""
         self.inner = inner
         self.share = share
+        self.source = source
+        self.tokens = tokens
 
     def advance(self, token: int) -> None:
-        if not self.inner.consume_token(token):
+        if not self.inner.consume_token(token) and not (self.renew() and self.inner.consume_token(token)):
             reason = first_line(self.inner.get_error())
             raise InvalidRequestError(f"{FIELD}: token {token} does not match: {reason}", FIELD)
+        self.tokens.append(token)
 
     @property
     def is_over(self) -> bool:
         return self.inner.is_stopped()
 
     def copy(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self.inner.deep_copy(), self.share)
+        return LlguidanceMatcher(self.inner.deep_copy(), self.share, self.source, self.tokens.copy())
+
+    def renew(self) -> bool:
+        """What all outputs have learnt together has a bound: the same position in a new compilation. False where the
+        grammar itself is why it failed."""
+        base = self.source.again(self.share)
+        self.inner, self.share = base.inner.deep_copy(), base.share
+        return self.inner.consume_tokens(self.tokens)
 
 
 class _Compiled:
     """One grammar, as often as threads fill masks of it."""
 
-    def __init__(self, first: LlguidanceMatcher) -> None:
-        self.bases = [first]
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self._make = make
         self._starts = itertools.count()
+        self.bases: list[LlguidanceMatcher] = []
+        self.started = False
+        self.add()
+
+    def add(self) -> LlguidanceMatcher:
+        base = LlguidanceMatcher(self._make(), next(_SHARES), self, [])
+        self.bases.append(base)
+        return base
 
     def start(self) -> LlguidanceMatcher:
+        self.started = True
         return self.bases[next(self._starts) % len(self.bases)].copy()
+
+    def again(self, spent: int) -> LlguidanceMatcher:
+        """In place of the one whose share is used up."""
+        self.bases = [base for base in self.bases if base.share != spent]
+        return self.bases[0] if self.bases else self.add()
 
 
 class GrammarCompiler:
@@ -68,16 +95,15 @@ class GrammarCompiler:
     compiled. Without one, `begin` waits itself."""
 
     def __init__(
-        self, vocab_size: int, kept_bytes: int, threads: int | None, notify: Callable[[str], None] | None = None
+        self, vocab_size: int, most_kept: int, threads: int | None, notify: Callable[[str], None] | None = None
     ) -> None:
-        """`kept_bytes`: of the texts of compiled grammars that are kept. `threads`: that fill masks; None: llguidance
-        chooses."""
+        """`most_kept`: compiled grammars. `threads`: that fill masks; None: llguidance chooses."""
         self._vocab_size = vocab_size
-        self._words = -(-vocab_size // 32)
-        self._kept_bytes = kept_bytes
+        self._words = self._wide_words = -(-vocab_size // 32)
+        """of the model's vocabulary, and of its tokenizer's, which may have more"""
+        self._most_kept = most_kept
         self._threads = threads
         self._num_bases = min(threads or _MOST_BASES, _MOST_BASES)
-        self._shares = itertools.count()
         self._notify = notify
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
@@ -89,8 +115,11 @@ class GrammarCompiler:
         self._under_way: set[str] = set()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Of the model's outputs; it comes before the first grammar."""
-        self._vocabulary = vocabulary
+        """Of the model's outputs; it comes before the first grammar, and once."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary
+            with self._lock:
+                self._compiled.clear()  # what could not be compiled without one
 
     def begin(self, grammar: str) -> bool:
         with self._lock:
@@ -101,7 +130,7 @@ class GrammarCompiler:
                 return False
             self._under_way.add(grammar)
         if self._notify is None:
-            self._compile_again(grammar, self._compile(grammar))
+            self._compile_again(self._compile(grammar))
             return True
         if self._work is None:
             self._work = SimpleQueue()
@@ -112,6 +141,8 @@ class GrammarCompiler:
     def start(self, grammar: str) -> LlguidanceMatcher:
         with self._lock:
             compiled = self._compiled[grammar]
+            if isinstance(compiled, _Compiled):
+                compiled.started = True
             self._drop_oldest()
         if isinstance(compiled, str):
             raise InvalidRequestError(f"{FIELD}: {compiled}", FIELD)
@@ -120,65 +151,84 @@ class GrammarCompiler:
     def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
         from llguidance import LLExecutor
 
-        masks = np.full((len(matchers), self._words), _EVERYTHING, dtype=np.int32)
+        masks = np.full((len(matchers), self._wide_words), _EVERYTHING, dtype=np.int32)
         known = [(m.share, index, m.inner) for index, m in enumerate(matchers) if isinstance(m, LlguidanceMatcher)]
         # Threads take parts of the list: neighbours may share a lock.
         asked = [(matcher, index) for _, index, matcher in sorted(known, key=itemgetter(0))]
         row_bytes = masks.strides[0]
-        if len(asked) == 1:
-            [(matcher, index)] = asked
-            matcher.unsafe_compute_mask_ptr(masks.ctypes.data + index * row_bytes, row_bytes)
-        elif asked:
+        if len(asked) > 1:
             if self._executor is None:
                 self._executor = LLExecutor(self._threads)
             self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, row_bytes, len(matchers))
-        failed = {index: first_line(matcher.get_error()) for matcher, index in asked if matcher.is_error()}
-        for index in failed:
-            masks[index] = _EVERYTHING
-        return masks, failed
+        elif asked:
+            self._fill_one(asked[0][0], masks[asked[0][1]])
+        failed = {}
+        for _, index, inner in known:
+            if inner.is_error():
+                matcher = matchers[index]
+                assert isinstance(matcher, LlguidanceMatcher)
+                if matcher.renew():
+                    self._fill_one(matcher.inner, masks[index])
+                if matcher.inner.is_error():
+                    masks[index] = _EVERYTHING
+                    failed[index] = f"{FIELD}: {first_line(matcher.inner.get_error())}"
+        return np.ascontiguousarray(masks[:, : self._words]), failed
+
+    def _fill_one(self, matcher: LLMatcher, mask: np.ndarray) -> None:
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def _run(self, work: SimpleQueue[str], notify: Callable[[str], None]) -> None:
         while True:
             grammar = work.get()
             compiled = self._compile(grammar)
             notify(grammar)
-            self._compile_again(grammar, compiled)
+            self._compile_again(compiled)
 
     def _compile(self, grammar: str) -> _Compiled | str:
         compiled: _Compiled | str
         try:
-            compiled = _Compiled(self._made(grammar))
-        except Exception as error:
+            compiled = _Compiled(lambda: self._made(grammar))
+        except BaseException as error:  # a Rust panic is no Exception, and nobody would start the thread again
             compiled = first_line(str(error)) or type(error).__name__
         with self._lock:
             self._compiled[grammar] = compiled
             self._under_way.discard(grammar)
         return compiled
 
-    def _compile_again(self, grammar: str, compiled: _Compiled | str) -> None:
+    def _compile_again(self, compiled: _Compiled | str) -> None:
         if isinstance(compiled, _Compiled):
-            compiled.bases += [self._made(grammar) for _ in range(1, self._num_bases)]
+            with suppress(BaseException):  # it is only for speed
+                for _ in range(1, self._num_bases):
+                    compiled.add()
 
-    def _made(self, grammar: str) -> LlguidanceMatcher:
+    def _made(self, grammar: str) -> LLMatcher:
         """Raises `InvalidRequestError`."""
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLMatcher
 
         if self._tokenizer is None:
             if self._vocabulary is None:
                 raise InvalidRequestError("the core knows no vocabulary", FIELD)
-            text, eos = self._vocabulary.tokenizer, self._vocabulary.eos_token_ids
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
-            self._vocabulary = None
+            self._tokenizer = self._make_tokenizer(self._vocabulary)
+            self._wide_words = -(-self._tokenizer.vocab_size // 32)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # what the first mask learns, all outputs know
         if matcher.is_error():
             raise InvalidRequestError(first_line(matcher.get_error()), FIELD)
-        return LlguidanceMatcher(matcher, next(self._shares))
+        return matcher
+
+    def _make_tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        text = vocabulary.tokenizer
+        eos = [token for token in vocabulary.eos_token_ids if 0 <= token < self._vocab_size]
+        if not text.startswith("{") or not eos:  # anything else would be the name of a file
+            raise InvalidRequestError("this model's tokenizer, or its EOS, is not known", FIELD)
+        own = Tokenizer.from_str(text).get_vocab_size(with_added_tokens=True)
+        return LLTokenizer(text, n_vocab=max(own, self._vocab_size), eos_token=eos)
 
     def _drop_oldest(self) -> None:
-        """Under the lock, and not before the latest has been taken."""
-        size = sum(map(len, self._compiled))
-        while size > self._kept_bytes and len(self._compiled) > 1:
-            dropped, _ = self._compiled.popitem(last=False)
-            size -= len(dropped)
+        """Under the lock. Who waits for what has been compiled has not come yet: that stays."""
+        spare = len(self._compiled) - self._most_kept
+        for grammar in [g for g, one in self._compiled.items() if isinstance(one, str) or one.started][: max(spare, 0)]:
+            del self._compiled[grammar]

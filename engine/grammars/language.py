@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, params.choice)))
         return grammar_from("grammar", params.grammar or "")
     except InvalidRequestError:
         raise

@@ -51,7 +51,8 @@ class LogprobTensors(msgspec.Struct, frozen=True):
         """The same in columns. Waits like `to_list`; a copy, which later steps do not change."""
         logprobs, widths = self.logprobs.to("cpu", torch.float64).numpy(), np.array(self.widths, dtype=np.int32)
         if np.isneginf(logprobs).any():  # a grammar allows fewer; all that it allows come first
-            widths = np.minimum(widths, np.count_nonzero(~np.isneginf(logprobs), axis=1).astype(np.int32))
+            counts = np.arange(logprobs.shape[1]) < widths[:, None]
+            widths = np.count_nonzero(counts & ~np.isneginf(logprobs), axis=1).astype(np.int32)
         return RowLogprobs(
             np.array(self.rows, dtype=np.int32),
             widths,

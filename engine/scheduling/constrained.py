@@ -43,7 +43,11 @@ class Constrained:
             alive = [seq for seq in samples if seq.status is Status.PREPARING]
             if alive:
                 try:
-                    self.queue(alive, self.start(grammar))
+                    start = self.start(grammar)
+                    if start is None:
+                        self.prepare(grammar, alive)
+                        continue
+                    self.queue(alive, start)
                 except InvalidRequestError as error:
                     failed.append((alive[0], str(error)))
         return failed

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.errors import in_words
+from engine.errors import InvalidRequestError, in_words
 from engine.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Failures:
 
     def note(self, seq: Sequence, error: Exception) -> None:
         logger.error("request %r failed inside the scheduler", seq.request_id, exc_info=error)
-        self._noted.setdefault(seq, in_words(error))
+        self._noted.setdefault(seq, str(error) if isinstance(error, InvalidRequestError) else in_words(error))
 
     def take(self) -> list[tuple[Sequence, str]]:
         """All since the last call, and why."""

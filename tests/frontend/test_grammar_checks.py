@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -113,3 +114,28 @@ def test_a_search_in_a_grammar_needs_its_end() -> None:
             ignore_eos=True,
             structured_outputs=StructuredOutputsParams(regex="a"),
         )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": 5},
+        {"choice": "abc"},
+        {"json": True},
+        {"json_object": "yes"},
+        {"regex": "a", "whitespace_pattern": 5},
+        {"regex": "a", "backend": "xgrammar"},
+    ],
+)
+def test_wrong_types_are_named_before_anybody_is_asked(checks: GrammarChecks, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        checks.check(StructuredOutputsParams(**fields))
+    assert caught.value.field == "structured_outputs" and "memory" not in str(caught.value)
+    assert not checks._helpers._idle
+
+
+def test_a_dictionary_is_taken_too(checks: GrammarChecks) -> None:
+    given: Any = {"regex": "a+"}
+    assert checks.check(given) == checks.check(StructuredOutputsParams(regex="a+"))
+    with pytest.raises(InvalidRequestError, match="rejex"):
+        checks.check({"rejex": "a"})  # type: ignore[arg-type]

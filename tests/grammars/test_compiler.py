@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -41,7 +42,7 @@ TOKENS = {index: word for word, index in Tokenizer.from_str(vocabulary().tokeniz
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    made = GrammarCompiler(VOCAB, 1 << 20, 2)
+    made = GrammarCompiler(VOCAB, 256, 2)
     made.set_vocabulary(vocabulary())
     return made
 
@@ -121,12 +122,13 @@ def test_a_grammar_that_runs_into_a_dead_end_fails_its_row_alone(compiler: Gramm
     dead, alive = compiler.start(broken), compiler.start(broken)
     with pytest.raises(InvalidRequestError):
         dead.advance(TOKEN["c"])
+    dead.tokens.append(TOKEN["c"])  # so that compiling again does not help
     bits, failed = compiler.fill([dead, alive])
     assert list(failed) == [0] and failed[0] and (bits[0] == -1).all() and (bits[1] != -1).any()
 
 
 def test_no_vocabulary_is_a_reason() -> None:
-    bare = GrammarCompiler(VOCAB, 1 << 20, 1)
+    bare = GrammarCompiler(VOCAB, 256, 1)
     grammar = grammar_of(StructuredOutputsParams(regex="a"))
     assert bare.begin(grammar)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
@@ -136,7 +138,7 @@ def test_no_vocabulary_is_a_reason() -> None:
 @pytest.fixture
 def notified() -> Iterator[tuple[GrammarCompiler, Queue[str]]]:
     told: Queue[str] = Queue()
-    made = GrammarCompiler(VOCAB, 1 << 20, 1, told.put)
+    made = GrammarCompiler(VOCAB, 256, 1, told.put)
     made.set_vocabulary(vocabulary())
     yield made, told
 
@@ -151,13 +153,13 @@ def test_a_thread_compiles_and_tells_once_for_all_who_ask(notified: tuple[Gramma
 
 
 def test_what_was_not_asked_for_for_long_is_dropped_and_compiled_again() -> None:
-    compiler = GrammarCompiler(VOCAB, 200, 1)
+    compiler = GrammarCompiler(VOCAB, 5, 1)
     compiler.set_vocabulary(vocabulary())
     grammars = [grammar_of(StructuredOutputsParams(regex=f"a{{{n}}}")) for n in range(1, 30)]
     for grammar in grammars:
         compiler.begin(grammar)
         compiler.start(grammar)
-    assert sum(map(len, compiler._compiled)) <= 200 and list(compiler._compiled)[-1] == grammars[-1]
+    assert list(compiler._compiled) == grammars[-5:]
     compiler.begin(grammars[0])
     assert TOKEN["a"] in allowed(compiler, compiler.start(grammars[0]))
 
@@ -177,3 +179,77 @@ def test_json_that_is_drawn_at_random_from_masks_is_json(compiler: GrammarCompil
             text += TOKENS[token].replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
         value = json.loads(text)
         assert set(value) == {"a"} and re.fullmatch("[abc]{0,4}", value["a"])
+
+
+def test_what_nobody_has_started_is_not_dropped() -> None:
+    compiler = GrammarCompiler(VOCAB, 1, 1)
+    compiler.set_vocabulary(vocabulary())
+    one, other = (grammar_of(StructuredOutputsParams(regex=pattern)) for pattern in ("a+", "b+"))
+    compiler.begin(one)
+    compiler.begin(other)
+    assert TOKEN["a"] in allowed(compiler, compiler.start(one))
+    assert TOKEN["b"] in allowed(compiler, compiler.start(other)), "compiled before the first was started"
+
+
+def test_what_outputs_have_learnt_together_may_be_used_up(compiler: GrammarCompiler) -> None:
+    """As when a lexer has too many states: the position is found again in a new compilation."""
+    grammar = grammar_of(StructuredOutputsParams(regex="a+b"))
+    compiler.begin(grammar)
+    one, other = compiler.start(grammar), compiler.start(grammar)
+    one.advance(TOKEN["a"])
+    for matcher in (one, other):
+        matcher.inner.consume_token(TOKEN["{"])
+        assert matcher.inner.is_error()
+    bits, failed = compiler.fill([one, other])
+    assert not failed and (bits[0] != bits[1]).any()
+    assert TOKEN["b"] in allowed(compiler, one) and TOKEN["b"] not in allowed(compiler, other)
+    third = compiler.start(grammar)
+    third.inner.consume_token(TOKEN["{"])
+    third.advance(TOKEN["aa"])
+    assert not third.inner.is_error() and third.share != one.share
+
+
+def test_the_thread_survives_what_is_no_exception(notified: tuple[GrammarCompiler, Queue[str]]) -> None:
+    compiler, told = notified
+
+    class PanicError(BaseException):
+        pass
+
+    made, calls = compiler._made, itertools.count()
+
+    def panics(grammar: str) -> object:
+        if next(calls) in (0, 2):
+            raise PanicError("a panic")
+        return made(grammar)
+
+    compiler._made = panics  # type: ignore[method-assign, assignment]
+    compiler._num_bases = 2
+    first, second = (grammar_of(StructuredOutputsParams(regex=pattern)) for pattern in ("a+", "b+"))
+    compiler.begin(first)
+    compiler.begin(second)
+    assert [told.get(timeout=60), told.get(timeout=60)] == [first, second]
+    with pytest.raises(InvalidRequestError, match="a panic"):
+        compiler.start(first)
+    assert TOKEN["b"] in allowed(compiler, compiler.start(second))
+    third = grammar_of(StructuredOutputsParams(regex="c"))
+    compiler.begin(third)
+    assert told.get(timeout=60) == third
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "/etc/passwd", "", "{}"])
+def test_a_vocabulary_that_is_none_is_a_reason(tokenizer: str) -> None:
+    compiler = GrammarCompiler(VOCAB, 256, 1)
+    compiler.set_vocabulary(Vocabulary(tokenizer=tokenizer, eos_token_ids=[EOS]))
+    grammar = grammar_of(StructuredOutputsParams(regex="a"))
+    compiler.begin(grammar)
+    with pytest.raises(InvalidRequestError):
+        compiler.start(grammar)
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model_and_an_eos_too_many() -> None:
+    compiler = GrammarCompiler(VOCAB - PADDING - 8, 256, 1)
+    compiler.set_vocabulary(Vocabulary(tokenizer=vocabulary().tokenizer, eos_token_ids=[EOS, 60_000]))
+    grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    compiler.begin(grammar)
+    bits, failed = compiler.fill([compiler.start(grammar)])
+    assert not failed and bits.shape == (1, -(-(VOCAB - PADDING - 8) // 32)) and bits.flags.c_contiguous

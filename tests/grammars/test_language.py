@@ -43,6 +43,12 @@ def params(**fields: Any) -> StructuredOutputsParams:
         (params(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1"]),
         (params(regex="[a-c]{2}[0-9]+"), ["ab1", "cc123"], ["a1", "abx", "ab1 "]),
         (params(choice=["yes", 'n"o', "né"]), ["yes", 'n"o', "né"], ["ye", "no", "yesno"]),
+        (
+            params(choice=["<|im_end|>x", "a b\n", "1+1", "\x7f", "#-&~/"]),
+            ["<|im_end|>x", "a b\n", "1+1", "#-&~/"],
+            ["x"],
+        ),
+        (params(choice=[f"item-{i}" for i in range(13000)]), ["item-7", "item-12999"], ["item-", "item-13000"]),
         (params(grammar='root ::= "a" b*\nb ::= "b" | "c"'), ["a", "abcb"], ["b", "ad"]),
         (params(grammar='start: "a" B+\nB: /[0-9]/'), ["a1", "a42"], ["a", "1"]),
         (params(structural_tag=TAGS), ["free", 'one <f=x>{"n": 1}</f> two'], ['<f=x>{"m": 1}</f>', "<f=y>"]),
