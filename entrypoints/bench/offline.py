@@ -72,6 +72,7 @@ def throughput(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]
             requests = workload(name, repeat) if options.workload else _random(llm, options, repeat)
             runs.append(run_once(llm, requests, progress=options.progress))
             if (asked := options.structured_outputs) is not None:
+                llm.reset_prefix_cache()  # the same prompts, computed again
                 constrained.append(run_once(llm, requests, progress=options.progress, structured=asked))
         result = median_of(runs)
         print(table(f"Throughput, {name}", result), flush=True)
