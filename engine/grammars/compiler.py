@@ -9,11 +9,11 @@ is not in danger.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ from engine.grammars.language import FIELD, first_line, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 _MOST_BASES = 4
 _SHARES = itertools.count()
@@ -149,30 +151,37 @@ class GrammarCompiler:
         return compiled.start()
 
     def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
+        masks = np.full((len(matchers), self._wide_words), _EVERYTHING, dtype=np.int32)
+        known = {index: matcher for index, matcher in enumerate(matchers) if isinstance(matcher, LlguidanceMatcher)}
+        try:
+            failed = self._fill_known(known, masks)
+        except Exception as error:  # of whichever: those without a grammar go on
+            logger.exception("masks could not be filled")
+            masks[:] = _EVERYTHING
+            failed = {index: f"{FIELD}: {first_line(str(error))}" for index in known}
+        return np.ascontiguousarray(masks[:, : self._words]), failed
+
+    def _fill_known(self, known: dict[int, LlguidanceMatcher], masks: np.ndarray) -> dict[int, str]:
+        """Rows of `masks`; those that failed, and why."""
         from llguidance import LLExecutor
 
-        masks = np.full((len(matchers), self._wide_words), _EVERYTHING, dtype=np.int32)
-        known = [(m.share, index, m.inner) for index, m in enumerate(matchers) if isinstance(m, LlguidanceMatcher)]
         # Threads take parts of the list: neighbours may share a lock.
-        asked = [(matcher, index) for _, index, matcher in sorted(known, key=itemgetter(0))]
-        row_bytes = masks.strides[0]
+        asked = [(matcher.inner, index) for index, matcher in sorted(known.items(), key=lambda item: item[1].share)]
         if len(asked) > 1:
             if self._executor is None:
                 self._executor = LLExecutor(self._threads)
-            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, row_bytes, len(matchers))
+            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, masks.strides[0], len(masks))
         elif asked:
             self._fill_one(asked[0][0], masks[asked[0][1]])
         failed = {}
-        for _, index, inner in known:
-            if inner.is_error():
-                matcher = matchers[index]
-                assert isinstance(matcher, LlguidanceMatcher)
+        for index, matcher in known.items():
+            if matcher.inner.is_error():
                 if matcher.renew():
                     self._fill_one(matcher.inner, masks[index])
                 if matcher.inner.is_error():
                     masks[index] = _EVERYTHING
                     failed[index] = f"{FIELD}: {first_line(matcher.inner.get_error())}"
-        return np.ascontiguousarray(masks[:, : self._words]), failed
+        return failed
 
     def _fill_one(self, matcher: LLMatcher, mask: np.ndarray) -> None:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -253,3 +253,12 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model_and_an_eos_too_many() -
     compiler.begin(grammar)
     bits, failed = compiler.fill([compiler.start(grammar)])
     assert not failed and bits.shape == (1, -(-(VOCAB - PADDING - 8) // 32)) and bits.flags.c_contiguous
+
+
+def test_what_raises_while_masks_are_filled_is_the_failure_of_those_with_a_grammar(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    compiler.begin(grammar)
+    same = compiler.start(grammar)
+    bits, failed = compiler.fill([None, same, same])  # the library refuses one that is there twice
+    assert list(failed) == [1, 2] and all("borrowed" in reason for reason in failed.values())
+    assert (bits == -1).all()
