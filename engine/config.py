@@ -100,6 +100,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         tuple[int, ...] | None, _about("logical CPUs that the compute threads are bound to (CPU), as 0,1 or 0-3")
     ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
+    speculative_config: Annotated[
+        dict[str, object],
+        _about(
+            "drafts, which make tokens cheaper where they are right, and change none: method (ngram, suffix), "
+            "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and others of vLLM's, as "
+            """'{"method": "ngram", "num_speculative_tokens": 10}'"""
+        ),
+    ] = {}
     override_generation_config: Annotated[
         dict[str, object],
         _about(
@@ -133,7 +141,7 @@ def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> 
     limits = given.get("limits")
     if isinstance(limits, Mapping):
         given["limits"] = limits_of(limits)
-    for name in ("limits", "override_generation_config"):
+    for name in ("limits", "override_generation_config", "speculative_config"):
         if given.get(name, "") is None:
             del given[name]
     try:
@@ -179,6 +187,25 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """bytes of host memory"""
 
 
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
+
+    method: Literal["ngram", "suffix"] | None = None
+    """where they come from; None: from grammars alone, which force some. ngram: what came after the same tokens earlier
+    in the prompt or the output; suffix: there and in recent outputs of all requests (`engine/runner/proposals.py`)"""
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 10
+    """of each sequence in a step, at most: fewer where they would cost more than they bring. 0: none"""
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 5
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """ngram: how many tokens must be the same, at best and at least"""
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=1, le=256)] = 24
+    """suffix: how many tokens may be the same"""
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=64)] = 1.0
+    """suffix: drafts for each token that is the same"""
+    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """suffix: of all places with the same tokens, the share that must go on with the same drafts"""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     """rows of the device tables: sequences that run at once"""
@@ -197,6 +224,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption: Preemption = "auto"
     vocab_size: int = 2**31 - 1
     """a token id is below it"""
+    speculation: SpeculationConfig = SpeculationConfig()
+
+    @property
+    def max_drafts(self) -> int:
+        """Of one step: rather fewer for each of many sequences, where drafts pay less, than logits without bound."""
+        return max(self.speculation.num_speculative_tokens, min(self.max_num_seqs, 64))
+
+    @property
+    def max_sampled(self) -> int:
+        """Positions at which one step may sample."""
+        return self.max_num_seqs + self.max_drafts
 
 
 class CompileConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,4 +213,6 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     prompt_logprobs: list[LogprobsAt | None] | None = None
     num_cached_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """of all tokens so far, those that were drafts (`speculative_config`, or forced by a grammar)"""
     metrics: RequestMetrics | None = None

@@ -52,6 +52,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.generation import overridden
 from engine.models.spec import DecoderSpec
 from engine.sizes import setting_bytes, size_text
+from engine.speculation import speculation_of
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
@@ -331,6 +332,8 @@ def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) ->
 
 
 def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int) -> SchedulerConfig:
+    speculation = speculation_of(args, kind)
+    ahead = args.async_scheduling or (args.async_scheduling is None and kind == "cuda")
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:
         raise ConfigError(f"max_mixed_prefill_tokens ({mixed}) exceeds max_num_batched_tokens ({tokens})")
@@ -345,7 +348,8 @@ def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vo
         policy=args.scheduling_policy,
         preemption=args.preemption,
         vocab_size=vocab_size,
-        steps_in_flight=2 if args.async_scheduling or (args.async_scheduling is None and kind == "cuda") else 1,
+        steps_in_flight=2 if ahead else 1,
+        speculation=speculation,
     )
 
 

@@ -10,13 +10,16 @@ Invariants
 - `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N
   samples for a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host
   never sends it.
-- Order of application on the device: released, added, rewrites, block_appends, swap_out, swap_in, block_copies, then
-  the forward pass.
+- Drafts are guesses of what comes behind a row's known tokens, in the same table. A row that computes some samples at
+  every one of its positions: drafts are right as far as they are what is sampled there, and the token behind the last
+  right one is right anyway. So such a row brings between one and `samples` tokens, the same ones as without drafts.
+- Order of application on the device: released, added, rewrites, drafts, block_appends, swap_out, swap_in, block_copies,
+  then the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,6 +48,10 @@ class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     """None: off; k: the sampled token and the k most likely"""
     prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +83,9 @@ class ScheduledRow(NamedTuple):
     query_len: int
     """tokens to compute in this step; 0: a fork, which samples from the logits of the row before it in the plan (or of
     the one before that, if it is a fork, too)"""
-    samples: bool
-    """true when this step reaches the last known token, so that a token is sampled at position computed + query_len"""
+    samples: int
+    """positions at which tokens are sampled, the last ones of the row: 1 when this step reaches the last known token,
+    for the one at computed + query_len; 1 + k when k drafts behind it are computed, too; else 0"""
 
 
 class Rows(Columns, frozen=True, eq=False):
@@ -114,7 +122,7 @@ class Rows(Columns, frozen=True, eq=False):
     def each(self) -> list[ScheduledRow]:
         """One by one, where speed is not the point."""
         columns = zip(*self.columns.tolist(), strict=True)
-        return [ScheduledRow(row, computed, count, bool(samples)) for row, computed, count, samples in columns]
+        return [ScheduledRow(*row) for row in columns]
 
     def _column(self, index: int) -> np.ndarray:
         column: np.ndarray = self.columns[index]
@@ -173,6 +181,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     added: list[NewRow] = []
     rewrites: Writes = NO_WRITES
     """of tokens: a row's sequence took over another one's history (beams), and it holds nothing behind them"""
+    drafts: Writes = NO_WRITES
+    """of tokens, behind what a row knows: those that it computes in this step"""
+    proposals: int = 0
+    """how many drafts the device is to propose at most for each row that samples"""
     block_appends: Writes = NO_WRITES
     """of the rows' block tables, which hold nothing behind them"""
     block_copies: list[tuple[int, int]] = []
@@ -182,7 +194,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block), one after the other"""
     masked: list[int] = []
-    """of the rows that sample, counted in their order, those that sample when `StepMasks` says what they may"""
+    """of the sampled positions, counted in the order of the rows, those that wait for `StepMasks` to say what they may
+    be"""
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +208,7 @@ class StepMasks(Columns, frozen=True, eq=False):
 
     step_id: int
     bits: np.ndarray
-    """int32 [masked rows, words of 32 tokens]: the lowest bit is the first token; 1 where it is allowed"""
+    """int32 [masked positions, words of 32 tokens]: the lowest bit is the first token; 1 where it is allowed"""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -208,7 +221,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowLogprobs(Columns, frozen=True, eq=False):
-    """Of sampled positions, by row; an entry is made when it is asked for."""
+    """Of sampled positions, by row, of one row in their order; an entry is made when it is asked for."""
 
     rows: np.ndarray
     """int32 [rows]"""
@@ -236,16 +249,40 @@ class RowLogprobs(Columns, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def by_row(self) -> dict[int, TokenLogprobs]:
+    def by_row(self) -> dict[int, list[TokenLogprobs]]:
         columns = (self.rows, self.widths, self.token_ids, self.logprobs, self.ranks)
-        return {
-            row: TokenLogprobs(token_ids=ids[:width], logprobs=values[:width], rank=rank)
-            for row, width, ids, values, rank in zip(*(column.tolist() for column in columns), strict=True)
-        }
+        found: dict[int, list[TokenLogprobs]] = {}
+        for row, width, ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
+            entry = TokenLogprobs(token_ids=ids[:width], logprobs=values[:width], rank=rank)
+            found.setdefault(row, []).append(entry)
+        return found
 
 
 _NONE = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS = RowLogprobs(_NONE, _NONE, np.zeros((0, 1), dtype=np.int32), np.zeros((0, 1)), _NONE)
+
+
+class Drafts(Columns, frozen=True, eq=False):
+    """Guesses of what comes behind the tokens that a step has brought."""
+
+    rows: np.ndarray
+    """int32 [rows]"""
+    counts: np.ndarray
+    """int32 [rows]: tokens of each, at least 1"""
+    token_ids: np.ndarray
+    """int32 [sum of the counts]"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def each(self) -> Iterator[tuple[int, list[int]]]:
+        tokens, end = self.token_ids.tolist(), 0
+        for row, count in zip(self.rows.tolist(), self.counts.tolist(), strict=True):
+            end += count
+            yield row, tokens[end - count : end]
+
+
+NO_DRAFTS = Drafts(_NONE, _NONE, _NONE)
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -254,6 +291,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     token_ids: list[int]
     """of the plan's rows that sample, in the plan's order"""
+    counts: list[int] = []
+    """of each of these rows, how many of them; empty: one each"""
+    drafts: Drafts = NO_DRAFTS
+    """at most `StepPlan.proposals` of each of these rows, where there are any"""
     logprobs: RowLogprobs = NO_LOGPROBS
     """of the sampled positions, for rows that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -110,6 +110,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """and what it was ranked by: that sum / length ** length_penalty"""
     cached_tokens: int = 0
     """prompt tokens taken from the prefix cache; set on the first delta"""
+    accepted_tokens: int = 0
+    """of these tokens, those that were drafts"""
     error: str | None = None
     """with finish_reason "error": why"""
     error_kind: str | None = None
@@ -160,6 +162,11 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """of the drafts, those that were right"""
+    accepted_at: list[int] = []
+    """of these, how many were a step's first draft of their sequence, its second, and so on"""
     compiles_after_ready: int = 0
     compiling: bool = False
     """steps are computed eagerly until pieces that compile behind them take over"""

@@ -51,7 +51,7 @@ class _Request:
         self.metrics = RequestMetrics(arrival_time=now)
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_shown: list[LogprobsAt | None] | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.accepted_tokens = 0
         self.error: EngineError | None = None
         self.news = False
 
@@ -170,6 +170,7 @@ class OutputProcessor:
         if sample is request.samples[0]:
             request.prompt_logprobs.extend(delta.prompt_logprobs)
             request.cached_tokens = delta.cached_tokens or request.cached_tokens
+        request.accepted_tokens += delta.accepted_tokens
         if delta.token_ids and request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         if sample.extend(delta):
@@ -230,6 +231,7 @@ class OutputProcessor:
             finished=request.ended,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.cached_tokens,
+            num_accepted_tokens=request.accepted_tokens,
             metrics=replace(request.metrics),
         )
 

@@ -13,9 +13,8 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -56,6 +55,9 @@ class LlguidanceMatcher:
     def is_over(self) -> bool:
         return self.inner.is_stopped()
 
+    def forced(self) -> list[int]:
+        return self.inner.compute_ff_tokens()
+
     def copy(self) -> LlguidanceMatcher:
         return LlguidanceMatcher(self.inner.deep_copy(), self.share, self.source, self.tokens.copy())
 
@@ -65,6 +67,15 @@ class LlguidanceMatcher:
         base = self.source.again(self.share)
         self.inner, self.share = base.inner.deep_copy(), base.share
         return self.inner.consume_tokens(self.tokens)
+
+
+class _Asked(NamedTuple):
+    """One output whose masks are filled."""
+
+    matcher: LlguidanceMatcher
+    place: int
+    """of the first mask; those behind drafts follow"""
+    drafts: list[int]
 
 
 class _Compiled:
@@ -150,9 +161,17 @@ class GrammarCompiler:
             raise InvalidRequestError(f"{FIELD}: {compiled}", FIELD)
         return compiled.start()
 
-    def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
-        masks = np.full((len(matchers), self._wide_words), _EVERYTHING, dtype=np.int32)
-        known = {index: matcher for index, matcher in enumerate(matchers) if isinstance(matcher, LlguidanceMatcher)}
+    def fill(
+        self, matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]] = ()
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        drafts = drafts or [()] * len(matchers)
+        places = np.cumsum([0, *(1 + len(tokens) for tokens in drafts)]).tolist()
+        masks = np.full((places[-1], self._wide_words), _EVERYTHING, dtype=np.int32)
+        known = {
+            index: _Asked(matcher, place, list(tokens))
+            for index, (matcher, place, tokens) in enumerate(zip(matchers, places, drafts))
+            if isinstance(matcher, LlguidanceMatcher)
+        }
         try:
             failed = self._fill_known(known, masks)
         except Exception as error:  # of whichever: those without a grammar go on
@@ -161,30 +180,35 @@ class GrammarCompiler:
             failed = {index: f"{FIELD}: {first_line(str(error))}" for index in known}
         return np.ascontiguousarray(masks[:, : self._words]), failed
 
-    def _fill_known(self, known: dict[int, LlguidanceMatcher], masks: np.ndarray) -> dict[int, str]:
+    def _fill_known(self, known: dict[int, _Asked], masks: np.ndarray) -> dict[int, str]:
         """Rows of `masks`; those that failed, and why."""
-        from llguidance import LLExecutor
-
         # Threads take parts of the list: neighbours may share a lock.
-        asked = [(matcher.inner, index) for index, matcher in sorted(known.items(), key=lambda item: item[1].share)]
-        if len(asked) > 1:
-            if self._executor is None:
-                self._executor = LLExecutor(self._threads)
-            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, masks.strides[0], len(masks))
-        elif asked:
-            self._fill_one(asked[0][0], masks[asked[0][1]])
+        self._fill_all(sorted(known.values(), key=lambda one: one.matcher.share), masks)
         failed = {}
-        for index, matcher in known.items():
+        for index, one in known.items():
+            matcher = one.matcher
             if matcher.inner.is_error():
                 if matcher.renew():
-                    self._fill_one(matcher.inner, masks[index])
+                    self._fill_all([one], masks)
                 if matcher.inner.is_error():
-                    masks[index] = _EVERYTHING
+                    masks[one.place : one.place + 1 + len(one.drafts)] = _EVERYTHING
                     failed[index] = f"{FIELD}: {first_line(matcher.inner.get_error())}"
         return failed
 
-    def _fill_one(self, matcher: LLMatcher, mask: np.ndarray) -> None:
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    def _fill_all(self, asked: list[_Asked], masks: np.ndarray) -> None:
+        from llguidance import LLExecutor
+
+        if len(asked) == 1 and not asked[0].drafts:
+            mask = masks[asked[0].place]
+            asked[0].matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            return
+        if self._executor is None:
+            self._executor = LLExecutor(self._threads)
+        where = (masks.ctypes.data, masks.strides[0], len(masks))
+        if drafted := [(one.matcher.inner, one.place, one.drafts) for one in asked if one.drafts]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if others := [(one.matcher.inner, one.place) for one in asked if not one.drafts]:
+            self._executor.unsafe_compute_mask_ptr(others, *where)
 
     def _run(self, work: SimpleQueue[str], notify: Callable[[str], None]) -> None:
         while True:
@@ -206,9 +230,11 @@ class GrammarCompiler:
 
     def _compile_again(self, compiled: _Compiled | str) -> None:
         if isinstance(compiled, _Compiled):
-            with suppress(BaseException):  # it is only for speed
+            try:
                 for _ in range(1, self._num_bases):
                     compiled.add()
+            except BaseException:  # it is only for speed, and a Rust panic is no Exception
+                logger.warning("a grammar's further compilations have failed", exc_info=True)
 
     def _made(self, grammar: str) -> LLMatcher:
         """Raises `InvalidRequestError`."""

@@ -20,6 +20,10 @@ class Matcher(Protocol):
         """Nothing can follow: the output is complete."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens that are likely to come next, because all that is allowed begins as their text does."""
+        ...
+
     def copy(self) -> Matcher:
         """The same position, which goes on by itself."""
         ...
@@ -36,7 +40,10 @@ class Grammars(Protocol):
         """The position where every output begins. Raises `InvalidRequestError` for what did not compile."""
         ...
 
-    def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
-        """What may come next: int32 [matchers, words of 32 tokens], the lowest bit is the first token; everything for
-        None. And why, for those that cannot tell, by their index: everything is allowed them, too."""
+    def fill(
+        self, matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]] = ()
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        """What may come next, and behind each of a matcher's `drafts` (`()`: none have any): int32 [sum of 1 + drafts,
+        words of 32 tokens], the lowest bit is the first token; everything for None, and behind a draft that is not
+        allowed. And why, for those that cannot tell, by their index: everything is allowed them, too."""
         ...

@@ -283,6 +283,16 @@ class KVCache:
             for index in range(max(first, start), full):
                 pool.register(table[index], digests[index] if group == 0 else key_of(digests[index], group))
 
+    def trim(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """KV beyond as many tokens was that of wrong drafts: blocks that hold nothing else are given back."""
+        pool = self.host.pool if blocks.on_host and self.host is not None else self.pool
+        count = -(-num_tokens // self.block_size)
+        for table in blocks.tables:
+            for block in reversed(table[count:]):
+                pool.release(block)
+            del table[count:]
+        blocks.num_tokens, blocks.quiet_until = num_tokens, min(blocks.quiet_until, count * self.block_size)
+
     def free(self, blocks: SequenceBlocks) -> None:
         """Give every block back, tails first, so that the head of a prefix outlives its branches. Idempotent.
 

@@ -14,6 +14,9 @@ All names carry the label ``model_name``.
 | pageloom_prefix_cache_hits_total | counter | of those, tokens that were found |
 | pageloom_prompt_tokens_total | counter | prompt tokens processed |
 | pageloom_generation_tokens_total | counter | tokens generated |
+| pageloom_spec_decode_num_draft_tokens_total | counter | drafts computed |
+| pageloom_spec_decode_num_accepted_tokens_total | counter | of those, drafts that were right |
+| pageloom_spec_decode_num_accepted_tokens_per_pos_total | counter | the same by ``position`` among a step's drafts |
 | pageloom_preemptions_total | counter | sequences preempted |
 | pageloom_preemptions_swapped_total | counter | of those, sequences whose blocks went to the host tier |
 | pageloom_kv_blocks_swapped_out_total | counter | blocks copied to the host tier: of sequences, and evicted prefixes |
@@ -114,6 +117,8 @@ class _CoreCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generated_tokens),
+            ("spec_decode_num_draft_tokens", "Drafts computed", stats.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were right", stats.accepted_tokens),
             ("preemptions", "Sequences preempted", stats.preemptions),
             ("preemptions_swapped", "Of those, swapped to host memory", stats.preemptions_swapped),
             ("kv_blocks_swapped_out", "KV blocks copied to host memory", stats.blocks_swapped_out),
@@ -129,3 +134,8 @@ class _CoreCollector(Collector):
             counter = CounterMetricFamily(_PREFIX + name, meaning, labels=[_LABEL])
             counter.add_metric(self._labels, value)
             yield counter
+        name, meaning = "spec_decode_num_accepted_tokens_per_pos", "Drafts that were right, by position"
+        accepted = CounterMetricFamily(_PREFIX + name, meaning, labels=[_LABEL, "position"])
+        for position, value in enumerate(stats.accepted_at):
+            accepted.add_metric([*self._labels, str(position)], value)
+        yield accepted

@@ -42,6 +42,8 @@ class SentStep:
     seq_lens: list[int]
     """this step's tokens included"""
     sample_rows: list[int]
+    positions_each: np.ndarray | None
+    """of each row that samples, at how many positions; None: at one"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class StepBatch:
     sample_positions: torch.Tensor
     """int64 [samples]: where the sampled tokens go"""
     sample_rows_host: list[int]
+    positions_each: np.ndarray | None
+    """as in `SentStep`"""
     attention: list[AttentionBatch]
     """of each layer group"""
     every_token_samples: bool
@@ -107,9 +111,12 @@ class BatchBuilder:
         block_size: int,
         streams: Streams,
         ring_depth: int = 1,
+        max_seqs: int | None = None,
     ) -> None:
-        """`ring_depth`: host buffers, where copies are queued."""
-        rows, device = table.max_rows, table.tokens.device
+        """`ring_depth`: host buffers, where copies are queued. `max_seqs`: rows of a step, and the drafts that it
+        computes; None: the table's rows."""
+        rows, device = max_seqs or table.max_rows, table.tokens.device
+        self._max_seqs = rows
         self._table = table
         self._kernels = kernels
         self._max_tokens = max_tokens
@@ -147,9 +154,15 @@ class BatchBuilder:
 
         Raises ValueError where the plan exceeds the rows or the token budget that this runner was built for.
         """
+        if len(rows) > self._table.max_rows:
+            raise ValueError(f"a plan of {len(rows)} rows exceeds max_num_seqs ({self._table.max_rows})")
+        positions_each = None
+        if len(rows) and rows.samples.max() > 1:
+            positions_each = rows.samples[rows.samples > 0]
+            rows = _one_by_one(rows)
         n = len(rows)
-        if n > self._table.max_rows:
-            raise ValueError(f"a plan of {n} rows exceeds max_num_seqs ({self._table.max_rows})")
+        if n > self._max_seqs:
+            raise ValueError(f"a plan that samples at {n} positions exceeds {self._max_seqs}")
         query_lens = rows.query_lens.tolist()
         num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
@@ -158,7 +171,8 @@ class BatchBuilder:
         one_token_each = num_tokens == n and 0 not in query_lens
         seq_lens = (rows.computed + rows.query_lens).tolist()
         self._copy(rows.columns, one_token_each and bool(samples.all()))
-        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, rows.row[samples].tolist())
+        sample_rows = rows.row[samples].tolist()
+        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows, positions_each)
 
     def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly) -> StepBatch:
         """Queue the kernels that build the step last sent, padded as `choose` says."""
@@ -186,6 +200,7 @@ class BatchBuilder:
             sample_rows=views.sample_rows,
             sample_positions=views.sample_positions,
             sample_rows_host=sent.sample_rows,
+            positions_each=sent.positions_each,
             attention=attention,
             every_token_samples=sent.one_token_each and samples == n,
         )
@@ -286,6 +301,17 @@ class BatchBuilder:
         if self._ring is not None:
             self._step.copy_(host, non_blocking=True)
             self._ring.commit()
+
+
+def _one_by_one(rows: Rows) -> Rows:
+    """Where drafts are computed, every position that samples becomes a sequence of its own, which ends there: the same
+    computation, bit for bit, as without drafts, because a step writes its KV before it reads any."""
+    each = np.maximum(rows.samples, 1)
+    row, computed, query_lens, samples = np.repeat(rows.columns, each, axis=1)
+    ahead = np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
+    first = query_lens - np.maximum(samples, 1) + 1
+    columns = (row, np.where(ahead, computed + first + ahead - 1, computed), np.where(ahead, 1, first), samples > 0)
+    return Rows(np.array(columns, dtype=np.int32))
 
 
 def _leading_ones(query_lens: list[int]) -> int:

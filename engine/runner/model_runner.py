@@ -37,6 +37,7 @@ from engine.runner.loading import CausalModel, RunnerParts, device_of, load_part
 from engine.runner.memory import device_memory, estimate_activation_bytes, measure_activation_bytes
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention, attention_layers
+from engine.runner.proposals import proposer_of
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import BufferRing, StagedWrites
@@ -91,8 +92,11 @@ class ModelRunner:
         # One host buffer more than steps in flight, so that none is waited for.
         depth = config.scheduler.steps_in_flight + 1 if self._streams.queued else 1
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
-        self._batches = BatchBuilder(self._table, self._kernels, budget, config.cache.block_size, self._streams, depth)
-        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
+        places, block_size = config.scheduler.max_sampled, config.cache.block_size
+        self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
+        proposer = proposer_of(config.scheduler.speculation)
+        vocab_size = parts.spec.vocab_size
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size, proposer)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -105,25 +109,26 @@ class ModelRunner:
         self._compiles_behind = config.compile.mode == "pieces" and self._dispatcher.mode == "none"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
-        if device.type == "cuda":
-            activation_bytes = measure_activation_bytes(parts.model, parts.spec, device, budget, rows)
-        else:
-            activation_bytes = estimate_activation_bytes(parts.spec, self._dtype_bytes, budget, rows)
+        self.report = self._load_report(parts, memory_before)
         parts.model.set_attention(self._attention.attend)
-        self.report = self._load_report(parts, activation_bytes, memory_before)
         self._step_done.record()
         with self._streams.inputs:
             self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
 
-    def _load_report(self, parts: RunnerParts, activation_bytes: int, memory_before: tuple[int, int]) -> LoadReport:
-        config, rows = self._config, self._config.scheduler.max_num_seqs
+    def _load_report(self, parts: RunnerParts, memory_before: tuple[int, int]) -> LoadReport:
+        config = self._config
+        budget, places = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
+        if self._device.type == "cuda":
+            activation_bytes = measure_activation_bytes(parts.model, parts.spec, self._device, budget, places)
+        else:
+            activation_bytes = estimate_activation_bytes(parts.spec, self._dtype_bytes, budget, places)
         return LoadReport(
             weight_bytes=parts.weight_bytes,
             activation_bytes=activation_bytes,
             workspace_bytes=self._table.size_bytes
             + self._batches.size_bytes
             + self._sampler.max_workspace_bytes
-            + self._attention.workspace_bytes(rows),
+            + self._attention.workspace_bytes(config.scheduler.max_sampled),
             graph_bytes=graphs_estimate(self._dispatcher, parts.spec, self._dtype_bytes),
             block_bytes=self._attention.block_bytes(config.cache.block_size),
             windows=tuple(group.window for group in self._groups),
@@ -258,6 +263,7 @@ class ModelRunner:
         with torch.inference_mode(), checks, self._runs_modules:
             self._refuse(plan)
             self._is_watched = self._observer.step(plan)
+            self._step_sampler.give_away(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
             self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)

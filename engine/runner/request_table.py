@@ -69,8 +69,8 @@ class RequestTable:
         return sum(t.numel() * t.element_size() for t in self.staged_tables())
 
     def stage(self, plan: StepPlan, sampler: SamplerColumns, writes: StagedWrites) -> None:
-        """Stage the plan's differences: released, added, block appends. Raises ValueError on a plan that breaks the
-        rows."""
+        """Stage the plan's differences: released, added, tokens, block appends. Raises ValueError on a plan that breaks
+        the rows."""
         for row in plan.released:
             self._release(row)
             sampler.release(row)
@@ -83,7 +83,7 @@ class RequestTable:
                 self.failed[new.row] = in_words(error)
                 sampler.add(new.row, _ANYHOW, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
-        for table, many in ((0, plan.rewrites), (1, plan.block_appends)):
+        for table, many in ((0, plan.rewrites), (0, plan.drafts), (1, plan.block_appends)):
             if len(many):
                 writes.write_all(table, many, self.max_rows)
         for table, row, start, values in sampler.drain_writes():

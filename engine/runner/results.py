@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
-from engine.step import NO_LOGPROBS, StepResult, TokenLogprobs
+from engine.step import NO_DRAFTS, NO_LOGPROBS, Drafts, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,17 @@ class SampledStep:
 
     step_id: int
     rows: Sequence[int]
-    """the rows that sampled, in the plan's order"""
+    """of every sampled position its row, in the plan's order"""
     sampled: SampleOutput | None
     prompt: Sequence[tuple[int, LogprobTensors]] = ()
     """(row, scores of consecutive prompt tokens); a row may come several times, in order"""
     failures: Mapping[int, str] = field(default_factory=dict)
     """rows for which something raised, and what"""
+    positions_each: np.ndarray | None = None
+    """of each row that sampled, at how many positions; None: at one"""
+    counts: torch.Tensor | None = None
+    """int64 [rows that sampled]: where that is not one, how many of its tokens count"""
+    drafts: Drafts | None = None
 
 
 class PendingResult:
@@ -68,6 +74,9 @@ class ResultCopier:
                 sampled=None if step.sampled is None else _sample_to_host(step.sampled),
                 prompt=[(row, scores.start_copy()) for row, scores in step.prompt],
                 failures=step.failures,
+                positions_each=step.positions_each,
+                counts=None if step.counts is None else _pinned(step.counts),
+                drafts=step.drafts,
             )
             event.record()
 
@@ -103,13 +112,32 @@ def _to_result(step: SampledStep) -> StepResult:
             faults=list(step.failures),
             reasons=dict(step.failures),
         )
-    faults = step.sampled.faults.tolist()
-    faulty = [row for row, fault in zip(step.rows, faults, strict=True) if fault] if True in faults else []
+    faults, tokens = step.sampled.faults.tolist(), step.sampled.token_ids.tolist()
+    rows, counts = step.rows, []
+    if step.counts is not None and step.positions_each is not None:
+        counts = step.counts.tolist()
+        kept = _kept(step.positions_each.tolist(), counts)
+        rows, faults, tokens = ([column[at] for at in kept] for column in (rows, faults, tokens))
+    faulty = (
+        list(dict.fromkeys(row for row, fault in zip(rows, faults, strict=True) if fault)) if True in faults else []
+    )
     return StepResult(
         step_id=step.step_id,
-        token_ids=step.sampled.token_ids.tolist(),
+        token_ids=tokens,
+        counts=counts,
+        drafts=NO_DRAFTS if step.drafts is None else step.drafts,
         logprobs=NO_LOGPROBS if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
         prompt_logprobs=prompt,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
         reasons=dict(step.failures),
     )
+
+
+def _kept(positions_each: list[int], counts: list[int]) -> list[int]:
+    """Of each row's sampled positions, those that count: the first ones."""
+    kept: list[int] = []
+    first = 0
+    for positions, count in zip(positions_each, counts, strict=True):
+        kept += range(first, first + count)
+        first += positions
+    return kept

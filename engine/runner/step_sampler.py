@@ -14,11 +14,13 @@ from engine.observability.step_profile import StepObserver
 from engine.runner.batch import StepBatch
 from engine.runner.kernels import InputKernels
 from engine.runner.loading import CausalModel
+from engine.runner.proposals import Proposer
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
 from engine.sampling.logprobs import joined
-from engine.step import Rows, ScheduledRow, StepMasks, StepPlan
+from engine.sampling.upload import upload
+from engine.step import Drafts, Rows, ScheduledRow, StepMasks, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +42,23 @@ class StepSampler:
     """The last part of every step of one model."""
 
     def __init__(
-        self, model: CausalModel, sampler: Sampler, table: RequestTable, kernels: InputKernels, vocab_size: int
+        self,
+        model: CausalModel,
+        sampler: Sampler,
+        table: RequestTable,
+        kernels: InputKernels,
+        vocab_size: int,
+        proposer: Proposer | None = None,
     ) -> None:
         self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
+        self._proposer = proposer
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
+
+    def give_away(self, rows: list[int]) -> None:
+        """Rows that the next plan releases, before it does."""
+        if self._proposer is not None:
+            for row in rows:
+                self._proposer.end(self._table.tokens.numpy(), row, self._table.prompt_len.get(row, 0))
 
     def run(
         self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver, masks: WaitForMasks
@@ -71,11 +86,24 @@ class StepSampler:
             if allowed is not None:
                 self._sampler.restrict(logits, plan.masked, allowed)
             sampled = self._sample_each(logits, batch, failures)
+        counts = _accepted(batch, tokens, sampled)
         self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
-        return SampledStep(plan.step_id, rows, sampled, prompt, failures)
+        drafts = self._propose(plan, batch, counts) if plan.proposals else None
+        return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts, drafts)
+
+    def _propose(self, plan: StepPlan, batch: StepBatch, counts: torch.Tensor | None) -> Drafts:
+        """Behind what every row that sampled knows now."""
+        assert self._proposer is not None, "nobody proposes drafts"
+        rows, known = np.array(batch.sample_rows_host), batch.sample_positions.numpy()
+        if counts is not None and batch.positions_each is not None:
+            first = np.cumsum(batch.positions_each) - batch.positions_each
+            rows, known = rows[first], known[first] + counts.numpy() - 1
+        return self._proposer.propose(self._table.tokens.numpy(), rows.tolist(), (known + 1).tolist(), plan.proposals)
 
     def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
         outputs = []
+        each = batch.positions_each
+        first = range(len(batch.sample_rows_host)) if each is None else (np.cumsum(each) - each).tolist()
         for at, row in enumerate(batch.sample_rows_host):
             one = slice(at, at + 1)
             try:
@@ -84,7 +112,8 @@ class StepSampler:
                 )
             except Exception as error:
                 logger.exception("row %d could not be sampled", row)
-                failures[row] = in_words(error)
+                if at in first:  # what comes behind drafts fails again when it comes first, if it does
+                    failures[row] = in_words(error)
                 none = torch.zeros(1, dtype=torch.int64, device=logits.device)
                 output = SampleOutput(none, torch.ones_like(none, dtype=torch.bool), None)
             outputs.append(output)
@@ -117,3 +146,21 @@ class StepSampler:
             logits = self._model.compute_logits(hidden[start:end])
             scores.append((row.row, self._sampler.prompt_logprobs(logits, known.to(torch.int64), k)))
         return scores
+
+
+def _accepted(batch: StepBatch, tokens: torch.Tensor, output: SampleOutput) -> torch.Tensor | None:
+    """Of each row that sampled at several positions, how many of its tokens count: those before the first draft that is
+    not what was sampled in its place, and that one; but none from a fault on, unless it is the first: the request may
+    have ended before, or the next step finds it again. None: one each. int64 [rows that sampled], without a wait."""
+    each, sampled = batch.positions_each, output.token_ids
+    device = sampled.device
+    if each is None:
+        return None
+    ends = np.cumsum(each)
+    wrong = tokens[batch.sample_rows, batch.sample_positions] != sampled
+    wrong[:-1] |= output.faults[1:]  # of another row's, the last position's: set anyway
+    wrong.index_fill_(0, upload(ends - 1, torch.int64, device), True)  # behind the last draft there is none
+    at = torch.arange(len(sampled), device=device)
+    next_wrong = at.masked_fill(~wrong, len(sampled)).flip(0).cummin(0).values.flip(0)
+    first = upload(ends - each, torch.int64, device)
+    return next_wrong[first] - first + 1

@@ -42,10 +42,6 @@ def classify(params: RowParams, vocab_size: int, look_is_free: bool) -> tuple[Ki
     return "wide", filters
 
 
-def has_penalties(params: RowParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 class Group(msgspec.Struct, frozen=True):
     """Rows of a batch that are treated alike."""
 

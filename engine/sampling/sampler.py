@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.sampling.batch import BatchPlan, RowState, classify, has_penalties, plan_batch
+from engine.sampling.batch import BatchPlan, RowState, classify, plan_batch
 from engine.sampling.columns import FLOATS, INTS, NUM_FLOATS, NUM_INTS, PROMPT_LEN
 from engine.sampling.kernels import SamplingKernels, StepTensors, select_kernels
 from engine.sampling.logprobs import LogprobTensors
@@ -85,7 +85,7 @@ class Sampler:
         edits = row_edits(params, self._vocab, self._device)
         self.release(row)
         kind, filters = classify(params, self._vocab, look_is_free=self._device.type == "cpu")
-        slot = self._seen.acquire(token_ids, prompt_len) if has_penalties(params) else None
+        slot = self._seen.acquire(token_ids, prompt_len) if params.has_penalties else None
         self._states[row] = RowState(params, kind, filters, slot, edits)
         floats = [
             0.0 if kind == "greedy" else params.temperature,
@@ -142,9 +142,9 @@ class Sampler:
         """Draw one token for each of m rows.
 
         `logits` float32 `[m, V]`, contiguous, may be changed; `rows` int64 `[m]` on the device and the same on the
-        host, each at most once; `positions` int64 `[m]`: where the new token goes, so that `tokens[row, :position]`
-        is its history; `tokens` int32 `[table rows, max_model_len]`. Raises `ValueError` for logits of another shape
-        or type.
+        host, at most once each that has penalties; `positions` int64 `[m]`: where the new token goes, so that
+        `tokens[row, :position]` is its history; `tokens` int32 `[table rows, max_model_len]`. Raises `ValueError` for
+        logits of another shape or type.
         """
         expected = (len(rows_host), self._vocab)
         if logits.shape != expected or logits.dtype != torch.float32 or not logits.is_contiguous():

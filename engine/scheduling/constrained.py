@@ -3,6 +3,8 @@ is told what it may."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Grammars, Matcher
 from engine.scheduling.holdings import Holdings
@@ -69,8 +71,11 @@ class Constrained:
         if waiting is None or self._grammars is None:
             return None
         step_id, step = waiting
-        owners = step.owners[step.rows.samples > 0][step.masked].tolist()
-        bits, failed = self._grammars.fill([seq.matcher for seq in owners])
+        samples = step.rows.samples
+        rows, counts = np.unique(np.repeat(np.arange(len(samples)), samples)[step.masked], return_counts=True)
+        owners = step.owners[rows].tolist()
+        drafts = [seq.drafts[: count - 1] if count > 1 else [] for seq, count in zip(owners, counts.tolist())]
+        bits, failed = self._grammars.fill([seq.matcher for seq in owners], drafts)
         for index, reason in failed.items():
             if owners[index].status is not Status.FINISHED:
                 self._held.failures.note(owners[index], InvalidRequestError(reason, "structured_outputs"))

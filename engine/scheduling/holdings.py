@@ -96,6 +96,15 @@ class Holdings:
         except Exception as error:
             self.failures.note(seq, error)
 
+    def reconcile(self, seq: Sequence, wrong: int) -> None:
+        """The last drafts of the sequence's step were wrong: what they held is given back, and it may go on."""
+        if seq.status is Status.RUNNING:
+            self.rows.reconcile(seq, wrong)
+            self.kv.trim(seq.blocks, self.rows.computed_of(seq))
+            self.rows.room[seq.row] = seq.blocks.quiet_until
+        elif seq.blocks.on_host:
+            self.kv.trim(seq.blocks, seq.blocks.num_tokens - wrong)
+
     def leave_device(self, seq: Sequence, findable: bool = True) -> None:
         self.rows.leave(seq)
         if findable:

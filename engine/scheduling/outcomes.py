@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from itertools import islice
 
 import numpy as np
 from msgspec.structs import replace
@@ -12,13 +13,16 @@ from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.steps_in_flight import PlannedStep
 from engine.step import ScheduledRow, StepResult, TokenLogprobs
 
+_Logprobs = dict[int, list[TokenLogprobs]]
+
 
 class Outcomes:
-    def __init__(self, held: Holdings) -> None:
-        self._held = held
+    def __init__(self, held: Holdings, speculation: Speculation) -> None:
+        self._held, self._speculation = held, speculation
         self._rows = held.rows
         self.generated_tokens = 0
         """since the start"""
@@ -28,12 +32,13 @@ class Outcomes:
         logprobs = result.logprobs.by_row() if len(result.logprobs) else {}
         if step.num_plain:
             deltas += self._of_plain(step, result, logprobs)
-        tokens = iter(result.token_ids[step.num_plain :])
+        tokens, counts = iter(result.token_ids[step.num_plain :]), iter(result.counts[step.num_plain :])
         for seq, row in step.others():
-            deltas += self._of_row(seq, row, next(tokens) if row.samples else None, result, logprobs)
+            brought = list(islice(tokens, next(counts, 1))) if row.samples else []
+            deltas += self._of_row(seq, row, brought, result, logprobs)
         return deltas
 
-    def _of_plain(self, step: PlannedStep, result: StepResult, logprobs: dict[int, TokenLogprobs]) -> list[Delta]:
+    def _of_plain(self, step: PlannedStep, result: StepResult, logprobs: _Logprobs) -> list[Delta]:
         """They have brought a token each. Most go on with it, and that is all."""
         rows, num_plain = self._rows, step.num_plain
         numbers, tokens = step.rows.row[:num_plain], result.token_ids[:num_plain]
@@ -51,8 +56,8 @@ class Outcomes:
         if special.any():
             computed = step.rows.computed
             for index in np.flatnonzero(special).tolist():
-                row = ScheduledRow(int(numbers[index]), int(computed[index]), 1, samples=True)
-                deltas += self._of_row(owners[index], row, tokens[index], result, logprobs)
+                row = ScheduledRow(int(numbers[index]), int(computed[index]), 1, samples=1)
+                deltas += self._of_row(owners[index], row, tokens[index : index + 1], result, logprobs)
         if done or special.any():
             plain = ~special
             plain[done] = False
@@ -81,37 +86,38 @@ class Outcomes:
             self._rows.arrived(seq)
             if over:
                 with self._held.failures.isolate(seq):
-                    self.generated_tokens += 1
-                    deltas.append(self._deliver(seq, token, cached_tokens=seq.newly_cached, matched=True))
+                    deltas.append(self._deliver(seq, [token], cached_tokens=seq.newly_cached, matched=True))
         return done
 
     def _of_row(
         self,
         seq: Sequence,
         row: ScheduledRow,
-        token: int | None,
+        tokens: list[int],
         result: StepResult,
-        logprobs: dict[int, TokenLogprobs],
+        logprobs: _Logprobs,
     ) -> list[SequenceDelta]:
         """What this raises is the failure of one request."""
-        if token is not None:
-            self._rows.arrived(seq)
+        self._rows.arrived(seq, row.samples)
         if seq.status is Status.FINISHED:
             return []
         try:
-            return self._of_one(seq, row, token, logprobs.get(row.row), result)
+            if row.samples > 1:
+                self._held.reconcile(seq, row.samples - len(tokens))
+                self._speculation.learn(seq, len(tokens) - 1)
+            return self._of_one(seq, row, tokens, logprobs.get(row.row, []), result)
         except Exception as error:
             self._held.failures.note(seq, error)
         return []
 
     def _of_one(
-        self, seq: Sequence, row: ScheduledRow, token: int | None, found: TokenLogprobs | None, result: StepResult
+        self, seq: Sequence, row: ScheduledRow, tokens: list[int], found: list[TokenLogprobs], result: StepResult
     ) -> list[SequenceDelta]:
         if row.row in result.faults:
             return self._fault(seq, row, result)
         if seq.group is None:
-            return self._advance(seq, row, token, found, result)
-        if found is not None and seq.status is Status.RUNNING and seq.group.bring(seq, found):
+            return self._advance(seq, row, tokens, found, result)
+        if found and seq.status is Status.RUNNING and seq.group.bring(seq, found[0]):
             return self._choose(seq.group)
         return []
 
@@ -144,15 +150,14 @@ class Outcomes:
         return deltas
 
     def _advance(
-        self, seq: Sequence, row: ScheduledRow, token: int | None, found: TokenLogprobs | None, result: StepResult
+        self, seq: Sequence, row: ScheduledRow, tokens: list[int], found: list[TokenLogprobs], result: StepResult
     ) -> list[SequenceDelta]:
         cached_tokens = seq.newly_cached
         prompt_logprobs: list[TokenLogprobs] = []
         if row.row in result.prompt_logprobs:
             prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
-        if token is not None:
-            self.generated_tokens += 1
-            return [self._deliver(seq, token, [found] if found is not None else [], prompt_logprobs, cached_tokens)]
+        if tokens:
+            return [self._deliver(seq, tokens, found, prompt_logprobs, cached_tokens)]
         if not prompt_logprobs:
             return []
         return [SequenceDelta(request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)]
@@ -160,29 +165,45 @@ class Outcomes:
     def _deliver(
         self,
         seq: Sequence,
-        token: int,
+        tokens: list[int],
         logprobs: Tokens[TokenLogprobs] = (),
         prompt_logprobs: Tokens[TokenLogprobs] = (),
         cached_tokens: int = 0,
         matched: bool = False,
     ) -> SequenceDelta:
-        """The sequence has one token more, and may end with it. `matched`: its grammar knows of it."""
-        stopped = seq.ends_with(token)
-        if seq.matcher is not None and not stopped and not matched:
-            seq.matcher.advance(token)
-        self._rows.append(seq, token)
-        over = stopped or (seq.matcher is not None and seq.matcher.is_over)
-        finish_reason: FinishReason | None = "stop" if over else None
-        if not over and len(seq.tokens) >= seq.max_total:
-            finish_reason = "length"
-        if finish_reason is not None:
-            self._held.end(seq)
+        """The sequence has these tokens more, as far as it does not end among them. `matched`: its grammar knows of
+        them."""
+        delivered: list[int] = []
+        stopped, finish_reason = False, None
+        for token in tokens:
+            stopped = seq.ends_with(token)
+            if seq.matcher is not None and not stopped and not matched:
+                try:
+                    seq.matcher.advance(token)
+                except Exception as error:
+                    if not delivered:
+                        raise
+                    self._held.failures.note(seq, error)
+                    break
+            self._rows.append(seq, token)
+            delivered.append(token)
+            finish_reason = self._end_of(seq, stopped)
+            if finish_reason is not None:
+                self._held.end(seq)
+                break
+        self.generated_tokens += len(delivered)
         return SequenceDelta(
             request_id=seq.request_id,
-            token_ids=[token],
-            logprobs=logprobs,
+            token_ids=delivered,
+            logprobs=logprobs[: len(delivered)],
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            stop_token_id=token if stopped else None,
+            stop_token_id=delivered[-1] if stopped else None,
             cached_tokens=cached_tokens,
+            accepted_tokens=min(len(delivered), len(tokens) - 1),
         )
+
+    def _end_of(self, seq: Sequence, stopped: bool) -> FinishReason | None:
+        if stopped or (seq.matcher is not None and seq.matcher.is_over):
+            return "stop"
+        return "length" if len(seq.tokens) >= seq.max_total else None

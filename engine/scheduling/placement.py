@@ -33,13 +33,13 @@ class Placement:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq, computed + query_len)
-        if samples and seq.group is None and rows.is_last(seq):
+        if samples == 1 and seq.group is None and rows.is_last(seq):
             self._ending.append(seq)
         if followers:
             self._fork_followers(draft, seq, computed + query_len, samples)
         rows.watch(seq)
 
-    def _fork_followers(self, draft: StepDraft, seq: Sequence, computed: int, samples: bool) -> None:
+    def _fork_followers(self, draft: StepDraft, seq: Sequence, computed: int, samples: int) -> None:
         """Those whose common tokens are computed now share their blocks, and a twin the logits, too, each on a row of
         its own; those for which there is no row wait for one like anybody."""
         rows = self._rows
@@ -61,7 +61,7 @@ class Placement:
             draft.start_row(follower)
             if twin:
                 rows.advance(follower, 0)
-                draft.add(follower, ScheduledRow(follower.row, start, 0, samples=True), may_fork=True)
+                draft.add(follower, ScheduledRow(follower.row, start, 0, samples=1), may_fork=True)
                 if rows.is_last(follower):
                     self._ending.append(follower)
             rows.watch(follower)

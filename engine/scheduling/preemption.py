@@ -29,10 +29,10 @@ class PreemptionCosts:
         """The step has taken as long. What a token of a prompt costs is what a step takes longer for it: beside
         sequences that decode, a step reads the weights anyway."""
         num_tokens, num_rows = step.rows.num_tokens, len(step.rows)
-        if num_tokens == num_rows:
+        num_decodes = step.num_decodes
+        if num_decodes == num_rows:
             self._decodes_s = _mean(self._decodes_s, seconds)
         elif num_tokens >= 2 * num_rows:
-            num_decodes = step.num_decodes
             extra = seconds - self._decodes_s if num_decodes else seconds
             self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - num_decodes))
 

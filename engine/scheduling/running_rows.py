@@ -41,6 +41,14 @@ class RunningRows:
         """more than a token comes back of it: log-probabilities, or candidates"""
         self.masked = np.zeros(num_rows, dtype=bool)
         """its owner samples what a grammar allows"""
+        self.proposed = np.zeros(num_rows, dtype=np.int32)
+        """drafts that may be computed behind what its owner knows"""
+        self.drafts = np.zeros(num_rows, dtype=np.int32)
+        """of them, those that its next step computes"""
+        self.proposing = False
+        """some owner's next step has drafts to compute, or not to"""
+        self.looks = np.zeros((num_rows, 2))
+        """of its owner's latest drafts: how many were right, of how many it is known"""
         self.stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
         self._num_entries = 0
@@ -74,6 +82,7 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
+        self.proposed[row] = self.drafts[row] = self.looks[row] = 0
         self.detailed[row] = seq.params.logprobs is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)
@@ -130,12 +139,12 @@ class RunningRows:
         """Tokens that planned steps sample and that have not arrived."""
         return seq.in_flight if seq.row < 0 else int(self.known[seq.row]) - len(seq.tokens)
 
-    def arrived(self, seq: Sequence) -> None:
-        """One of them has; it is no token of the sequence's yet."""
+    def arrived(self, seq: Sequence, count: int = 1) -> None:
+        """As many of them have, or never will; none is a token of the sequence's yet."""
         if seq.row < 0:
-            seq.in_flight -= 1
+            seq.in_flight -= count
         else:
-            self.known[seq.row] -= 1
+            self.known[seq.row] -= count
 
     def append(self, seq: Sequence, token: int) -> None:
         """One that has arrived is the sequence's next."""
@@ -147,16 +156,23 @@ class RunningRows:
         """Its blocks hold what it has computed: those that decode are not told at every step."""
         seq.blocks.num_tokens = self.computed_of(seq)
 
-    def advance(self, seq: Sequence, query_len: int) -> bool:
-        """The sequence is in the step that is planned with as many tokens. Returns whether it samples; a beam then
-        waits for the others' candidates. `watch` comes behind it."""
+    def advance(self, seq: Sequence, query_len: int) -> int:
+        """The sequence is in the step that is planned with as many tokens, drafts behind those that are known. Returns
+        at how many positions it samples; a beam then waits for the others' candidates, and who computes drafts for what
+        comes of them. `watch` comes behind it."""
         row = seq.row
         self.computed[row] += query_len
-        samples = bool(self.computed[row] == self.known[row])
+        samples = max(int(self.computed[row] - self.known[row]) + 1, 0)
         if samples:
-            self.known[row] += 1
-            self.ready[row] = seq.group is None
+            self.known[row] += samples
+            self.ready[row] = seq.group is None and samples == 1
+            self.proposed[row] = self.drafts[row] = 0
         return samples
+
+    def reconcile(self, seq: Sequence, wrong: int) -> None:
+        """The last drafts of a sequence that runs were wrong, and are not computed: it goes on behind the others."""
+        self.computed[seq.row] -= wrong
+        self.ready[seq.row] = True
 
     def watch(self, seq: Sequence) -> None:
         """The device knows of it; when is it to be looked at again?"""
@@ -177,6 +193,8 @@ class RunningRows:
         ready = np.flatnonzero(self.ready)
         computed = self.computed[ready]
         plain = (self.known[ready] - computed == 1) & (computed < self.room[ready]) & ~self.alone[ready]
+        if self.proposing:
+            plain &= self.drafts[ready] == 0
         if len(ready) > budget:
             plain[:] = False
         if plain.all():
@@ -189,6 +207,8 @@ class RunningRows:
         computed = self.computed[rows]
         known = self.known[rows] + 1
         self.computed[rows], self.known[rows] = computed + 1, known
+        if self.proposing:
+            self.proposed[rows] = 0
         last = known >= self.limits[rows]
         return computed, self.owners[rows[last]].tolist() if last.any() else []
 

@@ -28,6 +28,7 @@ from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.prompt_shares import prompt_shares
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.step import StepMasks, StepPlan, StepResult
@@ -48,7 +49,8 @@ class Scheduler:
         self._kv = kv
         self._costs = PreemptionCosts(config.preemption, swap_block_s)
         self._held = Holdings(kv, config.max_num_seqs, self._costs)
-        self._outcomes = Outcomes(self._held)
+        self._speculation = Speculation(self._held, config.speculation, config.max_drafts)
+        self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
         self._steps = StepsInFlight()
@@ -114,8 +116,10 @@ class Scheduler:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
         self._placement.retire_ending()
         budget = self._config.max_num_batched_tokens
+        self._speculation.choose(budget, len(self._waiting) > 0)
         plain, others = self._rows.split(budget)
         draft = StepDraft(budget, self._rows, plain)
+        draft.proposals = self._speculation.proposals(len(plain) + len(others))
         if not self._schedule_running(draft, others):
             self._admit_waiting(draft)
         step = draft.planned()
@@ -134,7 +138,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in others:
             (decoding if self._rows.remaining(seq) == 1 else prefilling).append(seq)
-        preempted = self._share(draft, decoding, [1] * len(decoding))
+        preempted = self._share(draft, decoding, [1 + int(self._rows.drafts[seq.row]) for seq in decoding])
         if draft.tentative or len(draft.plain):
             self._spare_those_who_decode(draft)
         if prefilling and draft.budget > 0:
@@ -157,6 +161,9 @@ class Scheduler:
                 growth = None
                 with self._held.failures.isolate(seq):
                     growth = self._append(seq, query_len)
+                    if growth is None and self._rows.remaining(seq) == 1 < query_len:
+                        query_len = 1  # drafts preempt nobody
+                        growth = self._append(seq, query_len)
                     if growth is None:
                         preempted = True
                         growth = self._make_room(draft, seq, query_len)
@@ -318,7 +325,10 @@ class Scheduler:
         step = self._steps.pop(result)
         if seconds:
             self._costs.observe(step, seconds)
-        return [*self._outcomes.of(step, result), *self.end_failed()]
+            self._speculation.observe(step, seconds)
+        deltas = self._outcomes.of(step, result)
+        self._speculation.take(step, result)
+        return [*deltas, *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -362,4 +372,7 @@ class Scheduler:
             prefix_hit_tokens=kv.hit_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._outcomes.generated_tokens,
+            drafted_tokens=self._speculation.drafted,
+            accepted_tokens=self._speculation.accepted,
+            accepted_at=self._speculation.accepted_at,
         )

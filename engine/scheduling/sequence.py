@@ -36,6 +36,7 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "common",
+        "drafts",
         "followers",
         "group",
         "in_flight",
@@ -78,6 +79,8 @@ class Sequence:
         self.blocks = blocks
         self.matcher: Matcher | None = None
         """how far what has arrived has come in the request's grammar"""
+        self.drafts: list[int] = []
+        """what may come behind `tokens`, as the device holds it; while drafts are computed, those"""
         self.max_blocks = 0
         """what its request may hold at once, by itself"""
         self.pin: str | None = None

@@ -23,6 +23,7 @@ class StepDraft:
         "_appends",
         "_copies",
         "_decodes",
+        "_drafts",
         "_plain_computed",
         "_prefills",
         "_rewrites",
@@ -30,6 +31,7 @@ class StepDraft:
         "_started",
         "budget",
         "plain",
+        "proposals",
         "tentative",
     )
 
@@ -42,12 +44,15 @@ class StepDraft:
         self.tentative: dict[Sequence, tuple[int, Growth]] = {}
         """query length and growth of other running sequences, in the order of decision; takes budget, changes no
         sequence"""
+        self.proposals = 0
+        """how many drafts the device is to propose for each row"""
         self._plain_computed = plain[:0]
         self._decodes: _Placed = []
         self._prefills: _Placed = []
         self._added: list[NewRow] = []
         self._started: list[Sequence] = []
         self._rewrites: list[Write] = []
+        self._drafts: list[Write] = []
         self._appends: list[Write] = []
         self._copies: list[tuple[int, int]] = []
 
@@ -97,7 +102,10 @@ class StepDraft:
 
     def add(self, seq: Sequence, row: ScheduledRow, may_fork: bool) -> None:
         """Final. Forks may follow only if it ``may_fork``."""
-        decodes = row.samples and row.query_len == 1 and not may_fork
+        if row.samples > 1:
+            del seq.drafts[row.samples - 1 :]
+            self._drafts.append(Write(0, row.row, len(seq.tokens), seq.drafts))
+        decodes = row.query_len == row.samples and not may_fork
         (self._decodes if decodes else self._prefills).append((seq, row))
 
     def _append_blocks(self, row: int, growth: Growth) -> None:
@@ -118,8 +126,10 @@ class StepDraft:
             sequences, rows = zip(*others, strict=True)
             columns[:, plain:] = np.array(rows, dtype=np.int32).T
             owners[plain:] = sequences
-        masked = self._rows.masked[columns[0, columns[3] > 0]]
-        return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], np.flatnonzero(masked).tolist())
+        masked: list[int] = []
+        if self._rows.masked.any():
+            masked = np.flatnonzero(self._rows.masked[np.repeat(columns[0], columns[3])]).tolist()
+        return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], masked)
 
     def plan(
         self, step_id: int, step: PlannedStep, released: list[int], transfers: tuple[Transfers, Transfers]
@@ -131,6 +141,8 @@ class StepDraft:
             released=released,
             added=self._added,
             rewrites=Writes.of(self._rewrites),
+            drafts=Writes.of(self._drafts),
+            proposals=self.proposals,
             block_appends=Writes.of(self._appends),
             block_copies=self._copies,
             swap_out=transfers[0],

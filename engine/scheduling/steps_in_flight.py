@@ -34,13 +34,13 @@ class PlannedStep:
     def others(self) -> Iterator[tuple[Sequence, ScheduledRow]]:
         plain = self.num_plain
         columns = self.rows.columns[:, plain:].tolist()
-        for seq, row, computed, query_len, samples in zip(self.owners[plain:].tolist(), *columns, strict=True):
-            yield seq, ScheduledRow(row, computed, query_len, bool(samples))
+        for seq, *row in zip(self.owners[plain:].tolist(), *columns, strict=True):
+            yield seq, ScheduledRow(*row)
 
     @property
     def num_decodes(self) -> int:
-        """Rows that compute a token and sample the next one."""
-        return int(np.count_nonzero((self.rows.query_lens == 1) & (self.rows.samples > 0)))
+        """Rows that compute nothing but what they sample behind."""
+        return int(np.count_nonzero(self.rows.query_lens == self.rows.samples))
 
 
 class StepsInFlight:
@@ -67,7 +67,12 @@ class StepsInFlight:
             expected = self._steps[0][0] if self._steps else "none"
             raise EngineError(f"the result of step {result.step_id} arrived, expected that of step {expected}")
         step_id, step = self._steps.popleft()
-        planned = int(step.rows.samples.sum())
-        if len(result.token_ids) != planned:
-            raise EngineError(f"step {step_id} was to sample {planned} tokens, not {len(result.token_ids)}")
+        samples = step.rows.samples
+        planned, brought = np.count_nonzero(samples), len(result.token_ids)
+        if result.counts:
+            counts, most = np.array(result.counts), samples[samples > 0]
+            if len(counts) != planned or (counts < 1).any() or (counts > most).any() or counts.sum() != brought:
+                raise EngineError(f"step {step_id} was to sample {most} tokens at most, not {counts} ({brought})")
+        elif brought != planned:
+            raise EngineError(f"step {step_id} was to sample {planned} tokens, not {brought}")
         return step

@@ -16,11 +16,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    accepted_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionChoice(msgspec.Struct):
@@ -99,11 +104,12 @@ class UsageCount:
     """Adds up the usage of one HTTP request over its prompts, from deltas or from whole outputs."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}
+        self._prompts: dict[int, tuple[int, int, int]] = {}
         self._completion = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        lengths = len(output.prompt_token_ids), output.num_cached_tokens, output.num_accepted_tokens
+        self._prompts[prompt_index] = lengths
         for part in output.outputs:
             self._completion += len(part.token_ids)
 
@@ -112,6 +118,7 @@ class UsageCount:
         self._completion -= tokens
 
     def usage(self) -> Usage:
-        prompt = sum(n for n, _ in self._prompts.values())
-        cached = sum(c for _, c in self._prompts.values())
-        return Usage(prompt, self._completion, prompt + self._completion, PromptTokensDetails(cached))
+        prompt, cached, accepted = (sum(column) for column in zip((0, 0, 0), *self._prompts.values()))
+        total = prompt + self._completion
+        details = PromptTokensDetails(cached), CompletionTokensDetails(min(accepted, self._completion))
+        return Usage(prompt, self._completion, total, *details)

@@ -109,6 +109,8 @@ class Script:
     stalled: str | None = None
     """why it seems to hang"""
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    """drafts among the first tokens"""
     late_prompt_scores: bool = False
     """the first sample, which carries the prompt's scores, comes last"""
     eos: int = EOS
@@ -217,6 +219,7 @@ class ScriptedCore:
                     finish_reason=reason,
                     stop_token_id=ended_by,
                     cached_tokens=script.cached_tokens if i == 0 else 0,
+                    accepted_tokens=int(0 < i <= script.accepted_tokens),
                 )
             )
             if reason is not None:

@@ -50,7 +50,7 @@ def stream(server: Server, **body: Any) -> list[Completion]:
 
 
 def test_completion_validates_and_counts_its_tokens(server: Server) -> None:
-    server.script.cached_tokens = 2
+    server.script.cached_tokens, server.script.accepted_tokens = 2, 3
     reply = complete(server, prompt="hello", max_tokens=100)
     choice = reply.choices[0]
     assert (choice.text, choice.finish_reason, choice.index) == (ANSWER, "stop", 0)
@@ -60,6 +60,8 @@ def test_completion_validates_and_counts_its_tokens(server: Server) -> None:
     assert usage.completion_tokens == len(ANSWER.encode()) + 1
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens == 2
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 3
 
 
 def test_length_ends_where_max_tokens_says(server: Server) -> None:

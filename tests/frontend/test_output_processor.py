@@ -149,6 +149,7 @@ def test_log_probabilities_carry_ranks_and_text_chosen_first(front: Front) -> No
         prompt_logprobs=[TokenLogprobs([t], [-1.0], 1) for t in prompt[1:]],
         finish_reason="length",
         cached_tokens=3,
+        accepted_tokens=1,
     )
     processor.process([delta], 1.0)
     output = processor.take("r")
@@ -160,7 +161,7 @@ def test_log_probabilities_carry_ranks_and_text_chosen_first(front: Front) -> No
     assert output.outputs[0].cumulative_logprob == pytest.approx(-11.0)
     assert output.prompt_logprobs[0] is None
     assert [list(p or {}) for p in output.prompt_logprobs[1:]] == [[t] for t in prompt[1:]]
-    assert output.num_cached_tokens == 3
+    assert (output.num_cached_tokens, output.num_accepted_tokens) == (3, 1)
 
 
 def test_log_probabilities_end_where_the_stop_string_ends(front: Front) -> None:

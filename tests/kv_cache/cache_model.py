@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, SequenceBlocks
 from engine.kv_cache.prefix import host_block, is_on_host
 
@@ -50,6 +51,15 @@ class Seq:
 
 def held(table: list[int], start: int) -> list[int]:
     return [GONE] * min(start, len(table)) + table[start:]
+
+
+def state(pool: BlockPool) -> tuple[object, ...]:
+    keys = [pool.key_of(block) for block in range(pool.num_blocks)]
+    return pool.ref_counts.copy(), list(pool.free_blocks()), keys, pool.num_free, pool.num_cached
+
+
+def newest(seqs: list[Seq], pick: int) -> Seq:
+    return seqs[-1 - pick % len(seqs)]
 
 
 class CacheModel:
@@ -184,6 +194,17 @@ class CacheModel:
             for table in seq.tables:
                 if not seq.on_host:
                     self.give_back(table[index])
+
+    def trim(self, seq: Seq, num_tokens: int) -> int:
+        """Returns how many blocks were given back."""
+        count, dropped = -(-num_tokens // self.size), 0
+        seq.tokens = seq.tokens[:num_tokens]
+        for table in seq.tables:
+            while len(table) > count:
+                block, dropped = table.pop(), dropped + 1
+                if not seq.on_host:
+                    self.give_back(block)
+        return dropped
 
     def take_over(self, seq: Seq, source: Seq, alike: bool) -> list[tuple[int, int]]:
         """The sequence has the other one's tokens. Blocks up to one that both have hold the same tokens, so they are

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cache_model import GONE, CacheModel, Seq, held
+from cache_model import GONE, CacheModel, Seq, held, newest, state
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.kv_cache import Growth, KVCache
 from engine.kv_cache.prefix import is_on_host
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
@@ -33,15 +32,6 @@ groups = st.lists(picks, min_size=1, max_size=3, unique=True)
 often = st.sampled_from([True, True, True, False])
 texts = st.integers(1, 9).map(lambda length: [0] * length) | st.lists(st.integers(0, 1), min_size=1, max_size=9)
 tails = st.lists(st.integers(0, 1), min_size=1, max_size=2) | texts.map(lambda text: text[:MAX_QUERY_LEN])
-
-
-def state(pool: BlockPool) -> tuple[object, ...]:
-    keys = [pool.key_of(block) for block in range(pool.num_blocks)]
-    return pool.ref_counts.copy(), list(pool.free_blocks()), keys, pool.num_free, pool.num_cached
-
-
-def newest(seqs: list[Seq], pick: int) -> Seq:
-    return seqs[-1 - pick % len(seqs)]
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -226,6 +216,21 @@ class KVCacheMachine(RuleBasedStateMachine):
         elif not seq.on_host:
             seq.growth = Growth(seq.growth.start, seq.growth.block_ids, [*copies, *seq.growth.copies])
 
+    @rule(pick=picks, tokens=tails, wrong=st.integers(0, MAX_QUERY_LEN), swaps=st.booleans())
+    def trim(self, pick: int, tokens: list[int], wrong: int, swaps: bool) -> None:
+        """The last ones of what was computed were drafts, and wrong; the sequence may have left for the host since."""
+        self.model.between_plans()
+        seq = self.any_on_device(pick)
+        self.model.between_plans()
+        before = len(seq.tokens)
+        fits = not seq.known and self.append_to(seq, tokens, known=False)  # drafts are behind what is known
+        self.model.between_plans()
+        if fits and swaps:
+            self.swap([seq])
+            self.model.between_plans()
+        self.kv.trim(seq.blocks, count := max(len(seq.tokens) - wrong, before))
+        self.done["trim"] += self.model.trim(seq, count)
+
     @precondition(lambda self: self.seqs)
     @rule(pick=picks, preempt=st.booleans(), twice=st.booleans())
     def free(self, pick: int, preempt: bool, twice: bool) -> None:
@@ -381,7 +386,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 RULES = ("append", "fork", "free", "reuse", "swap", "swap in", "take over", "tell")
 RARE = ("block found on the host", "swapped append with a copy", "swapped group that shares")
-RARE += ("last block kept", "swap out refused")
+RARE += ("last block kept", "swap out refused", "trim")
 
 
 @pytest.mark.timeout(900)

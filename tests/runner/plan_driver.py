@@ -145,6 +145,8 @@ class Sequence:
     """of each layer group; GONE where its window went past"""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    """computed in a step that is in flight: it is not planned before that has ended"""
 
     @property
     def finished(self) -> bool:
@@ -154,8 +156,18 @@ class Sequence:
 class PlanDriver:
     """Runs sequences to their end. `lag`: plan step N + 1 before step N's tokens are known, as the core does."""
 
-    def __init__(self, runner: ModelRunner, rng: random.Random, preempt: float, lag: bool) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rng: random.Random,
+        preempt: float,
+        lag: bool,
+        guess: Callable[[Sequence], list[int]] = lambda _: [],
+    ) -> None:
+        """`guess`: drafts of a sequence."""
         self.runner, self.rng, self.preempt, self.lag = runner, rng, preempt, lag
+        self.guess = guess
+        self.drafted = self.accepted = 0
         self.free_blocks = list(range(NUM_BLOCKS))
         self.free_rows = list(range(MAX_ROWS))
         rng.shuffle(self.free_blocks)
@@ -191,6 +203,7 @@ class PlanDriver:
             if s.row is not None and s.finished:
                 self._release(s)
         added, appends, scheduled = [], [], []
+        drafts: list[Write] = []
         budget = BUDGET
         for s in sequences:
             if s.row is None and not s.finished and self.free_rows and self.rng.random() < 0.7:
@@ -199,6 +212,7 @@ class PlanDriver:
                 s.computed, s.planned = 0, len(known)
                 added.append(NewRow(row=s.row, token_ids=known, prompt_len=len(s.prompt), params=s.params))
         running = [s for s in sequences if s.row is not None and s.planned < len(s.prompt) + s.num_tokens]
+        running = [s for s in running if not s.drafts]
         for s in sorted(running, key=lambda s: s.planned - s.computed > 1):
             need = s.planned - s.computed
             take = min(need, budget, need if self.rng.random() < 0.4 else self.rng.randint(1, need))
@@ -206,8 +220,15 @@ class PlanDriver:
                 continue
             budget -= take
             appends += self._grow(s, s.computed + take)
-            samples = take == need
+            samples = int(take == need)
             assert s.row is not None
+            if samples and s.planned == len(s.prompt) + len(s.generated):
+                s.drafts = self.guess(s)[: min(budget, s.num_tokens - len(s.generated) - 1)]
+            if s.drafts:
+                drafts.append(Write(0, s.row, s.planned, s.drafts))
+                budget -= len(s.drafts)
+                appends += self._grow(s, s.computed + take + len(s.drafts))
+                take, samples = take + len(s.drafts), samples + len(s.drafts)
             scheduled.append(ScheduledRow(row=s.row, computed=s.computed, query_len=take, samples=samples))
             s.computed += take
             s.planned += samples
@@ -218,6 +239,7 @@ class PlanDriver:
             rows=Rows.of(scheduled),
             released=released,
             added=added,
+            drafts=Writes.of(drafts),
             block_appends=Writes.of(appends),
         )
         return decode_plan(encode_step(plan)), by_row
@@ -252,10 +274,18 @@ class PlanDriver:
     def _complete(self, plan: StepPlan, by_row: dict[int, Sequence]) -> None:
         result = self._pending.pop(plan.step_id).wait()
         assert result.step_id == plan.step_id and not result.faults
-        sampling = plan.rows.row[plan.rows.samples > 0].tolist()
-        for row, token in zip(sampling, result.token_ids, strict=True):
-            by_row[row].generated.append(token)
-        for row, entry in result.logprobs.by_row().items():
-            by_row[row].logprobs.append(entry)
+        sampling = [row for row in plan.rows.each() if row.samples]
+        tokens, logprobs = iter(result.token_ids), result.logprobs.by_row()
+        for row, count in zip(sampling, result.counts or [1] * len(sampling), strict=True):
+            s, brought = by_row[row.row], [next(tokens) for _ in range(count)]
+            s.generated += brought
+            s.logprobs += logprobs.get(row.row, [])[:count]
+            if row.samples > 1:
+                assert brought[:-1] == s.drafts[: count - 1] and brought[-1:] != s.drafts[count - 1 : count]
+                s.computed -= row.samples - count
+                s.planned -= row.samples - count
+                self.drafted, self.accepted = self.drafted + len(s.drafts), self.accepted + count - 1
+                s.drafts = []
+        assert next(tokens, None) is None
         for row, entries in result.prompt_logprobs.items():
             by_row[row].prompt_logprobs += entries

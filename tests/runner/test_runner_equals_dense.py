@@ -65,6 +65,29 @@ def test_chunked_mixed_preempted_rows_generate_the_dense_tokens(
         assert s.generated == dense_greedy(s.prompt, s.num_tokens)
 
 
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, RowParams(seed=3, temperature=0.8, top_p=0.95, logprobs=2)])
+def test_drafts_change_no_token_and_no_log_probability(tmp_path: Path, params: RowParams, lag: bool) -> None:
+    """Right ones, wrong ones and both, also behind a prompt's last chunk, beside rows without any."""
+    rng, plain = random.Random(7), sequences(random.Random(1), 7, params)
+    PlanDriver(tiny_runner(tmp_path), random.Random(2), 0.0, False).run(plain)
+    work = sequences(random.Random(1), 7, params)
+    right = {tuple(s.prompt): s.generated for s in plain}
+
+    def guess(s: Sequence) -> list[int]:
+        drafts = right[tuple(s.prompt)][len(s.generated) :][: rng.randrange(3)]
+        return [token if rng.random() < 0.8 else rng.randrange(SPEC.vocab_size) for token in drafts]
+
+    driver = PlanDriver(tiny_runner(tmp_path), rng, 0.1, lag, guess)
+    driver.run(work)
+    assert 10 < driver.accepted < driver.drafted
+    for one, other in zip(work, plain):
+        assert one.generated == other.generated
+        assert [entry.token_ids for entry in one.logprobs] == [entry.token_ids for entry in other.logprobs]
+        for entry, expected in zip(one.logprobs, other.logprobs, strict=True):
+            assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_a_full_context_is_generated_to_its_last_token(tmp_path: Path) -> None:
     prompt = list(range(20))
     s = Sequence(prompt, MAX_LEN - len(prompt), GREEDY)

@@ -116,11 +116,12 @@ def compare_logprobs(
         return
     faulty = {row for row, fault in zip(rows, skip) if fault}
     ours = got.logprobs.to_host().by_row()
-    for row, entry in want.logprobs.to_host().by_row().items():
+    for row, (entry,) in want.logprobs.to_host().by_row().items():
         if row in faulty:
             continue
-        assert ours[row].token_ids == entry.token_ids and ours[row].rank == entry.rank, (row, entry, ours[row])
-        np.testing.assert_allclose(ours[row].logprobs, entry.logprobs, rtol=1e-6, atol=1e-5)
+        (found,) = ours[row]
+        assert found.token_ids == entry.token_ids and found.rank == entry.rank, (row, entry, found)
+        np.testing.assert_allclose(found.logprobs, entry.logprobs, rtol=1e-6, atol=1e-5)
 
 
 def check_mixed(device: torch.device, vocab: int, steps: int, copies: int, make: MakeKernels | None) -> dict[str, int]:

@@ -45,7 +45,7 @@ def test_sampled_logprobs_ignore_every_modification(all_ask: bool, vocab: int) -
     for at, row in enumerate(rows):
         if row in host:
             k = min(asked.get(row, 1), vocab)
-            check(host[row], logits[at].numpy(), int(out.token_ids[at]), k)
+            check(host[row][0], logits[at].numpy(), int(out.token_ids[at]), k)
 
 
 def test_nobody_asks_nothing_is_computed() -> None:

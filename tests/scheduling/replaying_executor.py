@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
+import numpy as np
 from toy_grammars import VOCAB, allowed, length_of
 
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
 from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import (
+    NO_DRAFTS,
+    Drafts,
     RowLogprobs,
     ScheduledRow,
     StepMasks,
@@ -134,7 +137,9 @@ class ReplayingExecutor:
         max_model_len: int,
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
+        max_sampled: int = 1000,
     ) -> None:
+        self.max_sampled = max_sampled
         self.host_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.windows = windows
         self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
@@ -175,8 +180,10 @@ class ReplayingExecutor:
         for row in plan.rows.each():
             self._write(row, plan)
         tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
+        place, counts, drafts = 0, [], {}
         for row in plan.rows.each():
             state = self.rows[row.row]
+            state.next_position = row.computed + row.query_len
             known = self._read(state, row)
             if state.prompt_logprobs:
                 last = min(row.computed + row.query_len, state.prompt_len - 1)
@@ -184,29 +191,55 @@ class ReplayingExecutor:
                 prompt_logprobs[row.row] = entries
             if not row.samples:
                 continue
-            mask = bits.get(len(tokens), -1)
-            may = [token for token in range(VOCAB) if mask >> token & 1]
-            token = sample(known, state.seed, may)
-            if state.num_candidates is not None:
-                logprobs[row.row] = candidates(known, state.num_candidates, may)
-                token = logprobs[row.row].token_ids[0]
-            if POISON in state.tokens.values():
-                faults.append(row.row)
-                token = 0
-            state.tokens[row.computed + row.query_len] = token
-            tokens.append(token)
-        for row in plan.rows.each():
-            self.rows[row.row].next_position = row.computed + row.query_len
+            assert row.samples == 1 or state.num_candidates is None, "a beam with drafts"
+            first = row.computed + row.query_len - row.samples + 1
+            count = 0
+            for end in range(first, first + row.samples):
+                mask = bits.get(place + count, -1)
+                may = [token for token in range(VOCAB) if mask >> token & 1]
+                token = sample(known[:end], state.seed, may)
+                if state.num_candidates is not None:
+                    logprobs[row.row] = candidates(known, state.num_candidates, may)
+                    token = logprobs[row.row].token_ids[0]
+                if POISON in state.tokens.values():
+                    faults.append(row.row)
+                    token = 0
+                tokens.append(token)
+                count += 1
+                if state.tokens.get(end) != token:
+                    state.tokens = {p: t for p, t in state.tokens.items() if p < end} | {end: token}
+                    break
+            place += row.samples
+            counts.append(count)
+            state.next_position = first + count - 1
+            for table in state.tables:  # what was appended for drafts that were wrong may be others' from now on
+                if row.samples > 1:
+                    del table[-(-state.next_position // self.block_size) :]
+            if state.num_candidates is None and (guess := self._guess(state, plan.proposals)):
+                drafts[row.row] = guess
+        assert set(bits) <= set(range(place))
         self.computed_tokens += plan.num_tokens
         self.results.append(
             StepResult(
                 step_id=plan.step_id,
                 token_ids=tokens,
+                counts=counts if len(tokens) > len(counts) else [],
+                drafts=_drafts(drafts),
                 logprobs=RowLogprobs.of(logprobs),
                 prompt_logprobs=prompt_logprobs,
                 faults=faults,
             )
         )
+
+    def _guess(self, state: _Row, most: int) -> list[int]:
+        """What comes next where no grammar is, as far as that is guessed."""
+        if not most or POISON in state.tokens.values():
+            return []
+        known = [state.tokens[position] for position in range(len(state.tokens))]
+        tokens = known.copy()
+        for _ in range(sum(known) % 4):
+            tokens.append(sample(digests(tokens), state.seed))
+        return [*tokens[len(known) :], sum(tokens) % VOCAB][:most]
 
     def collect(self) -> StepResult:
         result = self.results.popleft()
@@ -223,7 +256,8 @@ class ReplayingExecutor:
         assert len({row.row for row in plan.rows.each()}) == len(rows)
         assert all(0 <= row.row < self.num_rows for row in plan.rows.each())
         forked = [after.query_len == 0 for after in rows[1:]] + [False]
-        decodes = [row.query_len == 1 and row.samples and not forks for row, forks in zip(rows, forked)]
+        decodes = [row.query_len == row.samples and not forks for row, forks in zip(rows, forked)]
+        assert sum(max(row.samples, 1) for row in rows) <= self.max_sampled
         assert self.some_failed or decodes == sorted(decodes, reverse=True), "decode rows come first"
         for before, row in pairwise(rows):
             if row.query_len == 0:
@@ -245,6 +279,10 @@ class ReplayingExecutor:
             assert state.prompt_len <= rewrite.start <= len(state.tokens), "a rewrite of the prompt, or with a hole"
             kept = {position: token for position, token in state.tokens.items() if position < rewrite.start}
             state.tokens = kept | dict(enumerate(rewrite.values, rewrite.start))
+        for draft in plan.drafts.each():
+            state = self.rows[draft.row]
+            assert draft.start == len(state.tokens), "drafts are not behind what is known"
+            state.tokens |= dict(enumerate(draft.values, draft.start))
         for append in plan.block_appends.each():
             table = self.rows[append.row].tables[append.group]
             assert append.start <= len(table), "a hole in a block table"
@@ -297,6 +335,11 @@ class ReplayingExecutor:
                 slot = self.slots[table[position // self.block_size]][position % self.block_size]
                 assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
         return known
+
+
+def _drafts(found: dict[int, list[int]]) -> Drafts:
+    columns = (list(found), [len(tokens) for tokens in found.values()], list(chain.from_iterable(found.values())))
+    return Drafts(*(np.array(column, dtype=np.int32) for column in columns)) if found else NO_DRAFTS
 
 
 def _entry(token: int, position: int) -> TokenLogprobs:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from replaying_executor import ReplayingExecutor
 from toy_grammars import ToyGrammars
 
-from engine.config import Policy, Preemption, SchedulerConfig
+from engine.config import Policy, Preemption, SchedulerConfig, SpeculationConfig
 from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDelta, each_delta
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
@@ -39,7 +39,10 @@ class Loop:
         preemption: Preemption = "auto",
         swap_block_s: float = 0.0,
         min_shared_chunk: int = 256,
+        drafts: int = 0,
     ) -> None:
+        """`drafts`: of each sequence in a step, at most; 0: nobody proposes any."""
+        speculation = SpeculationConfig(method="ngram" if drafts else None, num_speculative_tokens=drafts or 10)
         config = SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
@@ -49,12 +52,15 @@ class Loop:
             max_mixed_prefill_tokens=mixed,
             preemption=preemption,
             min_shared_chunk=min_shared_chunk,
+            speculation=speculation,
         )
         self.depth = depth
         self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
         self.grammars = ToyGrammars()
         self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars)
-        self.executor = ReplayingExecutor(num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks)
+        self.executor = ReplayingExecutor(
+            num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled
+        )
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
         self.num_plain: list[int] = []
@@ -82,9 +88,16 @@ class Loop:
         alike: bool = True,
         beams: BeamParams | None = None,
         grammar: str | None = None,
+        presence_penalty: float = 0.0,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
-        params = RowParams(seed=0, stop_token_ids=list(stop), min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
+        params = RowParams(
+            seed=0,
+            stop_token_ids=list(stop),
+            min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
+            presence_penalty=presence_penalty,
+        )
         request = AddRequest(
             request_id=request_id,
             prompt_token_ids=prompt,

@@ -83,6 +83,7 @@ def loops(draw: st.DrawFn) -> Loop:
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"])),
         swap_block_s=draw(st.sampled_from([0.0, 0.00001, 0.0001, 0.01])),
         min_shared_chunk=draw(st.sampled_from([1, 4, 256])),
+        drafts=draw(st.sampled_from([0, 1, 3, 8])),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),

@@ -39,6 +39,14 @@ class ToyMatcher:
     def is_over(self) -> bool:
         return self.count == length_of(self.grammar) > 0
 
+    def forced(self) -> list[int]:
+        """Some that are allowed, now and then one that is not."""
+        name, length = self.grammar.split(":")[:2]
+        count = (sum(name.encode()) + self.count * 5) % 4
+        if name == "breaks" and self.count + count >= int(length):
+            return []
+        return [allowed(self.grammar, self.count + ahead)[0] for ahead in range(count)] + [3] * (self.count % 2)
+
     def copy(self) -> ToyMatcher:
         return ToyMatcher(self.grammar, self.count)
 
@@ -72,14 +80,26 @@ class ToyGrammars:
             self.at_hand.add(grammar)
         return done
 
-    def fill(self, matchers: Sequence[Matcher | None]) -> tuple[np.ndarray, dict[int, str]]:
-        bits = np.full((len(matchers), 1), -1, dtype=np.int32)
+    def fill(
+        self, matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        bits: list[int] = []
         failed = {}
-        for index, matcher in enumerate(matchers):
+        for index, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
+            begin = len(bits)
+            bits += [-1] * (1 + len(tokens))
             if isinstance(matcher, ToyMatcher):
                 name, length = matcher.grammar.split(":")[:2]
                 if name == "breaks" and matcher.count >= int(length):
                     failed[index] = "it broke"
-                else:
-                    bits[index] = sum(1 << token for token in allowed(matcher.grammar, matcher.count))
-        return bits, failed
+                    continue
+                after = matcher.copy()
+                for place, draft in enumerate([*tokens, -1], begin):
+                    if after.is_over:
+                        break
+                    may = allowed(after.grammar, after.count)
+                    bits[place] = sum(1 << token for token in may)
+                    if draft not in may:
+                        break
+                    after.count += 1
+        return np.array(bits, dtype=np.int32).reshape(-1, 1), failed

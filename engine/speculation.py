@@ -1,0 +1,33 @@
+"""What a user says of drafts (`EngineArgs.speculative_config`), checked."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineArgs, SpeculationConfig
+from engine.errors import ConfigError
+
+
+def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
+    """Raises `ConfigError` naming the field."""
+    try:
+        config = msgspec.convert(args.speculative_config, SpeculationConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min ({config.prompt_lookup_min}) exceeds prompt_lookup_max "
+            f"({config.prompt_lookup_max})"
+        )
+    if config.method is None:
+        return config
+    if device != "cpu":
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} needs device='cpu': no GPU proposes drafts yet"
+        )
+    if args.async_scheduling:
+        raise ConfigError(
+            "speculative_config and async_scheduling exclude each other: what drafts bring is known when their step "
+            "has ended; leave async_scheduling out"
+        )
+    return config
