@@ -47,6 +47,7 @@ class FlashInferBackend(AttentionBackend):
     """
 
     name = "flashinfer"
+    needs_host_lengths = True
     speed_rank = 20
 
     def __init__(self, runtime: Runtime | None = None) -> None:

@@ -122,6 +122,8 @@ class AttentionBackend(ABC):
     """Where several could serve, the lowest is chosen: native kernels 10, the oracle 100."""
     only_by_name: ClassVar[frozenset[str]] = frozenset()
     """Kinds of device on which it is never chosen unless it is asked for by its name."""
+    needs_host_lengths: ClassVar[bool] = False
+    """`AttentionBatch.seq_lens_host` must be exact; elsewhere they may be upper bounds of decodes' lengths."""
 
     @classmethod
     @abstractmethod

@@ -25,9 +25,4 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
         raise ConfigError(
             f"speculative_config: method {config.method!r} needs device='cpu': no GPU proposes drafts yet"
         )
-    if args.async_scheduling:
-        raise ConfigError(
-            "speculative_config and async_scheduling exclude each other: what drafts bring is known when their step "
-            "has ended; leave async_scheduling out"
-        )
     return config

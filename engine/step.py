@@ -10,16 +10,19 @@ Invariants
 - `added` carries every known token (prompt, and after a preemption what was generated too). The token that step N
   samples for a row is written by the device at `tokens[row, computed + query_len]`, where step N+1 reads it; the host
   never sends it.
-- Drafts are guesses of what comes behind a row's known tokens, in the same table. A row that computes some samples at
-  every one of its positions: drafts are right as far as they are what is sampled there, and the token behind the last
-  right one is right anyway. So such a row brings between one and `samples` tokens, the same ones as without drafts.
+- Drafts are guesses of what comes behind a row's known tokens, in the same table: the plan's, or else what the device
+  proposes when the step starts. A row that computes some samples at every one of its positions: drafts are right as far
+  as they are what is sampled there, and the token behind the last right one is right anyway. So such a row brings between
+  one and `samples` tokens, the same ones as without drafts.
+- Who plans behind a step with drafts does not know yet how many were right. The device does: a row that is `unsure`
+  starts at its last known token wherever that is, and what the plan says of its place is an upper bound.
 - Order of application on the device: released, added, rewrites, drafts, block_appends, swap_out, swap_in, block_copies,
   then the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,15 +89,17 @@ class ScheduledRow(NamedTuple):
     samples: int
     """positions at which tokens are sampled, the last ones of the row: 1 when this step reaches the last known token,
     for the one at computed + query_len; 1 + k when k drafts behind it are computed, too; else 0"""
+    unsure: int = 0
+    """how many of `computed` are drafts of steps in flight: that many less it may be"""
 
 
 class Rows(Columns, frozen=True, eq=False):
     columns: np.ndarray
-    """int32 [4, rows]: the fields of `ScheduledRow`"""
+    """int32 [5, rows]: the fields of `ScheduledRow`"""
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRow]) -> Rows:
-        return cls(np.array(list(rows), dtype=np.int32).reshape(-1, 4).T)
+        return cls(np.array(list(rows), dtype=np.int32).reshape(-1, 5).T)
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
@@ -114,6 +119,10 @@ class Rows(Columns, frozen=True, eq=False):
     @property
     def samples(self) -> np.ndarray:
         return self._column(3)
+
+    @property
+    def unsure(self) -> np.ndarray:
+        return self._column(4)
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +178,7 @@ class Writes(Columns, frozen=True, eq=False):
         return [Write(group, row, start, values[end - count : end]) for group, row, start, count, end in columns]
 
 
-NO_ROWS = Rows(np.zeros((4, 0), dtype=np.int32))
+NO_ROWS = Rows(np.zeros((5, 0), dtype=np.int32))
 NO_WRITES = Writes(np.zeros((4, 0), dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
@@ -182,9 +191,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rewrites: Writes = NO_WRITES
     """of tokens: a row's sequence took over another one's history (beams), and it holds nothing behind them"""
     drafts: Writes = NO_WRITES
-    """of tokens, behind what a row knows: those that it computes in this step"""
-    proposals: int = 0
-    """how many drafts the device is to propose at most for each row that samples"""
+    """of tokens, behind what a row knows: those that it computes in this step. The device proposes those of other rows
+    that sample more than once, and computes as many as it finds"""
     block_appends: Writes = NO_WRITES
     """of the rows' block tables, which hold nothing behind them"""
     block_copies: list[tuple[int, int]] = []
@@ -194,8 +202,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block), one after the other"""
     masked: list[int] = []
-    """of the sampled positions, counted in the order of the rows, those that wait for `StepMasks` to say what they may
-    be"""
+    """of `rows`, in order, those whose samples wait for `StepMasks` to say what they may be; they are not unsure, and their
+    drafts are the plan's"""
 
     @property
     def num_tokens(self) -> int:
@@ -262,29 +270,6 @@ _NONE = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS = RowLogprobs(_NONE, _NONE, np.zeros((0, 1), dtype=np.int32), np.zeros((0, 1)), _NONE)
 
 
-class Drafts(Columns, frozen=True, eq=False):
-    """Guesses of what comes behind the tokens that a step has brought."""
-
-    rows: np.ndarray
-    """int32 [rows]"""
-    counts: np.ndarray
-    """int32 [rows]: tokens of each, at least 1"""
-    token_ids: np.ndarray
-    """int32 [sum of the counts]"""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def each(self) -> Iterator[tuple[int, list[int]]]:
-        tokens, end = self.token_ids.tolist(), 0
-        for row, count in zip(self.rows.tolist(), self.counts.tolist(), strict=True):
-            end += count
-            yield row, tokens[end - count : end]
-
-
-NO_DRAFTS = Drafts(_NONE, _NONE, _NONE)
-
-
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step has brought."""
 
@@ -293,8 +278,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """of the plan's rows that sample, in the plan's order"""
     counts: list[int] = []
     """of each of these rows, how many of them; empty: one each"""
-    drafts: Drafts = NO_DRAFTS
-    """at most `StepPlan.proposals` of each of these rows, where there are any"""
+    drafted: list[int] = []
+    """of each of these rows, how many drafts it computed; empty: none"""
     logprobs: RowLogprobs = NO_LOGPROBS
     """of the sampled positions, for rows that asked"""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -361,6 +346,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes_free: int
     """before anything was loaded"""
     attention_backend: str
+    exact_lengths: bool = False
+    """attention has to be told by the host how long each sequence is: nothing is planned behind drafts"""
 
 
 class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):

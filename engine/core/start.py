@@ -51,20 +51,20 @@ def build_core(
     logger.info("memory\n%s", table)
     executor.allocate(ledger.num_blocks, ledger.num_host_blocks)
     warm_up = executor.warm_up()
+    steps_in_flight, drafts = config.scheduler.steps_in_flight, config.scheduler.speculation.num_speculative_tokens
     kv = KVCache(
         ledger.num_blocks,
         config.cache.block_size,
         config.cache.enable_prefix_caching,
         load.windows,
-        config.scheduler.max_num_batched_tokens,
+        max(config.scheduler.max_num_batched_tokens, steps_in_flight * (1 + drafts)),
         ledger.num_host_blocks,
     )
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
     notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify)
-    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars)
-    steps_in_flight = config.scheduler.steps_in_flight
+    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
     loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)
     compiling = executor.compile_state() == "running"
     if compiling:

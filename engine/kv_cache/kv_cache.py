@@ -24,7 +24,17 @@ from engine.layer_groups import first_kept, most_blocks
 class SequenceBlocks:
     """What the cache knows of one sequence. Owned by the sequence, changed only by `KVCache`."""
 
-    __slots__ = ("chain", "counted", "num_registered", "num_tokens", "on_host", "quiet_until", "starts", "tables")
+    __slots__ = (
+        "chain",
+        "counted",
+        "num_registered",
+        "num_tokens",
+        "on_host",
+        "quiet_until",
+        "starts",
+        "tables",
+        "unsure",
+    )
 
     def __init__(self, num_groups: int, chain: HashChain) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
@@ -35,6 +45,8 @@ class SequenceBlocks:
         """the tables name blocks of the host tier"""
         self.num_tokens = 0
         """tokens whose KV is written, or will be by a step that is planned"""
+        self.unsure = 0
+        """how many of these are drafts that may be wrong: windows do not move on for them"""
         self.quiet_until = 0
         """up to as many tokens an append changes nothing but `num_tokens`: the last block is its own, and no window has
         moved on by a block"""
@@ -231,7 +243,7 @@ class KVCache:
 
     def _give_back(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
-        starts = self._starts(blocks.num_tokens)
+        starts = self._starts(blocks.num_tokens - blocks.unsure)
         for table, old, new in zip(blocks.tables, blocks.starts, starts, strict=True):
             for block in table[old:new]:
                 self.pool.release(block)
@@ -307,7 +319,7 @@ class KVCache:
             table.clear()
         blocks.starts = [0] * self.num_groups
         blocks.on_host = False
-        blocks.num_tokens = blocks.num_registered = blocks.quiet_until = 0
+        blocks.num_tokens = blocks.num_registered = blocks.quiet_until = blocks.unsure = 0
 
     def forget(self, blocks: SequenceBlocks, first: int) -> None:
         """Nothing that this sequence computed, its blocks from entry `first` on, is found again: that KV is not to be

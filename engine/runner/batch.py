@@ -7,7 +7,7 @@ queues the kernels once that step has left the tables and the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class SentStep:
     seq_lens: list[int]
     """this step's tokens included"""
     sample_rows: list[int]
+    rows: Rows
+    """the plan's, as far as the host knows them: see `BatchBuilder.send`"""
     positions_each: np.ndarray | None
     """of each row that samples, at how many positions; None: at one"""
 
@@ -64,8 +66,9 @@ class StepBatch:
     sample_positions: torch.Tensor
     """int64 [samples]: where the sampled tokens go"""
     sample_rows_host: list[int]
+    rows: Rows
     positions_each: np.ndarray | None
-    """as in `SentStep`"""
+    """both as in `SentStep`"""
     attention: list[AttentionBatch]
     """of each layer group"""
     every_token_samples: bool
@@ -150,29 +153,35 @@ class BatchBuilder:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def send(self, rows: Rows) -> SentStep:
-        """Start the copy of the step's fields.
+        """Start the copy of the step's fields. Where a row is `unsure`, the device knows where it starts, and what the
+        host says of its place is an upper bound.
 
         Raises ValueError where the plan exceeds the rows or the token budget that this runner was built for.
         """
         if len(rows) > self._table.max_rows:
             raise ValueError(f"a plan of {len(rows)} rows exceeds max_num_seqs ({self._table.max_rows})")
-        positions_each = None
+        positions_each, each = None, rows
         if len(rows) and rows.samples.max() > 1:
             positions_each = rows.samples[rows.samples > 0]
-            rows = _one_by_one(rows)
-        n = len(rows)
+            each = _one_by_one(rows)
+        n = len(each)
         if n > self._max_seqs:
             raise ValueError(f"a plan that samples at {n} positions exceeds {self._max_seqs}")
-        query_lens = rows.query_lens.tolist()
+        query_lens = each.query_lens.tolist()
         num_tokens = sum(query_lens)
         if num_tokens > self._max_tokens:
             raise ValueError(f"a plan of {num_tokens} tokens exceeds max_num_batched_tokens ({self._max_tokens})")
-        samples = rows.samples > 0
+        samples = each.samples > 0
         one_token_each = num_tokens == n and 0 not in query_lens
-        seq_lens = (rows.computed + rows.query_lens).tolist()
-        self._copy(rows.columns, one_token_each and bool(samples.all()))
-        sample_rows = rows.row[samples].tolist()
-        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows, positions_each)
+        seq_lens = (each.computed + each.query_lens).tolist()
+        fields = each.columns
+        if rows.unsure.any():
+            first = np.repeat(rows.computed, np.maximum(rows.samples, 1))
+            fields = fields.copy()
+            np.copyto(fields[1], ~(each.computed - first), where=each.unsure > 0)
+        self._copy(fields, one_token_each and bool(samples.all()))
+        sample_rows = each.row[samples].tolist()
+        return SentStep(n, num_tokens, one_token_each, query_lens, seq_lens, sample_rows, rows, positions_each)
 
     def build(self, sent: SentStep, choose: ChooseRoute = run_eagerly) -> StepBatch:
         """Queue the kernels that build the step last sent, padded as `choose` says."""
@@ -184,7 +193,9 @@ class BatchBuilder:
         sizes = StepSizes(n, tokens, samples, seqs, dispatch.size, longest, int(full), sent.one_token_each)
         table, kernels, step = self._table, self._kernels, self._step
         max_seq_len = max(sent.seq_lens)
-        kernels.prepare_inputs(step, table.tokens, table.block_tables, self.buffers, sizes, self._block_size)
+        kernels.prepare_inputs(
+            step, table.tokens, table.lengths, table.block_tables, self.buffers, sizes, self._block_size
+        )
         columns = -(-max_seq_len // self._block_size)
         kernels.gather_block_tables(table.block_tables, step[0], self.buffers.block_tables, sizes, columns)
         views = self._views(_Extents(dispatch.size, samples, seqs, dispatch.size if full else tokens))
@@ -200,6 +211,7 @@ class BatchBuilder:
             sample_rows=views.sample_rows,
             sample_positions=views.sample_positions,
             sample_rows_host=sent.sample_rows,
+            rows=sent.rows,
             positions_each=sent.positions_each,
             attention=attention,
             every_token_samples=sent.one_token_each and samples == n,
@@ -307,11 +319,28 @@ def _one_by_one(rows: Rows) -> Rows:
     """Where drafts are computed, every position that samples becomes a sequence of its own, which ends there: the same
     computation, bit for bit, as without drafts, because a step writes its KV before it reads any."""
     each = np.maximum(rows.samples, 1)
-    row, computed, query_lens, samples = np.repeat(rows.columns, each, axis=1)
+    row, computed, query_lens, samples, unsure = np.repeat(rows.columns, each, axis=1)
     ahead = np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
     first = query_lens - np.maximum(samples, 1) + 1
-    columns = (row, np.where(ahead, computed + first + ahead - 1, computed), np.where(ahead, 1, first), samples > 0)
+    start = np.where(ahead, computed + first + ahead - 1, computed)
+    columns = (row, start, np.where(ahead, 1, first), samples > 0, unsure)
     return Rows(np.array(columns, dtype=np.int32))
+
+
+def as_known(rows: Rows, lengths: np.ndarray, drafted: Mapping[int, int]) -> Rows:
+    """Where the device is the host: each row where it really starts, with as many drafts as there are. `lengths`: int32
+    [table rows], the tokens that each knows; `drafted`: drafts, by row, of those that compute others than planned."""
+    if not drafted and not rows.unsure.any():
+        return rows
+    columns = rows.columns.copy()
+    row, computed, query_lens, samples, unsure = columns
+    np.copyto(computed, lengths[row] - 1, where=unsure > 0)
+    unsure[:] = 0
+    for index in np.flatnonzero(samples > 1).tolist():
+        missing = samples[index] - 1 - drafted.get(int(row[index]), samples[index] - 1)
+        query_lens[index] -= missing
+        samples[index] -= missing
+    return Rows(columns)
 
 
 def _leading_ones(query_lens: list[int]) -> int:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,7 +31,7 @@ from engine.errors import ConfigError, EngineError
 from engine.layer_groups import group_layers
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
-from engine.runner.batch import BatchBuilder, StepBatch
+from engine.runner.batch import BatchBuilder, StepBatch, as_known
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
 from engine.runner.loading import CausalModel, RunnerParts, device_of, load_parts
@@ -94,9 +95,9 @@ class ModelRunner:
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
-        proposer = proposer_of(config.scheduler.speculation)
+        self._proposer = proposer_of(config.scheduler.speculation, self._table)
         vocab_size = parts.spec.vocab_size
-        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size, proposer)
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -135,6 +136,7 @@ class ModelRunner:
             device_bytes_total=memory_before[0],
             device_bytes_free=memory_before[1],
             attention_backend=parts.backend.name,
+            exact_lengths=parts.backend.needs_host_lengths,
         )
 
     @classmethod
@@ -263,7 +265,9 @@ class ModelRunner:
         with torch.inference_mode(), checks, self._runs_modules:
             self._refuse(plan)
             self._is_watched = self._observer.step(plan)
-            self._step_sampler.give_away(plan.released)
+            if self._proposer is not None:
+                for row in plan.released:
+                    self._proposer.end(row)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
             self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
@@ -296,14 +300,26 @@ class ModelRunner:
         batch = None
         with self._streams.inputs:
             self._writes.send()
-            sent = self._batches.send(plan.rows) if len(plan.rows) else None
+            sent = self._batches.send(plan.rows) if len(plan.rows) and self._streams.queued else None
             self._step_done.wait()
             self._writes.apply()
+            drafted = self._propose(plan)
+            if len(plan.rows) and not self._streams.queued:
+                sent = self._batches.send(as_known(plan.rows, self._table.lengths.numpy(), drafted))
             if sent is not None:
                 batch = self._batches.build(sent, self._dispatcher.dispatch)
             self._inputs_ready.record()
         self._inputs_ready.wait()
         return batch
+
+    def _propose(self, plan: StepPlan) -> dict[int, int]:
+        """Drafts of rows that compute some and were not given any; how many there are of each, by row."""
+        rows = plan.rows
+        if self._proposer is None or not len(rows) or rows.samples.max() <= 1:
+            return {}
+        some = (rows.samples > 1) & ~np.isin(rows.row, plan.drafts.where[1])
+        proposed = rows.row[some].tolist()
+        return dict(zip(proposed, self._proposer.propose(proposed, (rows.samples[some] - 1).tolist()), strict=True))
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """Hidden states of the real tokens; a graph's are overwritten by the next replay."""

@@ -6,13 +6,13 @@ on what is proposed, only how many steps they take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from engine.config import SpeculationConfig
-from engine.step import NO_DRAFTS, Drafts
+from engine.runner.request_table import RequestTable
 
 _RECENT_TOKENS = 1 << 16
 _MOST_MATCHES = 64
@@ -22,12 +22,12 @@ _END = -1
 
 
 class Proposer(Protocol):
-    def propose(self, tokens: np.ndarray, rows: Sequence[int], known: Sequence[int], most: int) -> Drafts:
-        """Up to `most` drafts for each of `rows`, of whose `tokens` int32 [table rows, columns] the first `known` are
-        certain."""
+    def propose(self, rows: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        """Write drafts behind what those rows know, at most so many of each, when a step starts that computes them.
+        Returns how many there are."""
         ...
 
-    def end(self, tokens: np.ndarray, row: int, prompt_len: int) -> None:
+    def end(self, row: int) -> None:
         """The row is about to be given away."""
         ...
 
@@ -36,13 +36,14 @@ class NgramProposer:
     """From the row's own tokens alone: prompt lookup decoding (Saxena, 2023), with the longest match and, among equals,
     the latest. Where it ends in what it is compared with, it goes on periodically."""
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: SpeculationConfig, table: RequestTable) -> None:
         self._longest, self._shortest = config.prompt_lookup_max, config.prompt_lookup_min
+        self._tokens, self._lengths = table.tokens.numpy(), table.lengths.numpy()
 
-    def propose(self, tokens: np.ndarray, rows: Sequence[int], known: Sequence[int], most: int) -> Drafts:
-        return _joined((row, self._find(tokens[row, :n], most)) for row, n in zip(rows, known))
+    def propose(self, rows: Sequence[int], most: Sequence[int]) -> list[int]:
+        return [_write(self._tokens[row], self._lengths[row], self._find, k) for row, k in zip(rows, most)]
 
-    def end(self, tokens: np.ndarray, row: int, prompt_len: int) -> None:
+    def end(self, row: int) -> None:
         """Nothing is kept."""
 
     def _find(self, tokens: np.ndarray, most: int) -> np.ndarray:
@@ -59,19 +60,18 @@ class SuffixProposer:
     what is the same, while that is likely enough (suffix decoding, Oliaro et al., 2024, with a search in place of
     trees: the texts are small)."""
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: SpeculationConfig, table: RequestTable) -> None:
         self._longest = config.suffix_decoding_max_tree_depth
         self._factor = config.suffix_decoding_max_spec_factor
         self._least = config.suffix_decoding_min_token_prob
         self._recent = np.zeros(0, dtype=np.int32)
-        self._known: dict[int, int] = {}
+        self._tokens, self._lengths, self._prompt_len = table.tokens.numpy(), table.lengths.numpy(), table.prompt_len
 
-    def propose(self, tokens: np.ndarray, rows: Sequence[int], known: Sequence[int], most: int) -> Drafts:
-        self._known.update(zip(rows, known))
-        return _joined((row, self._find(tokens[row, :n], most)) for row, n in zip(rows, known))
+    def propose(self, rows: Sequence[int], most: Sequence[int]) -> list[int]:
+        return [_write(self._tokens[row], self._lengths[row], self._find, k) for row, k in zip(rows, most)]
 
-    def end(self, tokens: np.ndarray, row: int, prompt_len: int) -> None:
-        output = tokens[row, prompt_len : self._known.pop(row, 0)]
+    def end(self, row: int) -> None:
+        output = self._tokens[row, self._prompt_len.get(row, 0) : self._lengths[row]]
         if len(output) > 1:
             self._recent = np.concatenate((self._recent, output, [np.int32(_END)]))[-_RECENT_TOKENS:]
 
@@ -94,6 +94,13 @@ class SuffixProposer:
         return np.array(drafts, dtype=np.int32)
 
 
+def _write(tokens: np.ndarray, length: int, find: Callable[[np.ndarray, int], np.ndarray], most: int) -> int:
+    """Into a row of the table, behind what it knows."""
+    drafts = find(tokens[:length], most)
+    tokens[length : length + len(drafts)] = drafts
+    return len(drafts)
+
+
 def _matches(text: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
     """Where the longest end of `text` that is somewhere before ends there, and its length, `longest` at most; 0:
     nowhere."""
@@ -111,19 +118,7 @@ def _matches(text: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
     return ends, length
 
 
-def _joined(found: Iterator[tuple[int, np.ndarray]]) -> Drafts:
-    rows, drafts = [], []
-    for row, tokens in found:
-        if len(tokens):
-            rows.append(row)
-            drafts.append(tokens)
-    if not rows:
-        return NO_DRAFTS
-    counts = np.array([len(tokens) for tokens in drafts], dtype=np.int32)
-    return Drafts(np.array(rows, dtype=np.int32), counts, np.concatenate(drafts))
-
-
-def proposer_of(config: SpeculationConfig) -> Proposer | None:
+def proposer_of(config: SpeculationConfig, table: RequestTable) -> Proposer | None:
     if config.method is None:
         return None
-    return NgramProposer(config) if config.method == "ngram" else SuffixProposer(config)
+    return NgramProposer(config, table) if config.method == "ngram" else SuffixProposer(config, table)

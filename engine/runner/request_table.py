@@ -51,6 +51,8 @@ class RequestTable:
         self.max_blocks = -(-(max_model_len + 1) // block_size)
         self.tokens = torch.zeros(max_rows, max_model_len + 1, dtype=torch.int32, device=device)
         """int32 [rows, max_model_len + 1]; the last column takes the token sampled at the context's very end"""
+        self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        """int32 [rows]: tokens that a row knows, written with every token that is sampled; nothing before the first"""
         self.block_tables = torch.zeros(num_groups, max_rows, self.max_blocks, dtype=torch.int32, device=device)
         """int32 [groups, rows, max_blocks]"""
         self.prompt_len: dict[int, int] = {}
@@ -66,7 +68,7 @@ class RequestTable:
 
     @property
     def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.staged_tables())
+        return sum(t.numel() * t.element_size() for t in [*self.staged_tables(), self.lengths])
 
     def stage(self, plan: StepPlan, sampler: SamplerColumns, writes: StagedWrites) -> None:
         """Stage the plan's differences: released, added, tokens, block appends. Raises ValueError on a plan that breaks

@@ -11,7 +11,7 @@ import torch
 
 from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
-from engine.step import NO_DRAFTS, NO_LOGPROBS, Drafts, StepResult, TokenLogprobs
+from engine.step import NO_LOGPROBS, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class SampledStep:
     """of each row that sampled, at how many positions; None: at one"""
     counts: torch.Tensor | None = None
     """int64 [rows that sampled]: where that is not one, how many of its tokens count"""
-    drafts: Drafts | None = None
 
 
 class PendingResult:
@@ -76,7 +75,6 @@ class ResultCopier:
                 failures=step.failures,
                 positions_each=step.positions_each,
                 counts=None if step.counts is None else _pinned(step.counts),
-                drafts=step.drafts,
             )
             event.record()
 
@@ -113,9 +111,9 @@ def _to_result(step: SampledStep) -> StepResult:
             reasons=dict(step.failures),
         )
     faults, tokens = step.sampled.faults.tolist(), step.sampled.token_ids.tolist()
-    rows, counts = step.rows, []
+    rows, counts, drafted = step.rows, [], []
     if step.counts is not None and step.positions_each is not None:
-        counts = step.counts.tolist()
+        counts, drafted = step.counts.tolist(), (step.positions_each - 1).tolist()
         kept = _kept(step.positions_each.tolist(), counts)
         rows, faults, tokens = ([column[at] for at in kept] for column in (rows, faults, tokens))
     faulty = (
@@ -125,7 +123,7 @@ def _to_result(step: SampledStep) -> StepResult:
         step_id=step.step_id,
         token_ids=tokens,
         counts=counts,
-        drafts=NO_DRAFTS if step.drafts is None else step.drafts,
+        drafted=drafted,
         logprobs=NO_LOGPROBS if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
         prompt_logprobs=prompt,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,

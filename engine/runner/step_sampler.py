@@ -14,13 +14,12 @@ from engine.observability.step_profile import StepObserver
 from engine.runner.batch import StepBatch
 from engine.runner.kernels import InputKernels
 from engine.runner.loading import CausalModel
-from engine.runner.proposals import Proposer
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
 from engine.sampling.logprobs import joined
 from engine.sampling.upload import upload
-from engine.step import Drafts, Rows, ScheduledRow, StepMasks, StepPlan
+from engine.step import Rows, ScheduledRow, StepMasks, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +47,9 @@ class StepSampler:
         table: RequestTable,
         kernels: InputKernels,
         vocab_size: int,
-        proposer: Proposer | None = None,
     ) -> None:
         self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
-        self._proposer = proposer
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
-
-    def give_away(self, rows: list[int]) -> None:
-        """Rows that the next plan releases, before it does."""
-        if self._proposer is not None:
-            for row in rows:
-                self._proposer.end(self._table.tokens.numpy(), row, self._table.prompt_len.get(row, 0))
 
     def run(
         self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver, masks: WaitForMasks
@@ -66,17 +57,17 @@ class StepSampler:
         """`hidden`: of the step's tokens. The sampled tokens are in the table when this returns (in stream order)."""
         observer.mark(step_profile.LOGITS)
         failures = dict(self._table.failed)
-        prompt = self._score_prompts(plan.rows, hidden, failures) if self._table.prompt_logprobs else ()
+        prompt = self._score_prompts(batch.rows, hidden, failures) if self._table.prompt_logprobs else ()
         rows = batch.sample_rows_host
         if not rows:
             return SampledStep(plan.step_id, rows, None, prompt, failures)
         last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
         logits = self._model.compute_logits(last)
-        allowed = masks().bits if plan.masked else None
+        allowed, places = (masks().bits, _places(batch.rows, plan.masked)) if plan.masked else (None, [])
         observer.mark(step_profile.SAMPLING)
         tokens = self._table.tokens
         if allowed is not None:
-            self._sampler.restrict(logits, plan.masked, allowed)
+            self._sampler.restrict(logits, places, allowed)
         try:
             sampled = self._sampler.sample(logits, batch.sample_rows, rows, batch.sample_positions, tokens)
         except Exception:
@@ -84,21 +75,13 @@ class StepSampler:
             # What failed may have changed the logits: the same product gives the same bits again.
             logits = self._model.compute_logits(last)
             if allowed is not None:
-                self._sampler.restrict(logits, plan.masked, allowed)
+                self._sampler.restrict(logits, places, allowed)
             sampled = self._sample_each(logits, batch, failures)
-        counts = _accepted(batch, tokens, sampled)
-        self._kernels.post_update(tokens, batch.sample_rows, batch.sample_positions, sampled.token_ids)
-        drafts = self._propose(plan, batch, counts) if plan.proposals else None
-        return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts, drafts)
-
-    def _propose(self, plan: StepPlan, batch: StepBatch, counts: torch.Tensor | None) -> Drafts:
-        """Behind what every row that sampled knows now."""
-        assert self._proposer is not None, "nobody proposes drafts"
-        rows, known = np.array(batch.sample_rows_host), batch.sample_positions.numpy()
-        if counts is not None and batch.positions_each is not None:
-            first = np.cumsum(batch.positions_each) - batch.positions_each
-            rows, known = rows[first], known[first] + counts.numpy() - 1
-        return self._proposer.propose(self._table.tokens.numpy(), rows.tolist(), (known + 1).tolist(), plan.proposals)
+        counts, known = _accepted(batch, tokens, sampled)
+        self._kernels.post_update(
+            tokens, self._table.lengths, batch.sample_rows, batch.sample_positions, sampled.token_ids, known
+        )
+        return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts)
 
     def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
         outputs = []
@@ -148,19 +131,30 @@ class StepSampler:
         return scores
 
 
-def _accepted(batch: StepBatch, tokens: torch.Tensor, output: SampleOutput) -> torch.Tensor | None:
+def _places(rows: Rows, masked: list[int]) -> list[int]:
+    """Of those rows, the positions that sample, counted in the order of all rows."""
+    ends = np.cumsum(rows.samples)
+    return np.concatenate([np.arange(ends[at] - rows.samples[at], ends[at]) for at in masked]).tolist()
+
+
+def _accepted(
+    batch: StepBatch, tokens: torch.Tensor, output: SampleOutput
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of each row that sampled at several positions, how many of its tokens count: those before the first draft that is
     not what was sampled in its place, and that one; but none from a fault on, unless it is the first: the request may
-    have ended before, or the next step finds it again. None: one each. int64 [rows that sampled], without a wait."""
+    have ended before, or the next step finds it again. With it, of every position, how many tokens its row knows then.
+    int64 [rows that sampled] and [positions], without a wait; None: one each."""
     each, sampled = batch.positions_each, output.token_ids
     device = sampled.device
     if each is None:
-        return None
+        return None, None
     ends = np.cumsum(each)
     wrong = tokens[batch.sample_rows, batch.sample_positions] != sampled
     wrong[:-1] |= output.faults[1:]  # of another row's, the last position's: set anyway
     wrong.index_fill_(0, upload(ends - 1, torch.int64, device), True)  # behind the last draft there is none
     at = torch.arange(len(sampled), device=device)
     next_wrong = at.masked_fill(~wrong, len(sampled)).flip(0).cummin(0).values.flip(0)
-    first = upload(ends - each, torch.int64, device)
-    return next_wrong[first] - first + 1
+    first = upload(np.repeat(ends - each, each), torch.int64, device)
+    last = next_wrong[first]
+    known = batch.sample_positions[last] + 1
+    return (last - first + 1)[upload(ends - each, torch.int64, device)], known

@@ -3,8 +3,6 @@ is told what it may."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Grammars, Matcher
 from engine.scheduling.holdings import Holdings
@@ -71,10 +69,8 @@ class Constrained:
         if waiting is None or self._grammars is None:
             return None
         step_id, step = waiting
-        samples = step.rows.samples
-        rows, counts = np.unique(np.repeat(np.arange(len(samples)), samples)[step.masked], return_counts=True)
-        owners = step.owners[rows].tolist()
-        drafts = [seq.drafts[: count - 1] if count > 1 else [] for seq, count in zip(owners, counts.tolist())]
+        owners, samples = step.owners[step.masked].tolist(), step.rows.samples[step.masked].tolist()
+        drafts = [seq.drafts[: count - 1] for seq, count in zip(owners, samples)]
         bits, failed = self._grammars.fill([seq.matcher for seq in owners], drafts)
         for index, reason in failed.items():
             if owners[index].status is not Status.FINISHED:

@@ -17,12 +17,13 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts) -> None:
+    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts, exact: bool = False) -> None:
+        """`exact`: as of `RunningRows`."""
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
         self.failures = Failures()
-        self.rows = RunningRows(num_rows)
+        self.rows = RunningRows(num_rows, exact)
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
@@ -96,14 +97,14 @@ class Holdings:
         except Exception as error:
             self.failures.note(seq, error)
 
-    def reconcile(self, seq: Sequence, wrong: int) -> None:
-        """The last drafts of the sequence's step were wrong: what they held is given back, and it may go on."""
+    def reconcile(self, seq: Sequence, samples: int, brought: int) -> None:
+        """Of its drafts all but `brought` - 1 were wrong: what the others held is given back, and it may go on."""
         if seq.status is Status.RUNNING:
-            self.rows.reconcile(seq, wrong)
+            self.rows.reconcile(seq, samples, brought)
             self.kv.trim(seq.blocks, self.rows.computed_of(seq))
             self.rows.room[seq.row] = seq.blocks.quiet_until
         elif seq.blocks.on_host:
-            self.kv.trim(seq.blocks, seq.blocks.num_tokens - wrong)
+            self.kv.trim(seq.blocks, seq.blocks.num_tokens - (samples - brought))
 
     def leave_device(self, seq: Sequence, findable: bool = True) -> None:
         self.rows.leave(seq)

@@ -32,10 +32,12 @@ class Outcomes:
         logprobs = result.logprobs.by_row() if len(result.logprobs) else {}
         if step.num_plain:
             deltas += self._of_plain(step, result, logprobs)
-        tokens, counts = iter(result.token_ids[step.num_plain :]), iter(result.counts[step.num_plain :])
+        first = step.num_plain
+        tokens, counts, drafted = (iter(each[first:]) for each in (result.token_ids, result.counts, result.drafted))
         for seq, row in step.others():
             brought = list(islice(tokens, next(counts, 1))) if row.samples else []
-            deltas += self._of_row(seq, row, brought, result, logprobs)
+            tried = next(drafted, 0) if row.samples else 0
+            deltas += self._of_row(seq, row, brought, result, logprobs, tried)
         return deltas
 
     def _of_plain(self, step: PlannedStep, result: StepResult, logprobs: _Logprobs) -> list[Delta]:
@@ -96,15 +98,16 @@ class Outcomes:
         tokens: list[int],
         result: StepResult,
         logprobs: _Logprobs,
+        drafted: int = 0,
     ) -> list[SequenceDelta]:
-        """What this raises is the failure of one request."""
+        """What this raises is the failure of one request. `drafted`: how many drafts it has computed."""
         self._rows.arrived(seq, row.samples)
         if seq.status is Status.FINISHED:
             return []
         try:
             if row.samples > 1:
-                self._held.reconcile(seq, row.samples - len(tokens))
-                self._speculation.learn(seq, len(tokens) - 1)
+                self._held.reconcile(seq, row.samples, len(tokens))
+                self._speculation.learn(seq, len(tokens) - 1, drafted)
             return self._of_one(seq, row, tokens, logprobs.get(row.row, []), result)
         except Exception as error:
             self._held.failures.note(seq, error)

@@ -26,14 +26,14 @@ class Placement:
         rows, followers = self._rows, seq.followers
         may_fork = bool(followers and rows.num_free) and any(is_twin(each, seq) for each in followers)
         draft.tell(seq, growth)
-        computed = rows.computed_of(seq)
+        computed, unsure = rows.computed_of(seq), int(rows.unsure[seq.row])
         samples = rows.advance(seq, query_len)
-        draft.add(seq, ScheduledRow(seq.row, computed, query_len, samples), may_fork)
+        draft.add(seq, ScheduledRow(seq.row, computed, query_len, samples, unsure), may_fork)
         if growth is not NO_GROWTH or query_len > 1:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq, computed + query_len)
-        if samples == 1 and seq.group is None and rows.is_last(seq):
+        if samples and seq.group is None and rows.is_over(seq):
             self._ending.append(seq)
         if followers:
             self._fork_followers(draft, seq, computed + query_len, samples)
@@ -62,7 +62,7 @@ class Placement:
             if twin:
                 rows.advance(follower, 0)
                 draft.add(follower, ScheduledRow(follower.row, start, 0, samples=1), may_fork=True)
-                if rows.is_last(follower):
+                if rows.is_over(follower):
                     self._ending.append(follower)
             rows.watch(follower)
 

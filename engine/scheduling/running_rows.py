@@ -19,7 +19,9 @@ from engine.scheduling.sequence import Sequence, Status
 
 
 class RunningRows:
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, exact: bool = False) -> None:
+        """`exact`: nothing is planned of a sequence before it is known how many of its drafts were right."""
+        self._exact = exact
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
         self.groups: set[BeamGroup] = set()
@@ -41,12 +43,10 @@ class RunningRows:
         """more than a token comes back of it: log-probabilities, or candidates"""
         self.masked = np.zeros(num_rows, dtype=bool)
         """its owner samples what a grammar allows"""
-        self.proposed = np.zeros(num_rows, dtype=np.int32)
-        """drafts that may be computed behind what its owner knows"""
         self.drafts = np.zeros(num_rows, dtype=np.int32)
-        """of them, those that its next step computes"""
-        self.proposing = False
-        """some owner's next step has drafts to compute, or not to"""
+        """how many its owner's next step computes"""
+        self.unsure = np.zeros(num_rows, dtype=np.int32)
+        """drafts in flight: `computed` and `known` are that much too large if all are wrong"""
         self.looks = np.zeros((num_rows, 2))
         """of its owner's latest drafts: how many were right, of how many it is known"""
         self.stop_tokens: Counter[int] = Counter()
@@ -82,7 +82,7 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
-        self.proposed[row] = self.drafts[row] = self.looks[row] = 0
+        self.drafts[row] = self.unsure[row] = self.looks[row] = 0
         self.detailed[row] = seq.params.logprobs is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)
@@ -154,25 +154,30 @@ class RunningRows:
 
     def settle_blocks(self, seq: Sequence) -> None:
         """Its blocks hold what it has computed: those that decode are not told at every step."""
-        seq.blocks.num_tokens = self.computed_of(seq)
+        seq.blocks.num_tokens, seq.blocks.unsure = self.computed_of(seq), int(self.unsure[seq.row])
 
     def advance(self, seq: Sequence, query_len: int) -> int:
         """The sequence is in the step that is planned with as many tokens, drafts behind those that are known. Returns
         at how many positions it samples; a beam then waits for the others' candidates, and who computes drafts for what
-        comes of them. `watch` comes behind it."""
+        comes of them, if it may end there or a grammar has to be asked. `watch` comes behind it."""
         row = seq.row
         self.computed[row] += query_len
         samples = max(int(self.computed[row] - self.known[row]) + 1, 0)
         if samples:
             self.known[row] += samples
-            self.ready[row] = seq.group is None and samples == 1
-            self.proposed[row] = self.drafts[row] = 0
+            self.drafts[row] = 0
+            self.unsure[row] += samples - 1
+            waits = self.unsure[row] and (self._exact or seq.matcher is not None or self.known[row] >= self.limits[row])
+            self.ready[row] = seq.group is None and not waits
         return samples
 
-    def reconcile(self, seq: Sequence, wrong: int) -> None:
-        """The last drafts of a sequence that runs were wrong, and are not computed: it goes on behind the others."""
-        self.computed[seq.row] -= wrong
-        self.ready[seq.row] = True
+    def reconcile(self, seq: Sequence, samples: int, brought: int) -> None:
+        """Of the drafts that a sequence has computed at as many `samples` all but `brought` - 1 were wrong: it goes on
+        behind the others. None of the tokens is its own yet."""
+        row = seq.row
+        self.computed[row] -= samples - brought
+        self.unsure[row] -= samples - 1
+        self.ready[row] = self.known[row] + brought < self.limits[row]
 
     def watch(self, seq: Sequence) -> None:
         """The device knows of it; when is it to be looked at again?"""
@@ -180,9 +185,9 @@ class RunningRows:
         half_way = self.computed_of(seq) < len(seq.tokens)  # its first token brings more than others do
         self.alone[seq.row] = half_way or seq.group is not None or bool(seq.followers)
 
-    def is_last(self, seq: Sequence) -> bool:
-        """The tokens in flight reach its limit: it must not be planned again."""
-        return bool(self.known[seq.row] >= self.limits[seq.row])
+    def is_over(self, seq: Sequence) -> bool:
+        """The tokens in flight reach its limit for sure: it will not be planned again."""
+        return bool(self.known[seq.row] - self.unsure[seq.row] >= self.limits[seq.row])
 
     # -- all of them -------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class RunningRows:
         ready = np.flatnonzero(self.ready)
         computed = self.computed[ready]
         plain = (self.known[ready] - computed == 1) & (computed < self.room[ready]) & ~self.alone[ready]
-        if self.proposing:
+        if self.drafts.any():
             plain &= self.drafts[ready] == 0
         if len(ready) > budget:
             plain[:] = False
@@ -207,10 +212,11 @@ class RunningRows:
         computed = self.computed[rows]
         known = self.known[rows] + 1
         self.computed[rows], self.known[rows] = computed + 1, known
-        if self.proposing:
-            self.proposed[rows] = 0
-        last = known >= self.limits[rows]
-        return computed, self.owners[rows[last]].tolist() if last.any() else []
+        last = rows[known >= self.limits[rows]]
+        if not len(last):
+            return computed, []
+        self.ready[last] = False
+        return computed, self.owners[last[self.unsure[last] == 0]].tolist()
 
 
 def _key(seq: Sequence) -> tuple[int, int]:

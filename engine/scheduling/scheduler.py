@@ -43,12 +43,14 @@ class Scheduler:
         kv: KVCache,
         swap_block_s: float = 0.0,
         grammars: Grammars | None = None,
+        exact: bool = False,
     ) -> None:
-        """`swap_block_s`: seconds that a block takes to the host tier and back."""
+        """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
+        sequence before it is known how many of its drafts were right."""
         self._config = config
         self._kv = kv
         self._costs = PreemptionCosts(config.preemption, swap_block_s)
-        self._held = Holdings(kv, config.max_num_seqs, self._costs)
+        self._held = Holdings(kv, config.max_num_seqs, self._costs, exact)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
@@ -119,7 +121,6 @@ class Scheduler:
         self._speculation.choose(budget, len(self._waiting) > 0)
         plain, others = self._rows.split(budget)
         draft = StepDraft(budget, self._rows, plain)
-        draft.proposals = self._speculation.proposals(len(plain) + len(others))
         if not self._schedule_running(draft, others):
             self._admit_waiting(draft)
         step = draft.planned()
@@ -325,10 +326,8 @@ class Scheduler:
         step = self._steps.pop(result)
         if seconds:
             self._costs.observe(step, seconds)
-            self._speculation.observe(step, seconds)
-        deltas = self._outcomes.of(step, result)
-        self._speculation.take(step, result)
-        return [*deltas, *self.end_failed()]
+            self._speculation.observe(step, result, seconds)
+        return [*self._outcomes.of(step, result), *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------
 

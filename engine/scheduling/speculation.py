@@ -22,8 +22,10 @@ _PRIOR_WEIGHT = 4.0
 _PRIOR_RATE, _PRIOR_TRIES = 0.7, 2.0
 """how often a draft is right, before any was looked at, and how many looks that is worth"""
 _REMEMBERED_TRIES = 32.0
+_AGES = 0.98
+"""with every step: who has no drafts because they were wrong tries again some day"""
 _HOPE = 0.95
-"""drafts are proposed at all where ones that are right as often would pay"""
+"""drafts are thought of at all where ones that are right as often would pay"""
 _PROMPTS_TO_DRAFTS = 8
 """where there are prompts, drafts may take one in as many tokens of what they would have"""
 _FORCED_RATE = 0.98
@@ -59,10 +61,10 @@ class Speculation:
         """`max_drafts`: of one step."""
         self._held, self._rows = held, held.rows
         self._most = config.num_speculative_tokens
-        self._proposes = config.method is not None and self._most > 0
+        self._proposes = config.method is not None
         self._max_drafts = max_drafts
         self._costs = StepCosts()
-        self._wanted: dict[int, int] = {}
+        self._worth: dict[int, bool] = {}
         """by sequences that decode; as of the costs at that time"""
         self._age = 0
         self.drafted = self.accepted = 0
@@ -70,55 +72,49 @@ class Speculation:
         self.accepted_at = [0] * self._most
         """drafts that were right, by their position"""
 
-    def proposals(self, num_decodes: int) -> int:
-        """How many the device is to propose for each of as many sequences."""
-        return self._worth(num_decodes) if self._proposes else 0
-
-    def _worth(self, num_decodes: int) -> int:
-        """How many for each of as many sequences would pay if they were good."""
-        if num_decodes not in self._wanted:
-            a, b = self._costs.relative()
-            k = np.arange(min(self._most, self._max_drafts // max(num_decodes, 1)) + 1)
-            expected = np.cumsum(_HOPE**k) * num_decodes
-            self._wanted[num_decodes] = int(np.argmax(expected / (a + b * num_decodes * (1 + k))))
-        return self._wanted[num_decodes]
-
     def choose(self, budget: int, prompts_wait: bool) -> None:
         """Says of each sequence how many drafts its next step computes (`RunningRows.drafts`). `budget`: tokens of the
         step, of which drafts take what nobody else would, and where there are prompts little of theirs."""
         rows = self._rows
-        num_ready = int(np.count_nonzero(rows.ready))
-        forced = self._take_forced() if self._most and rows.masked.any() and self._worth(num_ready) else []
-        rows.proposing = bool(rows.proposed.any())
-        if not rows.proposing:
+        if not self._most or not (self._proposes or rows.masked.any()):
             return
-        places = np.flatnonzero(rows.ready & (rows.proposed > 0) & ~rows.alone)
+        rows.drafts[:] = 0
+        num_ready = int(np.count_nonzero(rows.ready))
+        if not self._are_worth(num_ready):
+            return
+        rows.looks *= _AGES
+        may = rows.ready & ~rows.alone
+        counts = np.where(may & ~rows.masked, self._most if self._proposes else 0, self._forced(may))
+        counts = np.minimum(counts, rows.limits - rows.known - 1)
+        places = np.flatnonzero(counts > 0)
         if not len(places):
             return
-        counts = np.minimum(rows.proposed[places], rows.limits[places] - rows.known[places] - 1)
         hits, tries = rows.looks[places].T
         rates = (hits + _PRIOR_RATE * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
-        rates[np.isin(places, forced)] = _FORCED_RATE
+        rates[rows.masked[places]] = _FORCED_RATE
         room = max(budget - num_ready, 0)
         if prompts_wait or (rows.known - rows.computed)[rows.ready].max() > 1:
             room //= _PROMPTS_TO_DRAFTS
-        rows.drafts[places] = self._best(counts, rates, num_ready, room)
+        rows.drafts[places] = self._best(counts[places], rates, num_ready, room)
 
-    def _take_forced(self) -> list[int]:
-        """What grammars say comes next is proposed, before anything else. Returns the rows."""
-        rows, found = self._rows, []
-        for seq in rows.owners[rows.masked & rows.ready & ~rows.alone].tolist():
-            if seq.matcher is not None and self._may_draft(seq):
-                with self._held.failures.isolate(seq):
-                    tokens = seq.matcher.forced()[: self._most]
-                    if tokens:
-                        seq.drafts, rows.proposed[seq.row] = tokens, len(tokens)
-                        found.append(seq.row)
-        return found
+    def _are_worth(self, num_decodes: int) -> bool:
+        """Whether a draft for each of as many sequences would pay if it were good."""
+        if num_decodes not in self._worth:
+            a, b = self._costs.relative()
+            plain, drafted = a + b * num_decodes, a + b * 2 * num_decodes
+            self._worth[num_decodes] = (1 + _HOPE) / drafted > 1 / plain
+        return self._worth[num_decodes]
 
-    def _may_draft(self, seq: Sequence) -> bool:
-        """All of its tokens have arrived, and no position's logits depend on how often those before it were sampled."""
-        return not self._rows.in_flight(seq) and not seq.params.has_penalties
+    def _forced(self, may: np.ndarray) -> np.ndarray:
+        """How many drafts the grammars of those rows know: what must come behind the tokens in flight, if these are
+        what had to come behind the others."""
+        rows, counts = self._rows, np.zeros(len(may), dtype=np.int32)
+        for seq in rows.owners[rows.masked & may].tolist():
+            with self._held.failures.isolate(seq):
+                first = rows.in_flight(seq)
+                seq.drafts = seq.matcher.forced()[first : first + self._most]
+                counts[seq.row] = len(seq.drafts)
+        return counts
 
     def _best(self, counts: np.ndarray, rates: np.ndarray, num_decodes: int, room: int) -> np.ndarray:
         """Drafts of each: tokens that are expected of a step, over its cost, are most with them."""
@@ -131,42 +127,22 @@ class Speculation:
         taken = order[: int(np.argmax(expected / (a + b * (num_decodes + sizes))))]
         return np.bincount(taken // self._most, minlength=len(counts))
 
-    def observe(self, step: PlannedStep, seconds: float) -> None:
+    def observe(self, step: PlannedStep, result: StepResult, seconds: float) -> None:
         """What it took, where all of its tokens sample."""
-        if not self._proposes and not step.masked:
-            return
-        num_tokens = step.rows.num_tokens
-        if num_tokens == int(step.rows.samples.sum()):
-            self._costs.observe(num_tokens, seconds)
+        if (self._proposes or step.masked) and step.rows.num_tokens == int(step.rows.samples.sum()):
+            self._costs.observe(len(step.rows) + sum(result.drafted), seconds)
             self._age += 1
             if self._age % 64 == 0:
-                self._wanted.clear()
+                self._worth.clear()
 
-    def learn(self, seq: Sequence, accepted: int) -> None:
+    def learn(self, seq: Sequence, accepted: int, drafted: int) -> None:
         """So many of the drafts that the sequence has computed were right."""
-        self.drafted += len(seq.drafts)
+        self.drafted += drafted
         self.accepted += accepted
         for position in range(accepted):
             self.accepted_at[position] += 1
         if seq.row >= 0:
-            self._look(seq.row, accepted, min(accepted + 1, len(seq.drafts)))
-        seq.drafts = []
-
-    def _look(self, row: int, hits: int, tries: int) -> None:
-        looks = self._rows.looks[row]
-        looks += (hits, tries)
-        if looks[1] > _REMEMBERED_TRIES:
-            looks *= 0.5
-
-    def take(self, step: PlannedStep, result: StepResult) -> None:
-        """What the device proposes behind the tokens that a step has brought; stale where a later step is planned."""
-        if not len(result.drafts):
-            return
-        rows, owners = self._rows, dict(zip(step.rows.row.tolist(), step.owners.tolist(), strict=True))
-        for row, tokens in result.drafts.each():
-            seq = owners.get(row)
-            if seq is None or rows.owners[row] is not seq or not self._may_draft(seq):
-                continue
-            if seq.drafts:  # not computed, but now it is known whether the first was right
-                self._look(row, seq.drafts[0] == seq.tokens[-1], 1)
-            rows.proposed[row], seq.drafts = len(tokens), tokens
+            looks = self._rows.looks[seq.row]
+            looks += (accepted, min(accepted + 1, drafted))
+            if looks[1] > _REMEMBERED_TRIES:
+                looks *= 0.5

@@ -31,7 +31,6 @@ class StepDraft:
         "_started",
         "budget",
         "plain",
-        "proposals",
         "tentative",
     )
 
@@ -44,8 +43,6 @@ class StepDraft:
         self.tentative: dict[Sequence, tuple[int, Growth]] = {}
         """query length and growth of other running sequences, in the order of decision; takes budget, changes no
         sequence"""
-        self.proposals = 0
-        """how many drafts the device is to propose for each row"""
         self._plain_computed = plain[:0]
         self._decodes: _Placed = []
         self._prefills: _Placed = []
@@ -102,9 +99,9 @@ class StepDraft:
 
     def add(self, seq: Sequence, row: ScheduledRow, may_fork: bool) -> None:
         """Final. Forks may follow only if it ``may_fork``."""
-        if row.samples > 1:
+        if row.samples > 1 and seq.drafts:
             del seq.drafts[row.samples - 1 :]
-            self._drafts.append(Write(0, row.row, len(seq.tokens), seq.drafts))
+            self._drafts.append(Write(0, row.row, row.computed + row.query_len - len(seq.drafts), seq.drafts))
         decodes = row.query_len == row.samples and not may_fork
         (self._decodes if decodes else self._prefills).append((seq, row))
 
@@ -118,8 +115,9 @@ class StepDraft:
     def planned(self) -> PlannedStep:
         """Decode rows first."""
         plain, others = len(self.plain), self._decodes + self._prefills
-        columns = np.ones((4, plain + len(others)), dtype=np.int32)
+        columns = np.ones((5, plain + len(others)), dtype=np.int32)
         columns[0, :plain], columns[1, :plain] = self.plain, self._plain_computed
+        columns[4, :plain] = self._rows.unsure[self.plain]
         owners = np.empty(columns.shape[1], dtype=object)
         owners[:plain] = self._rows.owners[self.plain]
         if others:
@@ -128,7 +126,7 @@ class StepDraft:
             owners[plain:] = sequences
         masked: list[int] = []
         if self._rows.masked.any():
-            masked = np.flatnonzero(self._rows.masked[np.repeat(columns[0], columns[3])]).tolist()
+            masked = np.flatnonzero(self._rows.masked[columns[0]] & (columns[3] > 0)).tolist()
         return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], masked)
 
     def plan(
@@ -142,7 +140,6 @@ class StepDraft:
             added=self._added,
             rewrites=Writes.of(self._rewrites),
             drafts=Writes.of(self._drafts),
-            proposals=self.proposals,
             block_appends=Writes.of(self._appends),
             block_copies=self._copies,
             swap_out=transfers[0],

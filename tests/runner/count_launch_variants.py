@@ -30,6 +30,7 @@ def int32(*shape: int) -> torch.Tensor:
 
 def input_step(n: int) -> None:
     kernels, tables, tokens, step = TritonKernels(), int32(2, 32, 20), int32(32, 81), int32(4, 33)
+    lengths = int32(32)
     out = InputBuffers(
         input_ids=zeros(256),
         positions=zeros(256),
@@ -42,9 +43,10 @@ def input_step(n: int) -> None:
         block_tables=int32(2, 32, 20),
     )
     sizes = StepSizes(n, n + n % 3, n, n, 64, 1 + n % 3, n % 2)
-    kernels.prepare_inputs(step, tokens, tables, out, sizes, 4)
+    kernels.prepare_inputs(step, tokens, lengths, tables, out, sizes, 4)
     kernels.gather_block_tables(tables, step[0], out.block_tables, sizes, n)
-    kernels.post_update(tokens, zeros(n + 1)[1:], zeros(n), zeros(n))
+    for known in (None, zeros(n + 1)[1:]):
+        kernels.post_update(tokens, lengths, zeros(n + 1)[1:], zeros(n), zeros(n), known)
     landing = int32(400)
     for table in (tokens, zeros(3, 4), zeros(3, 4, dtype=torch.float32)):
         writes = landing[6 : 6 + 6 * n].view(torch.int64).view(n, 3)

@@ -75,7 +75,10 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     )
     step = torch.zeros(4, ROWS + 1, dtype=torch.int32)
     step[0, :n] = torch.from_numpy(rng.permutation(ROWS)[:n])
-    step[1, :n] = torch.from_numpy(computed)
+    lengths = rng.integers(1, LENGTH - 24, ROWS).astype(np.int32)
+    ahead, unsure = rng.integers(0, 4, n), rng.random(n) < (0.3 if case % 2 else 0.0)
+    computed = np.where(unsure, lengths[step[0, :n].numpy()] - 1 + ahead, computed).astype(np.int32)
+    step[1, :n] = torch.from_numpy(np.where(unsure, ~ahead, computed).astype(np.int32))
     step[2, 1 : n + 1] = torch.from_numpy(np.cumsum(query))
     step[3, :n] = torch.from_numpy(np.where(samples, np.cumsum(samples) - 1, -1))
     tokens = torch.from_numpy(rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32))
@@ -83,13 +86,14 @@ def check_prepare_and_gather(rng: np.random.Generator, case: int) -> None:
     results = []
     for kernels in (triton_kernels(rng), HostKernels()):
         out = buffers(max_tokens, ROWS, max_blocks)
-        kernels.prepare_inputs(step, tokens, tables, out, sizes, BLOCK)
+        kernels.prepare_inputs(step, tokens, torch.from_numpy(lengths), tables, out, sizes, BLOCK)
         columns = -(-int((computed + query).max()) // BLOCK)
         kernels.gather_block_tables(tables, step[0], out.block_tables, sizes, columns)
         results.append(out)
     for field in fields(InputBuffers):
         ours, twin = (getattr(r, field.name) for r in results)
         torch.testing.assert_close(ours, twin, rtol=0, atol=0, msg=lambda m, f=field: f"{f.name}: {m}")
+    step[1, :n] = torch.from_numpy(computed)
     check_against_loop(results[1], step, tokens, tables, sizes)
 
 
@@ -152,11 +156,15 @@ def check_post_update(rng: np.random.Generator) -> None:
     positions = torch.from_numpy(rng.integers(0, LENGTH, m))
     ids = torch.from_numpy(rng.integers(0, 50_000, m))
     tables = [torch.zeros(ROWS, LENGTH, dtype=torch.int32) for _ in range(3)]
-    TritonKernels().post_update(tables[0], rows, positions, ids)
-    HostKernels().post_update(tables[1], rows, positions, ids)
-    for row, position, token in zip(rows.tolist(), positions.tolist(), ids.tolist()):
+    lengths = [torch.zeros(ROWS, dtype=torch.int32) for _ in range(3)]
+    known = None if rng.random() < 0.5 else torch.from_numpy(rng.integers(1, LENGTH, m))
+    TritonKernels().post_update(tables[0], lengths[0], rows, positions, ids, known)
+    HostKernels().post_update(tables[1], lengths[1], rows, positions, ids, known)
+    for index, (row, position, token) in enumerate(zip(rows.tolist(), positions.tolist(), ids.tolist())):
         tables[2][row, position] = token
-    assert torch.equal(tables[0], tables[2]) and torch.equal(tables[1], tables[2])
+        lengths[2][row] = position + 1 if known is None else known[index]
+    for found in (tables, lengths):
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
 
 def main() -> None:

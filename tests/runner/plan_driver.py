@@ -145,8 +145,8 @@ class Sequence:
     """of each layer group; GONE where its window went past"""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
-    """computed in a step that is in flight: it is not planned before that has ended"""
+    drafts: list[list[int]] = field(default_factory=list)
+    """of the steps in flight that compute some"""
 
     @property
     def finished(self) -> bool:
@@ -212,7 +212,6 @@ class PlanDriver:
                 s.computed, s.planned = 0, len(known)
                 added.append(NewRow(row=s.row, token_ids=known, prompt_len=len(s.prompt), params=s.params))
         running = [s for s in sequences if s.row is not None and s.planned < len(s.prompt) + s.num_tokens]
-        running = [s for s in running if not s.drafts]
         for s in sorted(running, key=lambda s: s.planned - s.computed > 1):
             need = s.planned - s.computed
             take = min(need, budget, need if self.rng.random() < 0.4 else self.rng.randint(1, need))
@@ -222,14 +221,16 @@ class PlanDriver:
             appends += self._grow(s, s.computed + take)
             samples = int(take == need)
             assert s.row is not None
+            unsure, guess = sum(map(len, s.drafts)), []
             if samples and s.planned == len(s.prompt) + len(s.generated):
-                s.drafts = self.guess(s)[: min(budget, s.num_tokens - len(s.generated) - 1)]
-            if s.drafts:
-                drafts.append(Write(0, s.row, s.planned, s.drafts))
-                budget -= len(s.drafts)
-                appends += self._grow(s, s.computed + take + len(s.drafts))
-                take, samples = take + len(s.drafts), samples + len(s.drafts)
-            scheduled.append(ScheduledRow(row=s.row, computed=s.computed, query_len=take, samples=samples))
+                guess = self.guess(s)[: min(budget, s.num_tokens - len(s.generated) - 1)]
+            if guess:
+                drafts.append(Write(0, s.row, s.planned, guess))
+                s.drafts.append(guess)
+                budget -= len(guess)
+                take, samples = take + len(guess), samples + len(guess)
+                appends += self._grow(s, s.computed + take)
+            scheduled.append(ScheduledRow(s.row, s.computed, take, samples, unsure))
             s.computed += take
             s.planned += samples
         released, self.released = self.released, []
@@ -248,11 +249,12 @@ class PlanDriver:
         """Blocks that no query sees from here on are anybody's."""
         assert s.row is not None
         appends = []
+        certain = s.computed - sum(map(len, s.drafts))
         for group, window in enumerate(self.runner.report.windows):
             if len(s.blocks) <= group:
                 s.blocks.append([])
             table = s.blocks[group]
-            for index in range(first_kept(s.computed, window) // BLOCK_SIZE):
+            for index in range(first_kept(certain, window) // BLOCK_SIZE):
                 if table[index] != GONE:
                     self.free_blocks.insert(self.rng.randrange(len(self.free_blocks) + 1), table[index])
                     table[index] = GONE
@@ -281,11 +283,11 @@ class PlanDriver:
             s.generated += brought
             s.logprobs += logprobs.get(row.row, [])[:count]
             if row.samples > 1:
-                assert brought[:-1] == s.drafts[: count - 1] and brought[-1:] != s.drafts[count - 1 : count]
+                guess = s.drafts.pop(0)
+                assert brought[:-1] == guess[: count - 1] and brought[-1:] != guess[count - 1 : count]
                 s.computed -= row.samples - count
                 s.planned -= row.samples - count
-                self.drafted, self.accepted = self.drafted + len(s.drafts), self.accepted + count - 1
-                s.drafts = []
+                self.drafted, self.accepted = self.drafted + len(guess), self.accepted + count - 1
         assert next(tokens, None) is None
         for row, entries in result.prompt_logprobs.items():
             by_row[row].prompt_logprobs += entries

@@ -216,14 +216,15 @@ class RecordingKernels:
         self,
         step: torch.Tensor,
         tokens: torch.Tensor,
+        lengths: torch.Tensor,
         block_tables: torch.Tensor,
         out: InputBuffers,
         sizes: StepSizes,
         block_size: int,
     ) -> None:
         filled = [value for name, value in vars(out).items() if name != "block_tables"]
-        self._saw([step, tokens, block_tables], filled, "prepare_inputs")
-        self._kernels.prepare_inputs(step, tokens, block_tables, out, sizes, block_size)
+        self._saw([step, tokens, lengths, block_tables], filled, "prepare_inputs")
+        self._kernels.prepare_inputs(step, tokens, lengths, block_tables, out, sizes, block_size)
 
     def gather_block_tables(
         self, block_tables: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, sizes: StepSizes, num_columns: int
@@ -232,10 +233,16 @@ class RecordingKernels:
         self._kernels.gather_block_tables(block_tables, rows, out, sizes, num_columns)
 
     def post_update(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        known: torch.Tensor | None = None,
     ) -> None:
-        self._saw([rows, positions, token_ids], [tokens], "post_update")
-        self._kernels.post_update(tokens, rows, positions, token_ids)
+        self._saw([rows, positions, token_ids, *([] if known is None else [known])], [tokens, lengths], "post_update")
+        self._kernels.post_update(tokens, lengths, rows, positions, token_ids, known)
 
 
 @contextlib.contextmanager

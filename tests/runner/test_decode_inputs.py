@@ -38,13 +38,14 @@ def test_plain_decode_steps_equal_the_general_way(steps: list[tuple[list[int], i
     tokens = torch.randint(0, 1000, (ROWS, COLUMNS), dtype=torch.int32)
     tables = torch.randint(0, 500, (GROUPS, ROWS, BLOCKS), dtype=torch.int32)
     kernels, short, general = HostKernels(), _buffers(), _buffers()
+    lengths = torch.ones(ROWS, dtype=torch.int32)
     for rows, n, rng in steps:
         step = torch.zeros(4, ROWS + 1, dtype=torch.int32)
         step[0, :n] = torch.tensor(rows[:n])
         step[1, :n] = torch.tensor([rng.randrange(COLUMNS) for _ in range(n)])  # type: ignore[attr-defined]
         step[2:, : n + 1] = torch.arange(n + 1, dtype=torch.int32)
         sizes = StepSizes(n, n, n, n, n, 1, one_token_each=True)
-        kernels.prepare_inputs(step, tokens, tables, short, sizes, BLOCK_SIZE)
+        kernels.prepare_inputs(step, tokens, lengths, tables, short, sizes, BLOCK_SIZE)
         HostKernels()._prepare_any(step, tokens, tables, general, sizes, BLOCK_SIZE)
         for field in dataclasses.fields(InputBuffers):
             a, b = getattr(short, field.name), getattr(general, field.name)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SpeculationConfig
-from engine.runner.proposals import NgramProposer, SuffixProposer
+from engine.runner.proposals import NgramProposer, Proposer, SuffixProposer
+from engine.runner.request_table import RequestTable
+
+
+def a_table() -> RequestTable:
+    table = RequestTable(8, 39, 4, 1, torch.device("cpu"))
+    table.tokens.fill_(1)  # stale tokens behind what is known
+    return table
+
+
+def know(table: RequestTable, row: int, tokens: list[int], start: int = 0) -> None:
+    table.tokens[row, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    table.lengths[row] = start + len(tokens)
+
+
+def drafts_of(proposer: Proposer, table: RequestTable, rows: list[int], most: list[int]) -> list[list[int]]:
+    counts = proposer.propose(rows, most)
+    starts = table.lengths[rows].tolist()
+    return [table.tokens[row, start : start + count].tolist() for row, start, count in zip(rows, starts, counts)]
 
 
 def expected(tokens: list[int], longest: int, shortest: int, most: int) -> list[int]:
@@ -22,18 +40,16 @@ def expected(tokens: list[int], longest: int, shortest: int, most: int) -> list[
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4),
     bounds=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    most=st.integers(1, 12),
+    most=st.lists(st.integers(1, 10), min_size=4, max_size=4),
 )
-def test_the_longest_and_latest_match_goes_on(rows: list[list[int]], bounds: tuple[int, int], most: int) -> None:
+def test_the_longest_and_latest_match_goes_on(rows: list[list[int]], bounds: tuple[int, int], most: list[int]) -> None:
     shortest, longest = sorted(bounds)
     config = SpeculationConfig(method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=longest)
-    table = np.full((8, 40), 1, dtype=np.int32)  # stale tokens behind what is known
-    numbers = [7 - index for index in range(len(rows))]
+    table, numbers = a_table(), [7 - index for index in range(len(rows))]
     for number, tokens in zip(numbers, rows):
-        table[number, : len(tokens)] = tokens
-    found = NgramProposer(config).propose(table, numbers, [len(tokens) for tokens in rows], most)
-    drafts = {number: expected(tokens, longest, shortest, most) for number, tokens in zip(numbers, rows)}
-    assert dict(found.each()) == {number: tokens for number, tokens in drafts.items() if tokens}
+        know(table, number, tokens)
+    found = drafts_of(NgramProposer(config, table), table, numbers, most[: len(rows)])
+    assert found == [expected(tokens, longest, shortest, count) for tokens, count in zip(rows, most)]
 
 
 def expected_suffix(outputs: list[list[int]], own: list[int], config: SpeculationConfig, most: int) -> list[int]:
@@ -77,12 +93,11 @@ def test_what_came_most_often_after_the_same_tokens(
         suffix_decoding_max_spec_factor=factor,
         suffix_decoding_min_token_prob=least,
     )
-    proposer, table = SuffixProposer(config), np.full((2, 40), 1, dtype=np.int32)
+    table = a_table()
+    proposer = SuffixProposer(config, table)
     for output in outputs:  # each behind a prompt of two tokens, which is nobody's output
-        table[0, 2 : 2 + len(output)] = output
-        proposer.propose(table, [0], [2 + len(output)], most)
-        proposer.end(table, 0, 2)
-    table[1, : len(own)] = own
-    found = proposer.propose(table, [1], [len(own)], most)
-    tokens = expected_suffix(outputs, own, config, most)
-    assert dict(found.each()) == ({1: tokens} if tokens else {})
+        table.prompt_len[0] = 2
+        know(table, 0, output, start=2)
+        proposer.end(0)
+    know(table, 1, own)
+    assert drafts_of(proposer, table, [1], [most]) == [expected_suffix(outputs, own, config, most)]

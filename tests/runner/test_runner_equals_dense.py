@@ -12,6 +12,7 @@ from plan_driver import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, SPEC, PlanDriver, Seque
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
 from engine.runner import model_runner as room
+from engine.runner.streams import HostStreams
 from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 GREEDY = RowParams(seed=0, temperature=0.0)
@@ -65,10 +66,19 @@ def test_chunked_mixed_preempted_rows_generate_the_dense_tokens(
         assert s.generated == dense_greedy(s.prompt, s.num_tokens)
 
 
-@pytest.mark.parametrize("lag", [False, True])
+class Queued(HostStreams):
+    """The host does not know where an unsure row starts."""
+
+    queued = True
+
+
+@pytest.mark.parametrize(("lag", "streams"), [(False, HostStreams), (True, HostStreams), (True, Queued)])
 @pytest.mark.parametrize("params", [GREEDY, RowParams(seed=3, temperature=0.8, top_p=0.95, logprobs=2)])
-def test_drafts_change_no_token_and_no_log_probability(tmp_path: Path, params: RowParams, lag: bool) -> None:
-    """Right ones, wrong ones and both, also behind a prompt's last chunk, beside rows without any."""
+def test_drafts_change_no_token_and_no_log_probability(
+    tmp_path: Path, params: RowParams, lag: bool, streams: type[HostStreams]
+) -> None:
+    """Right ones, wrong ones and both, also behind a prompt's last chunk, beside rows without any, and steps behind
+    them that are planned before it is known which were right."""
     rng, plain = random.Random(7), sequences(random.Random(1), 7, params)
     PlanDriver(tiny_runner(tmp_path), random.Random(2), 0.0, False).run(plain)
     work = sequences(random.Random(1), 7, params)
@@ -78,7 +88,7 @@ def test_drafts_change_no_token_and_no_log_probability(tmp_path: Path, params: R
         drafts = right[tuple(s.prompt)][len(s.generated) :][: rng.randrange(3)]
         return [token if rng.random() < 0.8 else rng.randrange(SPEC.vocab_size) for token in drafts]
 
-    driver = PlanDriver(tiny_runner(tmp_path), rng, 0.1, lag, guess)
+    driver = PlanDriver(tiny_runner(tmp_path, streams=streams()), rng, 0.1, lag, guess)
     driver.run(work)
     assert 10 < driver.accepted < driver.drafted
     for one, other in zip(work, plain):

@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 
-import numpy as np
 from toy_grammars import VOCAB, allowed, length_of
 
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
 from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import (
-    NO_DRAFTS,
-    Drafts,
     RowLogprobs,
     ScheduledRow,
     StepMasks,
@@ -123,6 +120,9 @@ class _Row:
     tables: list[list[int]]
     """of each layer group"""
     next_position: int = 0
+    end: int = 0
+    """its table's entries behind as many tokens were for drafts that were wrong: they may be others' now"""
+    drafted: bool = False
 
 
 class ReplayingExecutor:
@@ -138,8 +138,10 @@ class ReplayingExecutor:
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         max_sampled: int = 1000,
+        pads: bool = False,
     ) -> None:
-        self.max_sampled = max_sampled
+        """`pads`: computes as many drafts as planned, whatever they are; else as many as it finds."""
+        self.max_sampled, self.pads = max_sampled, pads
         self.host_slots: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.windows = windows
         self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
@@ -174,14 +176,17 @@ class ReplayingExecutor:
 
     def _run(self, plan: StepPlan, masks: StepMasks | None) -> None:
         self._apply(plan)
-        bits = {} if masks is None else dict(zip(plan.masked, masks.bits[:, 0].tolist(), strict=True))
-        for row in plan.rows.each():
-            self.rows[row.row].next_position = row.computed
-        for row in plan.rows.each():
-            self._write(row, plan)
+        bits = [] if masks is None else masks.bits[:, 0].tolist()
+        given = set(plan.drafts.where[1].tolist())
+        rows = [self._settled(row, row.row in given) for row in plan.rows.each()]
+        for row in rows:
+            state = self.rows[row.row]
+            state.next_position, state.end = row.computed, row.computed + row.query_len
+        for row in rows:
+            self._write(row, rows)
         tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
-        place, counts, drafts = 0, [], {}
-        for row in plan.rows.each():
+        counts, drafted = [], []
+        for index, row in enumerate(rows):
             state = self.rows[row.row]
             state.next_position = row.computed + row.query_len
             known = self._read(state, row)
@@ -193,9 +198,9 @@ class ReplayingExecutor:
                 continue
             assert row.samples == 1 or state.num_candidates is None, "a beam with drafts"
             first = row.computed + row.query_len - row.samples + 1
+            may_be = [bits.pop(0) if index in plan.masked else -1 for _ in range(row.samples)]
             count = 0
-            for end in range(first, first + row.samples):
-                mask = bits.get(place + count, -1)
+            for end, mask in enumerate(may_be, first):
                 may = [token for token in range(VOCAB) if mask >> token & 1]
                 token = sample(known[:end], state.seed, may)
                 if state.num_candidates is not None:
@@ -209,31 +214,45 @@ class ReplayingExecutor:
                 if state.tokens.get(end) != token:
                     state.tokens = {p: t for p, t in state.tokens.items() if p < end} | {end: token}
                     break
-            place += row.samples
             counts.append(count)
-            state.next_position = first + count - 1
-            for table in state.tables:  # what was appended for drafts that were wrong may be others' from now on
-                if row.samples > 1:
-                    del table[-(-state.next_position // self.block_size) :]
-            if state.num_candidates is None and (guess := self._guess(state, plan.proposals)):
-                drafts[row.row] = guess
-        assert set(bits) <= set(range(place))
+            drafted.append(row.samples - 1)
+            state.next_position = state.end = first + count - 1
+        assert not bits
         self.computed_tokens += plan.num_tokens
+        many = max(drafted, default=0) > 0
         self.results.append(
             StepResult(
                 step_id=plan.step_id,
                 token_ids=tokens,
-                counts=counts if len(tokens) > len(counts) else [],
-                drafts=_drafts(drafts),
+                counts=counts if many else [],
+                drafted=drafted if many else [],
                 logprobs=RowLogprobs.of(logprobs),
                 prompt_logprobs=prompt_logprobs,
                 faults=faults,
             )
         )
 
+    def _settled(self, row: ScheduledRow, given: bool) -> ScheduledRow:
+        """Where it really starts, with as many drafts as there are."""
+        state, computed, drafts = self.rows[row.row], row.computed, row.samples - 1
+        if row.unsure:
+            assert row.query_len == row.samples > 0, "nobody but who decodes is unsure"
+            computed = len(state.tokens) - 1 - drafts * given
+            assert row.computed - row.unsure <= computed <= row.computed, "an unsure row is not where it may be"
+        if drafts > 0:
+            state.drafted = True
+        if drafts > 0 and not given:
+            known = len(state.tokens)
+            guess = self._guess(state, drafts)[:drafts]
+            guess += [1] * (drafts - len(guess)) if self.pads else []
+            state.tokens |= dict(enumerate(guess, known))
+            drafts = len(guess)
+        fewer = row.samples - 1 - drafts if row.samples else 0
+        return ScheduledRow(row.row, computed, row.query_len - fewer, row.samples - fewer)
+
     def _guess(self, state: _Row, most: int) -> list[int]:
         """What comes next where no grammar is, as far as that is guessed."""
-        if not most or POISON in state.tokens.values():
+        if POISON in state.tokens.values():
             return []
         known = [state.tokens[position] for position in range(len(state.tokens))]
         tokens = known.copy()
@@ -288,7 +307,8 @@ class ReplayingExecutor:
             assert append.start <= len(table), "a hole in a block table"
             table[append.start :] = append.values
         for new in plan.added:  # where a row begins that is not computed in this step: behind whole blocks
-            self.rows[new.row].next_position = len(self.rows[new.row].tables[0]) * self.block_size
+            state = self.rows[new.row]
+            state.next_position = state.end = len(state.tables[0]) * self.block_size
         for source, destination in plan.swap_out:
             self.host_slots[destination] = list(self.slots[source])
         for source, destination in plan.swap_in:
@@ -296,21 +316,22 @@ class ReplayingExecutor:
         for source, destination in plan.block_copies:
             self.slots[destination] = list(self.slots[source])
 
-    def _write(self, row: ScheduledRow, plan: StepPlan) -> None:
+    def _write(self, row: ScheduledRow, rows: list[ScheduledRow]) -> None:
         state = self.rows[row.row]
         end = row.computed + row.query_len
         assert row.query_len >= 1 or row.samples
         for table in state.tables:
             assert len(table) * self.block_size >= end, "the block table does not cover the step"
-            assert len(table) * self.block_size - end < self.block_size, "more than one block of waste"
+            waste = len(table) * self.block_size - end
+            assert waste < self.block_size or state.drafted, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
-        planned = {other.row for other in plan.rows.each()}
+        planned = {other.row for other in rows}
         known = digests([state.tokens[position] for position in range(end)])
         for group, position in product(range(len(self.windows)), range(row.computed, end)):
             index, offset = divmod(position, self.block_size)
             block = state.tables[group][index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
-            forks = {other.row for other in plan.rows.each() if other.query_len == 0 and other.computed == end}
+            forks = {other.row for other in rows if other.query_len == 0 and other.computed == end}
             # A beam that is not in the step may have been dropped; its row is rewritten before it is used again.
             idle = {number for number, other in self.rows.items() if other.num_candidates is not None} - planned
             away = idle if not self.some_failed else set(self.rows) - planned
@@ -321,10 +342,11 @@ class ReplayingExecutor:
 
     def _seen(self, state: _Row) -> list[int]:
         """Blocks that the row reads from its next position on."""
+        last = -(-state.end // self.block_size)
         return [
             block
             for table, window in zip(state.tables, self.windows, strict=True)
-            for block in table[first_kept(state.next_position, window) // self.block_size :]
+            for block in table[first_kept(state.next_position, window) // self.block_size : last]
         ]
 
     def _read(self, state: _Row, row: ScheduledRow) -> list[int]:
@@ -335,11 +357,6 @@ class ReplayingExecutor:
                 slot = self.slots[table[position // self.block_size]][position % self.block_size]
                 assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
         return known
-
-
-def _drafts(found: dict[int, list[int]]) -> Drafts:
-    columns = (list(found), [len(tokens) for tokens in found.values()], list(chain.from_iterable(found.values())))
-    return Drafts(*(np.array(column, dtype=np.int32) for column in columns)) if found else NO_DRAFTS
 
 
 def _entry(token: int, position: int) -> TokenLogprobs:

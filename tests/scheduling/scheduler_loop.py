@@ -40,8 +40,11 @@ class Loop:
         swap_block_s: float = 0.0,
         min_shared_chunk: int = 256,
         drafts: int = 0,
+        pads: bool = False,
+        exact: bool = False,
     ) -> None:
-        """`drafts`: of each sequence in a step, at most; 0: nobody proposes any."""
+        """`drafts`: of each sequence in a step, at most; 0: nobody proposes any. `pads`: the device computes as many as
+        planned. `exact`: nothing is planned behind them."""
         speculation = SpeculationConfig(method="ngram" if drafts else None, num_speculative_tokens=drafts or 10)
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -55,11 +58,13 @@ class Loop:
             speculation=speculation,
         )
         self.depth = depth
-        self.kv = KVCache(num_blocks, block_size, caching, windows, budget, num_host_blocks)
+        self.kv = KVCache(
+            num_blocks, block_size, caching, windows, max(budget, (depth + 1) * (1 + drafts)), num_host_blocks
+        )
         self.grammars = ToyGrammars()
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact)
         self.executor = ReplayingExecutor(
-            num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled
+            num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
         self.max_model_len = max_model_len
         self.plans: list[StepPlan] = []
@@ -88,7 +93,6 @@ class Loop:
         alike: bool = True,
         beams: BeamParams | None = None,
         grammar: str | None = None,
-        presence_penalty: float = 0.0,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(
@@ -96,7 +100,6 @@ class Loop:
             stop_token_ids=list(stop),
             min_tokens=min_tokens,
             prompt_logprobs=prompt_logprobs,
-            presence_penalty=presence_penalty,
         )
         request = AddRequest(
             request_id=request_id,

@@ -71,9 +71,11 @@ def loops(draw: st.DrawFn) -> Loop:
     windows: tuple[int | None, ...] = draw(
         st.sampled_from([(None,), (None,), (None,), (5,), (None, 3), (2, None, 9), (4, 4)])
     )
-    enough = sum(most_blocks(26, window, block_size, budget) for window in windows)
+    depth, drafts = draw(st.sampled_from([0, 1, 1, 2])), draw(st.sampled_from([0, 1, 3, 8]))
+    most = max(budget, (depth + 1) * (1 + drafts))
+    enough = sum(most_blocks(26, window, block_size, most) for window in windows)
     return Loop(
-        depth=draw(st.sampled_from([0, 1, 1, 2])),
+        depth=depth,
         num_blocks=enough + draw(st.integers(0, 3) | st.integers(0, 20)),
         block_size=block_size,
         rows=draw(st.integers(1, 6)),
@@ -83,7 +85,9 @@ def loops(draw: st.DrawFn) -> Loop:
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"])),
         swap_block_s=draw(st.sampled_from([0.0, 0.00001, 0.0001, 0.01])),
         min_shared_chunk=draw(st.sampled_from([1, 4, 256])),
-        drafts=draw(st.sampled_from([0, 1, 3, 8])),
+        drafts=drafts,
+        pads=draw(st.booleans()),
+        exact=draw(st.sampled_from([False, False, True])),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),

@@ -22,19 +22,20 @@ def drafted(loop: Loop) -> list[ScheduledRow]:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 5)])
-def test_drafts_bring_the_same_tokens_in_fewer_steps(depth: int, windows: tuple[int | None, ...]) -> None:
-    loop = Loop(depth=depth, drafts=4, windows=windows)
+@pytest.mark.parametrize(("pads", "exact"), [(False, False), (True, False), (True, True)])
+def test_drafts_bring_the_same_tokens_in_fewer_steps(
+    depth: int, windows: tuple[int | None, ...], pads: bool, exact: bool
+) -> None:
+    loop = Loop(depth=depth, drafts=4, windows=windows, pads=pads, exact=exact)
     loop.add("a", PROMPT, 40, stop=[12])
     loop.run()
     assert loop.tokens["a"] == generate(PROMPT, 45, {12})[0]
     stats = loop.scheduler.stats()
     assert stats.generated_tokens == 40
     assert len(loop.plans) == 40 - stats.accepted_tokens == 40 - sum(d.accepted_tokens for d in loop.deltas["a"])
-    if depth:  # one step ahead drafts are stale when they come
-        assert not drafted(loop)
-    else:
-        assert stats.drafted_tokens > stats.accepted_tokens == sum(stats.accepted_at) > 5
-        assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+    assert len(loop.plans) - depth <= 40 - stats.accepted_tokens <= len(loop.plans)
+    assert stats.drafted_tokens > stats.accepted_tokens == sum(stats.accepted_at) > 5
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
     loop.assert_nothing_leaked()
 
 
@@ -73,10 +74,9 @@ def test_a_step_has_no_more_drafts_than_its_budget_and_its_places() -> None:
     assert any(row.samples > 1 for row in drafted(loop))
 
 
-def test_beams_and_penalties_have_no_drafts() -> None:
+def test_beams_have_no_drafts() -> None:
     loop = Loop(depth=0, drafts=4)
     loop.add("beams", PROMPT, 10, beams=BeamParams(width=2))
-    loop.add("penalised", PROMPT, 10, presence_penalty=0.5)
     loop.run()
     assert not drafted(loop)
 
@@ -163,8 +163,8 @@ def test_as_many_are_computed_as_pay(slope: float, most: int) -> None:
     speculation = Speculation(loop.scheduler._held, SpeculationConfig(method="ngram", num_speculative_tokens=8), 64)
     for n in [1, 2, 4, 8] * 50:
         speculation._costs.observe(n, (1 - slope) + slope * n)
-    speculation._wanted.clear()
-    assert speculation.proposals(1) == most
+    speculation._worth.clear()
+    assert speculation._are_worth(1) == (most > 0)
     chosen = speculation._best(np.array([8, 8]), np.array([0.9, 0.3]), 2, 64)
     assert (most == 0 and not chosen.any()) or (chosen[0] == most and chosen[1] <= chosen[0])
 

@@ -72,6 +72,7 @@ class InputKernels(Protocol):
         self,
         step: torch.Tensor,
         tokens: torch.Tensor,
+        lengths: torch.Tensor,
         block_tables: torch.Tensor,
         out: InputBuffers,
         sizes: StepSizes,
@@ -79,8 +80,9 @@ class InputKernels(Protocol):
     ) -> None:
         """Fill `out`, except its block tables, from what the host says of each sequence.
 
-        step int32 [4, >= num_seqs + 1]: rows; computed; query start (num_seqs + 1 entries, the last is num_tokens);
-        index among the sampling sequences or -1. tokens int32 [rows, columns]; block_tables int32 [groups, rows,
+        step int32 [4, >= num_seqs + 1]: rows; computed, or where the host does not know it ~k: k tokens behind the last
+        one that the row knows; query start (num_seqs + 1 entries, the last is num_tokens); index among the sampling
+        sequences or -1. tokens int32 [rows, columns]; lengths int32 [rows]; block_tables int32 [groups, rows,
         max_blocks].
         """
         ...
@@ -96,9 +98,16 @@ class InputKernels(Protocol):
         ...
 
     def post_update(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        known: torch.Tensor | None = None,
     ) -> None:
-        """`tokens[rows[i], positions[i]] = token_ids[i]`: tokens int32 [rows, columns]; the others int64 [m]."""
+        """`tokens[rows[i], positions[i]] = token_ids[i]` and `lengths[rows[i]] = known[i]`, equal for all of a row;
+        None: positions[i] + 1. tokens int32 [rows, columns]; lengths int32 [rows]; the others int64 [m]."""
         ...
 
 
@@ -117,6 +126,7 @@ _PREPARE = {
     "step_stride": "i32",
     "tokens": "*i32",
     "tokens_stride": "i32",
+    "lengths": "*i32",
     "tables": "*i32",
     "tables_group_stride": "i32",
     "tables_row_stride": "i32",
@@ -151,9 +161,11 @@ _GATHER = {
 _POST = {
     "tokens": "*i32",
     "tokens_stride": "i32",
+    "lengths": "*i32",
     "rows": "*i64",
     "positions": "*i64",
     "token_ids": "*i64",
+    "known": "*i64",
     "count": "i32",
 }
 
@@ -171,7 +183,10 @@ KERNELS: tuple[KernelSignature, ...] = (
         for groups in (1, 2, 6)
     ),
     KernelSignature(name="gather_block_tables_kernel", signature=_GATHER, constexprs={"BLOCK": 1024}),
-    KernelSignature(name="post_update_kernel", signature=_POST, constexprs={"BLOCK": 256}),
+    *(
+        KernelSignature(name="post_update_kernel", signature=_POST, constexprs={"DRAFTS": drafts, "BLOCK": 256})
+        for drafts in (0, 1)
+    ),
 )
 """Discovery table: `tools/compile_triton.py` compiles every entry for the supported GPUs without one."""
 

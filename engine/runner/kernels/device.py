@@ -101,6 +101,7 @@ def prepare_inputs_kernel(
     step_stride: tl.tensor,
     tokens: tl.tensor,
     tokens_stride: tl.tensor,
+    lengths: tl.tensor,
     tables: tl.tensor,
     tables_group_stride: tl.tensor,
     tables_row_stride: tl.tensor,
@@ -128,7 +129,8 @@ def prepare_inputs_kernel(
     part = tl.program_id(1)
     if seq < num_seqs:
         row = tl.load(step + seq).to(tl.int64)
-        computed = tl.load(step + step_stride + seq)
+        said = tl.load(step + step_stride + seq)
+        computed = tl.where(said < 0, tl.load(lengths + row) - 1 + ~said, said)
         start = tl.load(step + 2 * step_stride + seq)
         end = tl.load(step + 2 * step_stride + seq + 1)
         sample = tl.load(step + 3 * step_stride + seq)
@@ -192,23 +194,31 @@ def gather_block_tables_kernel(
 
 @triton.jit(
     do_not_specialize=["tokens_stride", "count"],
-    do_not_specialize_on_alignment=["rows", "positions", "token_ids"],
+    do_not_specialize_on_alignment=["rows", "positions", "token_ids", "known"],
 )
 def post_update_kernel(
     tokens: tl.tensor,
     tokens_stride: tl.tensor,
+    lengths: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     token_ids: tl.tensor,
+    known: tl.tensor,
     count: tl.tensor,
+    DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    # Of a row with drafts several programs may write the same length.
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     row = tl.load(rows + index, mask=mask, other=0)
     position = tl.load(positions + index, mask=mask, other=0)
     token = tl.load(token_ids + index, mask=mask, other=0).to(tl.int32)
     tl.store(tokens + row * tokens_stride + position, token, mask=mask)
+    length = position + 1
+    if DRAFTS:
+        length = tl.load(known + index, mask=mask, other=0)
+    tl.store(lengths + row, length.to(tl.int32), mask=mask)
 
 
 class TritonKernels:
@@ -228,6 +238,7 @@ class TritonKernels:
         self,
         step: torch.Tensor,
         tokens: torch.Tensor,
+        lengths: torch.Tensor,
         block_tables: torch.Tensor,
         out: InputBuffers,
         sizes: StepSizes,
@@ -238,6 +249,7 @@ class TritonKernels:
             step.stride(0),
             tokens,
             tokens.stride(0),
+            lengths,
             block_tables,
             block_tables.stride(0),
             block_tables.stride(1),
@@ -279,11 +291,26 @@ class TritonKernels:
         )
 
     def post_update(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        known: torch.Tensor | None = None,
     ) -> None:
-        count = len(token_ids)
+        count, drafts = len(token_ids), int(known is not None)
         post_update_kernel[(triton.cdiv(count, _POST_BLOCK),)](
-            tokens, tokens.stride(0), rows, positions, token_ids, count, BLOCK=_POST_BLOCK
+            tokens,
+            tokens.stride(0),
+            lengths,
+            rows,
+            positions,
+            token_ids,
+            positions if known is None else known,
+            count,
+            DRAFTS=drafts,
+            BLOCK=_POST_BLOCK,
         )
 
     def _parts_of(self, length: int) -> int:

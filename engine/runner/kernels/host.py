@@ -43,12 +43,14 @@ class HostKernels:
         self,
         step: torch.Tensor,
         tokens: torch.Tensor,
+        lengths: torch.Tensor,
         block_tables: torch.Tensor,
         out: InputBuffers,
         sizes: StepSizes,
         block_size: int,
     ) -> None:
         n = sizes.num_seqs
+        self._settle(self._view(step)[:, :n], self._view(lengths))
         if sizes.one_token_each and n == sizes.num_samples == sizes.padded_seqs == sizes.padded_tokens:
             self._prepare_decodes(step, tokens, block_tables, out, n, block_size)
         else:
@@ -141,9 +143,24 @@ class HostKernels:
             target[:, n : sizes.padded_seqs, :num_columns] = 0
 
     def post_update(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        known: torch.Tensor | None = None,
     ) -> None:
-        self._view(tokens)[rows.numpy(), positions.numpy()] = token_ids.numpy()
+        at, where = rows.numpy(), positions.numpy()
+        self._view(tokens)[at, where] = token_ids.numpy()
+        self._view(lengths)[at] = where + 1 if known is None else known.numpy()
+
+    @staticmethod
+    def _settle(fields: np.ndarray, lengths: np.ndarray) -> None:
+        """Places that the host does not know."""
+        rows, computed = fields[0], fields[1]
+        if len(computed) and computed.min() < 0:
+            np.copyto(computed, lengths[rows] - 1 + ~computed, where=computed < 0)
 
     def _view(self, tensor: torch.Tensor) -> np.ndarray:
         """NumPy's view of a tensor that lives long; kept with the tensor, so that an `id` is never another's."""
