@@ -5,7 +5,7 @@ which whoever serves may set: ``--limit NAME=VALUE`` at every door, ``limits`` i
 written from both (`tools/write_limits.py`), and a test keeps it equal.
 
 What follows from the model and the machine instead (context length, vocabulary, rows, KV blocks) is refused by
-`engine.frontend.admission` and `engine.scheduling.limits`, and what was set once by `engine.resolve`.
+`engine.frontend.admission` and `engine.core.frame_checks`, and what was set once by `engine.resolve`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Invariants
   never sends it.
 - Drafts are guesses of what comes behind a row's known tokens, in the same table: the plan's, or else what the device
   proposes when the step starts. A row that computes some samples at every one of its positions: drafts are right as far
-  as they are what is sampled there, and the token behind the last right one is right anyway. So such a row brings between
-  one and `samples` tokens, the same ones as without drafts.
+  as they are what is sampled there, and the token behind the last right one is right anyway. So such a row brings
+  between one and `samples` tokens, the same ones as without drafts.
 - Who plans behind a step with drafts does not know yet how many were right. The device does: a row that is `unsure`
   starts at its last known token wherever that is, and what the plan says of its place is an upper bound.
 - Order of application on the device: released, added, rewrites, drafts, block_appends, swap_out, swap_in, block_copies,
@@ -202,8 +202,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block), one after the other"""
     masked: list[int] = []
-    """of `rows`, in order, those whose samples wait for `StepMasks` to say what they may be; they are not unsure, and their
-    drafts are the plan's"""
+    """of `rows`, in order, those whose samples wait for `StepMasks` to say what they may be; they are not unsure, and
+    their drafts are the plan's"""
 
     @property
     def num_tokens(self) -> int:

@@ -51,6 +51,32 @@ def blocks_to_swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlock
     return sum(found is None or kv.pool.ref_counts[found] == 0 for found in _on_device(kv, host, group).values())
 
 
+def blocks_to_go_on(kv: KVCache, host: HostTier, group: Sequence[tuple[SequenceBlocks, int]]) -> int:
+    """What sequences whose blocks are on the host take from the pool to be swapped in and computed to so many tokens
+    each. Each needs its own for a block that is not full."""
+    need = blocks_to_swap_in(kv, host, [blocks for blocks, _ in group])
+    filling = {table[-1] for blocks, _ in group if blocks.num_tokens % kv.block_size for table in blocks.tables}
+    need += sum(kv.blocks_beyond(blocks.num_tokens, known) for blocks, known in group) - len(filling)
+    return min(need, sum(kv.blocks_for(known) for _, known in group))
+
+
+def lost_with(kv: KVCache, group: Sequence[SequenceBlocks]) -> tuple[int, int]:
+    """Tokens that are to be computed again if their blocks are given back, and those blocks: what others hold, too,
+    stays."""
+    counts: dict[int, int] = {}
+    deepest: set[int] = set()
+    for blocks in group:
+        for table, start in zip(blocks.tables, blocks.starts, strict=True):
+            for block in table[start:]:
+                counts[block] = counts.get(block, 0) + 1
+            if start == 0:
+                deepest.update(table)
+    alone = {block for block, count in counts.items() if kv.pool.ref_counts[block] == count}
+    groups = max(1, sum(start == 0 for start in group[0].starts))
+    tokens = len(alone & deepest) * kv.block_size // groups
+    return max(tokens, max(blocks.num_tokens for blocks in group) if not deepest else 0), len(alone)
+
+
 def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> None:
     """The pool has `blocks_to_swap_in` free blocks. What the device still has is not transferred."""
     found = _on_device(kv, host, group)

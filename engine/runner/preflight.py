@@ -108,8 +108,9 @@ def _try_triton(device: torch.device) -> None:
     """One of the input kernels, which every step needs."""
     tokens = torch.zeros(1, 2, dtype=torch.int32, device=device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
-    select_kernels(device).post_update(tokens, index, index + 1, index + ANSWER)
-    _check(tokens.tolist(), [[0, ANSWER]])
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+    select_kernels(device).post_update(tokens, lengths, index, index + 1, index + ANSWER)
+    _check([*tokens.tolist(), lengths.tolist()], [[0, ANSWER], [2]])
 
 
 def _try_nvcc(device: torch.device, cache_dir: Path) -> None:

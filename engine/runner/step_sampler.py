@@ -134,7 +134,7 @@ class StepSampler:
 def _places(rows: Rows, masked: list[int]) -> list[int]:
     """Of those rows, the positions that sample, counted in the order of all rows."""
     ends = np.cumsum(rows.samples)
-    return np.concatenate([np.arange(ends[at] - rows.samples[at], ends[at]) for at in masked]).tolist()
+    return [place for at in masked for place in range(int(ends[at] - rows.samples[at]), int(ends[at]))]
 
 
 def _accepted(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from engine.beam_search import BeamSearch
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammars.interface import Matcher
 from engine.scheduling.beam_group import BeamGroup
-from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable

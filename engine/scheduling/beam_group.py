@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.beam_search import BeamSearch, Choice
 from engine.core.wire import SequenceDelta
 from engine.grammars.interface import Matcher
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.take_over import take_over
-from engine.scheduling.beam_search import BeamSearch, Choice
 from engine.scheduling.sequence import Sequence
 from engine.step import TokenLogprobs
 

@@ -1,5 +1,5 @@
 """What sequences hold and wait for: rows, blocks, a place in the queue, a leader to be forked from. Every change of a
-sequence's `Status` but the one to ENDING is here or in `RunningRows`."""
+sequence's `Status` is here or in `RunningRows`."""
 
 from __future__ import annotations
 

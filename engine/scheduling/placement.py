@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth
 from engine.scheduling.holdings import Holdings
-from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import is_twin, start_of
 from engine.scheduling.step_draft import StepDraft
 from engine.step import ScheduledRow
@@ -14,12 +14,6 @@ class Placement:
     def __init__(self, held: Holdings) -> None:
         self._held = held
         self._kv, self._rows = held.kv, held.rows
-        self._ending: list[Sequence] = []
-        """their last token was planned; what they hold is given back when the next step is planned"""
-
-    def place_plain(self, draft: StepDraft) -> None:
-        """Those that take a token each, in blocks of their own."""
-        self._ending += draft.place_plain()
 
     def place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
@@ -33,8 +27,6 @@ class Placement:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq, computed + query_len)
-        if samples and seq.group is None and rows.is_over(seq):
-            self._ending.append(seq)
         if followers:
             self._fork_followers(draft, seq, computed + query_len, samples)
         rows.watch(seq)
@@ -62,15 +54,4 @@ class Placement:
             if twin:
                 rows.advance(follower, 0)
                 draft.add(follower, ScheduledRow(follower.row, start, 0, samples=1), may_fork=True)
-                if rows.is_over(follower):
-                    self._ending.append(follower)
             rows.watch(follower)
-
-    def retire_ending(self) -> None:
-        """A sequence whose last token is in flight needs its row and blocks no more: later steps come later on the
-        device."""
-        for seq in self._ending:
-            if seq.status is Status.RUNNING:
-                self._held.leave_device(seq)
-                seq.status = Status.ENDING
-        self._ending.clear()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.config import Preemption
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
-from engine.kv_cache.swapping import Leaving, swap_out
+from engine.kv_cache.swapping import Leaving, lost_with, swap_out
 from engine.scheduling.sequence import Sequence as Seq
 from engine.scheduling.steps_in_flight import PlannedStep
 
@@ -54,27 +54,10 @@ def try_swap_out(
     `growths`: what was appended for a step that is not planned now."""
     if kv.host is None:
         return False
-    if not costs.prefers_swap(*_held_by(kv, victims)):
+    if not costs.prefers_swap(*lost_with(kv, [seq.blocks for seq in victims])):
         return False
     leaving = []
     for seq in victims:
         _, growth = growths.get(seq, (0, NO_GROWTH))
         leaving.append(Leaving(seq.blocks, seq.blocks.num_tokens, [*seq.moved.copies, *growth.copies]))
     return swap_out(kv, kv.host, leaving)
-
-
-def _held_by(kv: KVCache, victims: Sequence[Seq]) -> tuple[int, int]:
-    """Tokens that are to be computed again if their blocks are given back, and those blocks: what others hold, too,
-    stays."""
-    counts: dict[int, int] = {}
-    deepest: set[int] = set()
-    for seq in victims:
-        for table, start in zip(seq.blocks.tables, seq.blocks.starts, strict=True):
-            for block in table[start:]:
-                counts[block] = counts.get(block, 0) + 1
-            if start == 0:
-                deepest.update(table)
-    alone = {block for block, count in counts.items() if kv.pool.ref_counts[block] == count}
-    groups = max(1, sum(start == 0 for start in victims[0].blocks.starts))
-    tokens = len(alone & deepest) * kv.block_size // groups
-    return max(tokens, max(seq.blocks.num_tokens for seq in victims) if not deepest else 0), len(alone)

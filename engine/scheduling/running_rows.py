@@ -24,8 +24,6 @@ class RunningRows:
         self._exact = exact
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
-        self.groups: set[BeamGroup] = set()
-        """searches that run"""
         self.owners = np.full(num_rows, None, dtype=object)
         """the sequences"""
         self.request_ids = np.full(num_rows, None, dtype=object)
@@ -64,11 +62,9 @@ class RunningRows:
 
     def reserve(self, group: BeamGroup) -> None:
         """A row for each member but one, which `enter` will take."""
-        self.groups.add(group)
         group.spare_rows = [self._free.pop() for _ in group.members[1:]]
 
     def give_back(self, group: BeamGroup) -> None:
-        self.groups.discard(group)
         self._free += group.spare_rows
         group.spare_rows = []
 
@@ -158,8 +154,8 @@ class RunningRows:
 
     def advance(self, seq: Sequence, query_len: int) -> int:
         """The sequence is in the step that is planned with as many tokens, drafts behind those that are known. Returns
-        at how many positions it samples; a beam then waits for the others' candidates, and who computes drafts for what
-        comes of them, if it may end there or a grammar has to be asked. `watch` comes behind it."""
+        at how many positions it samples. Then it waits if that may have been its last token, a beam for the others'
+        candidates, and who computes drafts for what comes of them, if somebody has to know. `watch` comes behind it."""
         row = seq.row
         self.computed[row] += query_len
         samples = max(int(self.computed[row] - self.known[row]) + 1, 0)
@@ -167,8 +163,8 @@ class RunningRows:
             self.known[row] += samples
             self.drafts[row] = 0
             self.unsure[row] += samples - 1
-            waits = self.unsure[row] and (self._exact or seq.matcher is not None or self.known[row] >= self.limits[row])
-            self.ready[row] = seq.group is None and not waits
+            waits = self.unsure[row] and (self._exact or seq.matcher is not None)
+            self.ready[row] = self.known[row] < self.limits[row] and seq.group is None and not waits
         return samples
 
     def reconcile(self, seq: Sequence, samples: int, brought: int) -> None:
@@ -184,10 +180,6 @@ class RunningRows:
         self.room[seq.row] = seq.blocks.quiet_until
         half_way = self.computed_of(seq) < len(seq.tokens)  # its first token brings more than others do
         self.alone[seq.row] = half_way or seq.group is not None or bool(seq.followers)
-
-    def is_over(self, seq: Sequence) -> bool:
-        """The tokens in flight reach its limit for sure: it will not be planned again."""
-        return bool(self.known[seq.row] - self.unsure[seq.row] >= self.limits[seq.row])
 
     # -- all of them -------------------------------------------------------------------------------------------------
 
@@ -206,17 +198,13 @@ class RunningRows:
             return ready, []
         return ready[plain], sorted(self.owners[ready[~plain]].tolist(), key=_key)
 
-    def advance_plain(self, rows: np.ndarray) -> tuple[np.ndarray, list[Sequence]]:
-        """Rows from `split` are in the step that is planned. Returns what they had computed, and the sequences whose
-        last token it samples."""
-        computed = self.computed[rows]
+    def advance_plain(self, rows: np.ndarray) -> np.ndarray:
+        """Rows from `split` are in the step that is planned. Returns what they had computed."""
+        computed: np.ndarray = self.computed[rows]
         known = self.known[rows] + 1
         self.computed[rows], self.known[rows] = computed + 1, known
-        last = rows[known >= self.limits[rows]]
-        if not len(last):
-            return computed, []
-        self.ready[last] = False
-        return computed, self.owners[last[self.unsure[last] == 0]].tolist()
+        self.ready[rows] = known < self.limits[rows]
+        return computed
 
 
 def _key(seq: Sequence) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from engine.errors import EngineError
 from engine.grammars.interface import Grammars
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.prefix import PrefixHit
+from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.holdings import Holdings
@@ -27,7 +28,7 @@ from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.prompt_shares import prompt_shares
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import blocks_to_go_on, own_blocks, prefix_limit
+from engine.scheduling.siblings import own_blocks, prefix_limit
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
@@ -116,7 +117,6 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
-        self._placement.retire_ending()
         budget = self._config.max_num_batched_tokens
         self._speculation.choose(budget, len(self._waiting) > 0)
         plain, others = self._rows.split(budget)
@@ -146,7 +146,7 @@ class Scheduler:
             needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
             budget = self._for_prompts(draft, prefilling[0])
             preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
-        self._placement.place_plain(draft)
+        draft.place_plain()
         for seq, (query_len, growth) in draft.tentative.items():
             with self._held.failures.isolate(seq):
                 self._placement.place(draft, seq, query_len, growth)
@@ -271,7 +271,7 @@ class Scheduler:
         if self._is_blocked(seq, room):
             return False
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
-        while (need := blocks_to_go_on(members, self._kv)) > room or len(members) > self._rows.num_free:
+        while (need := self._to_go_on(members)) > room or len(members) > self._rows.num_free:
             if self._running:
                 self._blocked = (seq, room)
                 return False
@@ -295,6 +295,10 @@ class Scheduler:
             draft.budget -= query_len
             self._placement.place(draft, member, query_len, growth)
         return True
+
+    def _to_go_on(self, members: list[Sequence]) -> int:
+        assert self._kv.host is not None
+        return blocks_to_go_on(self._kv, self._kv.host, [(member.blocks, len(member.tokens)) for member in members])
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)

@@ -24,8 +24,6 @@ class Status(enum.Enum):
     """in the queue, holds nothing but maybe blocks on the host (new, or preempted)"""
     RUNNING = enum.auto()
     """holds a row and blocks"""
-    ENDING = enum.auto()
-    """holds nothing any more; its last token is in flight"""
     FINISHED = enum.auto()
 
 

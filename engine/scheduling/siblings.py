@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 
 from engine.kv_cache.kv_cache import KVCache
-from engine.kv_cache.swapping import blocks_to_swap_in
 from engine.scheduling.sequence import Sequence, Status
 
 
@@ -40,19 +39,6 @@ def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
     """Blocks that it needs beside its leader's until it samples, or for what a twin computes next."""
     start = start_of(follower, leader, kv.block_size)
     return kv.blocks_beyond(start, max(len(follower.tokens), start + 1))
-
-
-def blocks_to_go_on(members: list[Sequence], kv: KVCache) -> int:
-    """What sequences whose blocks are on the host take from the pool to be swapped in and computed to their next
-    tokens. Each needs its own for a block that is not full."""
-    assert kv.host is not None
-    need = blocks_to_swap_in(kv, kv.host, [member.blocks for member in members])
-    computed = [member.blocks.num_tokens for member in members]
-    filling = {
-        table[-1] for member, count in zip(members, computed) if count % kv.block_size for table in member.blocks.tables
-    }
-    need += sum(kv.blocks_beyond(count, len(member.tokens)) for member, count in zip(members, computed)) - len(filling)
-    return min(need, sum(kv.blocks_for(len(member.tokens)) for member in members))
 
 
 def prefix_limit(seq: Sequence, kv: KVCache) -> int:

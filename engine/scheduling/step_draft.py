@@ -62,10 +62,9 @@ class StepDraft:
         self.budget += len(still) - int(np.count_nonzero(still))
         self.plain = self.plain[still]
 
-    def place_plain(self) -> list[Sequence]:
-        """Final for all of them. Returns those whose last token this step samples."""
-        self._plain_computed, last = self._rows.advance_plain(self.plain)
-        return last
+    def place_plain(self) -> None:
+        """Final for all of them."""
+        self._plain_computed = self._rows.advance_plain(self.plain)
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""

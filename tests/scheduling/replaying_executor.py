@@ -15,9 +15,9 @@ from itertools import pairwise, product
 
 from toy_grammars import VOCAB, allowed, length_of
 
+from engine.beam_search import BeamSearch, Hypothesis
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
-from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.step import (
     RowLogprobs,
     ScheduledRow,

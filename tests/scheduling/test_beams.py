@@ -11,9 +11,9 @@ import pytest
 from replaying_executor import POISON, VOCAB, generate, search
 from scheduler_loop import Loop
 
+from engine.beam_search import BeamSearch, rank_of
 from engine.core.wire import BeamParams
 from engine.errors import InvalidRequestError
-from engine.scheduling.beam_search import BeamSearch, rank_of
 from engine.scheduling.sequence import Status
 from engine.step import TokenLogprobs
 

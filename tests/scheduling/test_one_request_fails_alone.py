@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from scheduler_loop import Loop
 
+from engine.beam_search import BeamSearch
 from engine.core.wire import BeamParams
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling import beam_group, holdings
 from engine.scheduling.beam_group import BeamGroup
-from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
 from engine.scheduling.running_rows import RunningRows

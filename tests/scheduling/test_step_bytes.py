@@ -26,7 +26,9 @@ from engine.step import (
 numbers = st.integers(0, 2**31 - 1)
 pairs = st.lists(st.tuples(numbers, numbers), max_size=3)
 words = st.lists(numbers, min_size=1, max_size=4)
-scheduled = st.lists(st.builds(ScheduledRow, numbers, numbers, numbers, st.integers(0, 9), st.integers(0, 9)), max_size=5)
+scheduled = st.lists(
+    st.builds(ScheduledRow, numbers, numbers, numbers, st.integers(0, 9), st.integers(0, 9)), max_size=5
+)
 written = st.lists(st.builds(Write, numbers, numbers, numbers, words), max_size=4)
 params = st.builds(
     RowParams,

@@ -73,6 +73,12 @@ def _store_sample(
 
 
 @triton.jit
+def _place(said: tl.tensor, length: tl.tensor) -> tl.tensor:
+    place = tl.load(said)
+    return tl.where(place < 0, tl.load(length) - 1 + ~place, place)
+
+
+@triton.jit
 def _write_slots(
     target: tl.tensor, table: tl.tensor, positions: tl.tensor, mask: tl.tensor, block_size: tl.tensor
 ) -> None:
@@ -125,17 +131,15 @@ def prepare_inputs_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     # Programs (i < num_seqs, part) write sequence i, the first of them what there is once; (num_seqs, 0) every tail.
-    seq = tl.program_id(0)
-    part = tl.program_id(1)
+    seq, part = tl.program_id(0), tl.program_id(1)
     if seq < num_seqs:
         row = tl.load(step + seq).to(tl.int64)
-        said = tl.load(step + step_stride + seq)
-        computed = tl.where(said < 0, tl.load(lengths + row) - 1 + ~said, said)
+        computed = _place(step + step_stride + seq, lengths + row)
         start = tl.load(step + 2 * step_stride + seq)
         end = tl.load(step + 2 * step_stride + seq + 1)
-        sample = tl.load(step + 3 * step_stride + seq)
         seq_len = computed + end - start
         if part == 0:
+            sample = tl.load(step + 3 * step_stride + seq)
             tl.store(seq_lens + seq, seq_len)
             tl.store(query_start_loc + seq + 1, end)
             _store_sample(logits_indices, sample_rows, sample_positions, sample, end, row, seq_len)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.beam_search import BeamSearch
 from engine.core.wire import BeamParams, candidates_of
-from engine.scheduling.beam_search import BeamSearch
 from engine.step import StepPlan, TokenLogprobs
 
 SPREAD = 1.0
