@@ -80,7 +80,7 @@ class Speculation:
             return
         rows.drafts[:] = 0
         num_ready = int(np.count_nonzero(rows.ready))
-        if not self._are_worth(num_ready):
+        if not num_ready or not self._are_worth(num_ready):
             return
         rows.looks *= _AGES
         may = rows.ready & ~rows.alone

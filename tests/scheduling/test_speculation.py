@@ -119,9 +119,10 @@ def test_what_a_grammar_fails_at_among_drafts_is_not_what_came_before(monkeypatc
         loop.assert_nothing_leaked()
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("length", [9, 0])
-def test_what_a_grammar_forces_is_drafted_without_any_setting(length: int) -> None:
-    loop, grammar = Loop(depth=0), f"a:{length}:0"
+def test_what_a_grammar_forces_is_drafted_without_any_setting(length: int, depth: int) -> None:
+    loop, grammar = Loop(depth=depth), f"a:{length}:0"
     loop.add("a", PROMPT, 30, grammar=grammar, followers=["b"], alike=False)
     loop.add("free", PROMPT, 30)
     loop.run()
