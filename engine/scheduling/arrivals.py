@@ -44,7 +44,8 @@ class Arrivals:
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
-            held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, held.live.values())
+            needs = [seq.max_blocks for seq in held.live.values()]
+            held.pins.reserve(request.pin, prompt_len, self._config.max_model_len, needs)
         if request.beams is not None:
             first = self._open_beams(request, request.beams, max_total)
             first.max_blocks = need

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.pins import Pins
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.failures import Failures
-from engine.scheduling.pins import Pins
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
@@ -147,7 +147,8 @@ class Holdings:
                 del self.live[request_id]
             return
         self._stop(seq, findable)
-        self.pins.settle(seq)
+        if seq.pin is not None:
+            self.pins.settle(seq.pin)
         seq.siblings.remove(seq)
         followers, seq.followers = seq.followers, []
         for follower in followers:

@@ -26,7 +26,7 @@ class Placement:
         if growth is not NO_GROWTH or query_len > 1:
             self._held.make_findable(seq)
         if seq.pin is not None:
-            self._held.pins.keep(seq, computed + query_len)
+            self._held.pins.keep(seq.pin, seq.blocks, seq.prompt_len, computed + query_len)
         if followers:
             self._fork_followers(draft, seq, computed + query_len, samples)
         rows.watch(seq)

@@ -12,39 +12,19 @@ from engine.config import Preemption
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.swapping import Leaving, lost_with, swap_out
 from engine.scheduling.sequence import Sequence as Seq
-from engine.scheduling.steps_in_flight import PlannedStep
-
-_MEMORY = 0.8
-"""weight of the past in running means"""
+from engine.step_costs import StepCosts
 
 
 class PreemptionCosts:
-    def __init__(self, mode: Preemption, swap_block_s: float = 0.0) -> None:
+    def __init__(self, mode: Preemption, swap_block_s: float, steps: StepCosts) -> None:
         """`swap_block_s`: a block to the host and back, measured; 0: unknown."""
-        self._mode = mode
-        self._swap_block_s = swap_block_s
-        self._decodes_s = self._token_s = 0.0
-
-    def observe(self, step: PlannedStep, seconds: float) -> None:
-        """The step has taken as long. What a token of a prompt costs is what a step takes longer for it: beside
-        sequences that decode, a step reads the weights anyway."""
-        num_tokens, num_rows = step.rows.num_tokens, len(step.rows)
-        num_decodes = step.num_decodes
-        if num_decodes == num_rows:
-            self._decodes_s = _mean(self._decodes_s, seconds)
-        elif num_tokens >= 2 * num_rows:
-            extra = seconds - self._decodes_s if num_decodes else seconds
-            self._token_s = _mean(self._token_s, max(extra, 0.0) / (num_tokens - num_decodes))
+        self._mode, self._swap_block_s, self._steps = mode, swap_block_s, steps
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
         """Rather than computing `num_tokens` again, transfer `num_blocks`. Where one of both is not known, compute."""
         if self._mode != "auto":
             return self._mode == "swap"
-        return 0.0 < num_blocks * self._swap_block_s < num_tokens * self._token_s
-
-
-def _mean(past: float, new: float) -> float:
-    return _MEMORY * past + (1 - _MEMORY) * new if past else new
+        return 0.0 < num_blocks * self._swap_block_s < num_tokens * self._steps.prompt_token_s
 
 
 def try_swap_out(

@@ -33,6 +33,7 @@ from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
 from engine.step import StepMasks, StepPlan, StepResult
+from engine.step_costs import StepCosts
 
 
 class Scheduler:
@@ -50,9 +51,11 @@ class Scheduler:
         sequence before it is known how many of its drafts were right."""
         self._config = config
         self._kv = kv
-        self._costs = PreemptionCosts(config.preemption, swap_block_s)
-        self._held = Holdings(kv, config.max_num_seqs, self._costs, exact)
-        self._speculation = Speculation(self._held, config.speculation, config.max_drafts)
+        self._costs = StepCosts()
+        self._held = Holdings(
+            kv, config.max_num_seqs, PreemptionCosts(config.preemption, swap_block_s, self._costs), exact
+        )
+        self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
@@ -329,8 +332,7 @@ class Scheduler:
         `seconds`: what it took, if that is known."""
         step = self._steps.pop(result)
         if seconds:
-            self._costs.observe(step, seconds)
-            self._speculation.observe(step, result, seconds)
+            self._costs.observe(step.rows, sum(result.drafted), seconds)
         return [*self._outcomes.of(step, result), *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------

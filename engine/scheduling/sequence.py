@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.kv_cache.kv_cache import NO_GROWTH, SequenceBlocks
+from engine.kv_cache.kv_cache import NO_GROWTH, Growth, SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -27,91 +28,59 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Only the scheduler changes it."""
 
-    __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "common",
-        "drafts",
-        "followers",
-        "group",
-        "in_flight",
-        "key",
-        "leader",
-        "matcher",
-        "max_blocks",
-        "max_total",
-        "moved",
-        "new_row",
-        "next_prompt_logprob",
-        "params",
-        "pin",
-        "prompt_len",
-        "request_id",
-        "rewrite_from",
-        "row",
-        "siblings",
-        "status",
-        "stop_token_ids",
-        "tokens",
-    )
+    request_id: str
+    params: RowParams
+    tokens: list[int]
+    """those that have arrived; at first the prompt, this sequence's own"""
+    key: tuple[int, int]
+    """(priority, arrival): lower runs earlier and is preempted later; unique"""
+    max_total: int
+    """tokens at which it ends with "length" """
+    blocks: SequenceBlocks
+    prompt_len: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    siblings: list[Sequence] = field(init=False)
+    """the live samples of its request, in order; one list for all of them"""
+    status: Status = Status.WAITING
+    row: int = -1
+    """-1: it does not run"""
+    in_flight: int = 0
+    """of a sequence that does not run: tokens that planned steps sample and that have not arrived"""
+    cached_tokens: int | None = None
+    """prompt tokens found in the cache at the first start; None before it"""
+    next_prompt_logprob: int = 1
+    """first prompt position whose log-probability has not been delivered (position 0 has none)"""
+    max_blocks: int = 0
+    """what its request may hold at once, by itself"""
+    pin: str | None = None
+    """what its prompt is to be kept as"""
+    matcher: Matcher | None = None
+    """how far what has arrived has come in the request's grammar"""
+    drafts: list[int] = field(default_factory=list)
+    """those that its grammar forces and the step computes that was planned last"""
+    leader: Sequence | None = None
+    """while it is FOLLOWING"""
+    common: int = 0
+    """while it is FOLLOWING: tokens that it has in common with its leader, as far as both were known"""
+    followers: list[Sequence] = field(default_factory=list)
+    """they are forked from this one, each as soon as what they have in common is computed"""
+    group: BeamGroup | None = None
+    """the search whose beams it may carry"""
+    new_row: bool = False
+    """the device knows nothing of its row yet"""
+    rewrite_from: int | None = None
+    """a choice was made among beams: the device holds other tokens from here on; the last one is to be computed"""
+    moved: Growth = NO_GROWTH
+    """what the device was not told of its block table (beams)"""
 
-    def __init__(
-        self,
-        request_id: str,
-        params: RowParams,
-        tokens: list[int],
-        key: tuple[int, int],
-        max_total: int,
-        blocks: SequenceBlocks,
-    ) -> None:
-        """`tokens`: the prompt, this sequence's own."""
-        self.request_id = request_id
-        self.params = params
-        self.key = key
-        """(priority, arrival): lower runs earlier and is preempted later; unique"""
-        self.max_total = max_total
-        """tokens at which it ends with "length" """
-        self.blocks = blocks
-        self.matcher: Matcher | None = None
-        """how far what has arrived has come in the request's grammar"""
-        self.drafts: list[int] = []
-        """what may come behind `tokens`, as the device holds it; while drafts are computed, those"""
-        self.max_blocks = 0
-        """what its request may hold at once, by itself"""
-        self.pin: str | None = None
-        """what its prompt is to be kept as"""
-        self.tokens = tokens
-        """those that have arrived"""
+    def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
-        self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.status = Status.WAITING
-        self.row = -1
-        """-1: it does not run"""
-        self.in_flight = 0
-        """of a sequence that does not run: tokens that planned steps sample and that have not arrived"""
-        self.cached_tokens: int | None = None
-        """prompt tokens found in the cache at the first start; None before it"""
-        self.siblings: list[Sequence] = [self]
-        """the live samples of its request, in order; one list for all of them"""
-        self.leader: Sequence | None = None
-        """while it is FOLLOWING"""
-        self.common = 0
-        """while it is FOLLOWING: tokens that it has in common with its leader, as far as both were known"""
-        self.followers: list[Sequence] = []
-        """they are forked from this one, each as soon as what they have in common is computed"""
-        self.group: BeamGroup | None = None
-        """the search whose beams it may carry"""
-        self.new_row = False
-        """the device knows nothing of its row yet"""
-        self.rewrite_from: int | None = None
-        """a choice was made among beams: the device holds other tokens from here on; the last one is to be computed"""
-        self.moved = NO_GROWTH
-        """what the device was not told of its block table (beams)"""
-        self.next_prompt_logprob = 1
-        """first prompt position whose log-probability has not been delivered (position 0 has none)"""
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
+        self.siblings = [self]
 
     @property
     def newly_cached(self) -> int:

@@ -1,8 +1,8 @@
 """How many drafts each sequence computes in the next step: as many as are likely to make tokens cheaper.
 
 A draft costs a position of the step, and brings a token if it and all before it are right. What a position costs is
-learnt from steps (a step takes a + b · tokens, fitted by least squares that forget), how likely a sequence's drafts are
-right from those that were looked at. Those with the best chances are taken while the expected tokens per second rise.
+learnt from steps (`StepCosts`), how likely a sequence's drafts are right from those that were looked at. Those with the
+best chances are taken while the expected tokens per second rise.
 """
 
 from __future__ import annotations
@@ -12,13 +12,8 @@ import numpy as np
 from engine.config import SpeculationConfig
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.steps_in_flight import PlannedStep
-from engine.step import StepResult
+from engine.step_costs import StepCosts
 
-_FORGETS = 0.99
-_PRIOR_SLOPE = 0.05
-"""what a position more costs of a step with one, before steps of several sizes were seen"""
-_PRIOR_WEIGHT = 4.0
 _PRIOR_RATE, _PRIOR_TRIES = 0.7, 2.0
 """how often a draft is right, before any was looked at, and how many looks that is worth"""
 _REMEMBERED_TRIES = 32.0
@@ -28,45 +23,22 @@ _HOPE = 0.95
 """drafts are thought of at all where ones that are right as often would pay"""
 _PROMPTS_TO_DRAFTS = 8
 """where there are prompts, drafts may take one in as many tokens of what they would have"""
+_LOOKED_AT = 64
+"""whether drafts pay is asked again after as many steps"""
 _FORCED_RATE = 0.98
 """what a grammar forces is nearly always what is sampled; it might be spelled in other tokens"""
 
 
-class StepCosts:
-    """Seconds of a step by its tokens, where all of them sample."""
-
-    def __init__(self) -> None:
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """forgetting sums of 1, n, n², s, n·s"""
-
-    def observe(self, n: int, s: float) -> None:
-        ones, n1, n2, s1, ns = (_FORGETS * each for each in self._sums)
-        self._sums = (ones + 1, n1 + n, n2 + n * n, s1 + s, ns + n * s)
-
-    def relative(self) -> tuple[float, float]:
-        """(a, b): a step of n tokens takes a + b · n, in units of what one of one token takes."""
-        ones, n, nn, s, ns = self._sums
-        if not ones:
-            return 1 - _PRIOR_SLOPE, _PRIOR_SLOPE
-        mean_n, mean_s = n / ones, s / ones
-        prior = _PRIOR_SLOPE * mean_s / (1 + _PRIOR_SLOPE * (mean_n - 1))
-        spread, together = nn - n * mean_n, ns - n * mean_s
-        slope = max((together + _PRIOR_WEIGHT * prior) / (spread + _PRIOR_WEIGHT), 0.0)
-        first = max(mean_s - slope * (mean_n - 1), 1e-9)
-        return max(1 - slope / first, 0.0), slope / first
-
-
 class Speculation:
-    def __init__(self, held: Holdings, config: SpeculationConfig, max_drafts: int) -> None:
+    def __init__(self, held: Holdings, config: SpeculationConfig, max_drafts: int, costs: StepCosts) -> None:
         """`max_drafts`: of one step."""
         self._held, self._rows = held, held.rows
         self._most = config.num_speculative_tokens
         self._proposes = config.method is not None
         self._max_drafts = max_drafts
-        self._costs = StepCosts()
-        self._worth: dict[int, bool] = {}
+        self._costs = costs
+        self._worth: dict[tuple[int, int], bool] = {}
         """by sequences that decode; as of the costs at that time"""
-        self._age = 0
         self.drafted = self.accepted = 0
         """since the start"""
         self.accepted_at = [0] * self._most
@@ -99,11 +71,13 @@ class Speculation:
 
     def _are_worth(self, num_decodes: int) -> bool:
         """Whether a draft for each of as many sequences would pay if it were good."""
-        if num_decodes not in self._worth:
+        key = (num_decodes, self._costs.num_seen // _LOOKED_AT)
+        if key not in self._worth:
+            if len(self._worth) > _LOOKED_AT:
+                self._worth.clear()
             a, b = self._costs.relative()
-            plain, drafted = a + b * num_decodes, a + b * 2 * num_decodes
-            self._worth[num_decodes] = (1 + _HOPE) / drafted > 1 / plain
-        return self._worth[num_decodes]
+            self._worth[key] = (1 + _HOPE) * (a + b * num_decodes) > a + b * 2 * num_decodes
+        return self._worth[key]
 
     def _forced(self, may: np.ndarray) -> np.ndarray:
         """How many drafts the grammars of those rows know: what must come behind the tokens in flight, if these are
@@ -126,14 +100,6 @@ class Speculation:
         expected = num_decodes + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))
         taken = order[: int(np.argmax(expected / (a + b * (num_decodes + sizes))))]
         return np.bincount(taken // self._most, minlength=len(counts))
-
-    def observe(self, step: PlannedStep, result: StepResult, seconds: float) -> None:
-        """What it took, where all of its tokens sample."""
-        if (self._proposes or step.masked) and step.rows.num_tokens == int(step.rows.samples.sum()):
-            self._costs.observe(len(step.rows) + sum(result.drafted), seconds)
-            self._age += 1
-            if self._age % 64 == 0:
-                self._worth.clear()
 
     def learn(self, seq: Sequence, accepted: int, drafted: int) -> None:
         """So many of the drafts that the sequence has computed were right."""

@@ -18,22 +18,6 @@ _Placed = list[tuple[Sequence, ScheduledRow]]
 class StepDraft:
     """Collects one `StepPlan`."""
 
-    __slots__ = (
-        "_added",
-        "_appends",
-        "_copies",
-        "_decodes",
-        "_drafts",
-        "_plain_computed",
-        "_prefills",
-        "_rewrites",
-        "_rows",
-        "_started",
-        "budget",
-        "plain",
-        "tentative",
-    )
-
     def __init__(self, budget: int, rows: RunningRows, plain: np.ndarray) -> None:
         """`plain`: from `RunningRows.split`."""
         self._rows = rows

@@ -37,11 +37,6 @@ class PlannedStep:
         for seq, *row in zip(self.owners[plain:].tolist(), *columns, strict=True):
             yield seq, ScheduledRow(*row)
 
-    @property
-    def num_decodes(self) -> int:
-        """Rows that compute nothing but what they sample behind."""
-        return int(np.count_nonzero(self.rows.query_lens == self.rows.samples))
-
 
 class StepsInFlight:
     def __init__(self) -> None:

@@ -10,8 +10,9 @@ from toy_grammars import ToyMatcher
 
 from engine.config import SpeculationConfig
 from engine.core.wire import BeamParams
-from engine.scheduling.speculation import Speculation, StepCosts
-from engine.step import ScheduledRow
+from engine.scheduling.speculation import Speculation
+from engine.step import Rows, ScheduledRow
+from engine.step_costs import StepCosts
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -153,18 +154,18 @@ def test_costs_are_those_of_the_steps_seen() -> None:
     a, b = costs.relative()
     assert a + b == pytest.approx(1) and 0 < b < 0.2
     for n in [1, 2, 4, 8] * 50:
-        costs.observe(n, 0.010 + 0.002 * n)
+        costs.observe(Rows.of([ScheduledRow(0, 9, n, n)]), n - 1, 0.010 + 0.002 * n)
     a, b = costs.relative()
     assert (a, b) == (pytest.approx(10 / 12, rel=0.05), pytest.approx(2 / 12, rel=0.05))
 
 
 @pytest.mark.parametrize(("slope", "most"), [(1.0, 0), (0.0, 8)])
 def test_as_many_are_computed_as_pay(slope: float, most: int) -> None:
-    loop = Loop(drafts=8)
-    speculation = Speculation(loop.scheduler._held, SpeculationConfig(method="ngram", num_speculative_tokens=8), 64)
+    loop, costs = Loop(drafts=8), StepCosts()
+    config = SpeculationConfig(method="ngram", num_speculative_tokens=8)
+    speculation = Speculation(loop.scheduler._held, config, 64, costs)
     for n in [1, 2, 4, 8] * 50:
-        speculation._costs.observe(n, (1 - slope) + slope * n)
-    speculation._worth.clear()
+        costs.observe(Rows.of([ScheduledRow(0, 9, n, n)]), n - 1, (1 - slope) + slope * n)
     assert speculation._are_worth(1) == (most > 0)
     chosen = speculation._best(np.array([8, 8]), np.array([0.9, 0.3]), 2, 64)
     assert (most == 0 and not chosen.any()) or (chosen[0] == most and chosen[1] <= chosen[0])

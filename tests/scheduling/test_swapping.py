@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from replaying_executor import generate, search
 from scheduler_loop import Loop
@@ -10,12 +9,8 @@ from scheduler_loop import Loop
 from engine.core.wire import BeamParams
 from engine.scheduling import scheduler
 from engine.scheduling.preemption import PreemptionCosts
-from engine.scheduling.steps_in_flight import PlannedStep
 from engine.step import Rows, ScheduledRow
-
-
-def planned(rows: list[ScheduledRow]) -> PlannedStep:
-    return PlannedStep(Rows.of(rows), np.full(len(rows), None, dtype=object), np.zeros(0, dtype=np.int64), [])
+from engine.step_costs import StepCosts
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9])
@@ -76,11 +71,13 @@ def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("others, mixed_s, swaps", [(0, 0.1, True), (8, 0.1, True), (8, 0.03, False), (8, 0.01, False)])
 def test_a_prompt_costs_what_a_step_takes_longer_for_it(others: int, mixed_s: float, swaps: bool) -> None:
     """Beside sequences that decode: they take 0.02 s anyway. 10 blocks are swapped in 0.05 s."""
-    costs = PreemptionCosts("auto", swap_block_s=0.005)
+    steps = StepCosts()
+    costs = PreemptionCosts("auto", 0.005, steps)
     decodes = [ScheduledRow(i, 9, 1, samples=True) for i in range(others)]
     prompt = [ScheduledRow(others, 0, 100, samples=True)]
     assert not costs.prefers_swap(100, 10), "nothing is known"
     for _ in range(3):
-        costs.observe(planned(decodes), 0.02)
-        costs.observe(planned(decodes + prompt), mixed_s)
+        if others:
+            steps.observe(Rows.of(decodes), 0, 0.02)
+        steps.observe(Rows.of(decodes + prompt), 0, mixed_s)
     assert costs.prefers_swap(100, 10) is swaps

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from engine.errors import InvalidRequestError
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
-from engine.scheduling.sequence import Sequence
 
 
 class Pins:
@@ -22,9 +21,10 @@ class Pins:
         """What requests can not have."""
         return sum(self._reserved.values())
 
-    def reserve(self, name: str, prompt_len: int, max_model_len: int, live: Iterable[Sequence]) -> None:
+    def reserve(self, name: str, prompt_len: int, max_model_len: int, needs: Iterable[int]) -> None:
         """Before the pin's request is queued. Raises `InvalidRequestError` for what can not be pinned: beside the pins
-        there must be room for a sequence of `max_model_len`, and for every live request by itself."""
+        there must be room for a sequence of `max_model_len`, and for every live request, which `needs` as many blocks,
+        by itself."""
         kv = self._kv
         if name in self._reserved:
             raise InvalidRequestError(f"a prefix named {name!r} is pinned already; unpin it first", "name")
@@ -35,8 +35,7 @@ class Pins:
             raise InvalidRequestError(
                 f"a prefix of {prompt_len} tokens fills no block of {kv.block_size} (--block-size)", "prompt"
             )
-        needs = [kv.blocks_for(max_model_len), *(seq.max_blocks for seq in live)]
-        room = kv.pool.num_blocks - self.num_blocks - max(needs)
+        room = kv.pool.num_blocks - self.num_blocks - max([kv.blocks_for(max_model_len), *needs])
         if blocks > room:
             raise InvalidRequestError(
                 f"a prefix of {prompt_len} tokens needs {blocks} KV blocks, but beside the largest request only {room} "
@@ -45,16 +44,16 @@ class Pins:
             )
         self._reserved[name] = blocks
 
-    def keep(self, seq: Sequence, computed: int) -> None:
+    def keep(self, name: str, blocks: SequenceBlocks, prompt_len: int, computed: int) -> None:
         """To be called whenever the pin's request was placed in a step: its blocks are kept once all are planned."""
-        tokens = seq.prompt_len // self._kv.block_size * self._kv.block_size
-        if seq.pin in self._reserved and seq.pin not in self._kept and computed >= tokens:
-            self._kept[seq.pin] = self._kv.fork(seq.blocks, tokens)
+        tokens = prompt_len // self._kv.block_size * self._kv.block_size
+        if name in self._reserved and name not in self._kept and computed >= tokens:
+            self._kept[name] = self._kv.fork(blocks, tokens)
 
-    def settle(self, seq: Sequence) -> None:
+    def settle(self, name: str) -> None:
         """The pin's request ended; if it did before its prefix was computed, nothing is pinned."""
-        if seq.pin is not None and seq.pin not in self._kept:
-            self._reserved.pop(seq.pin, None)
+        if name not in self._kept:
+            self._reserved.pop(name, None)
 
     def release(self, name: str) -> None:
         """Its blocks are cached like any others from now on. Unknown names are ignored."""

@@ -1,0 +1,56 @@
+"""What steps cost here, learnt from those that were seen: running sums and means that forget."""
+
+from __future__ import annotations
+
+from engine.step import Rows
+
+_FORGETS = 0.99
+_PRIOR_SLOPE = 0.05
+"""what a position more costs of a step with one, before steps of several sizes were seen"""
+_PRIOR_WEIGHT = 4.0
+_MEMORY = 0.8
+"""weight of the past in running means"""
+
+
+class StepCosts:
+    def __init__(self) -> None:
+        self.num_seen = 0
+        """steps in which every token samples"""
+        self.prompt_token_s = 0.0
+        """what a token of a prompt costs; 0: unknown"""
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        """of these steps, of n tokens and s seconds: forgetting sums of 1, n, n², s, n·s"""
+        self._decodes_s = 0.0
+
+    def observe(self, rows: Rows, drafts: int, seconds: float) -> None:
+        """A step has taken as long, with as many drafts. What a token of a prompt costs is what a step takes longer for
+        it: beside sequences that decode, a step reads the weights anyway."""
+        num_tokens, num_rows = rows.num_tokens, len(rows)
+        num_decodes = int((rows.query_lens == rows.samples).sum())
+        if num_decodes == num_rows:
+            self.num_seen += 1
+            self._decodes_s = _mean(self._decodes_s, seconds)
+            n = num_rows + drafts
+            new = (1, n, n * n, seconds, n * seconds)
+            ones, n1, nn, s, ns = (_FORGETS * past + each for past, each in zip(self._sums, new))
+            self._sums = ones, n1, nn, s, ns
+        elif num_tokens >= 2 * num_rows:
+            extra = seconds - self._decodes_s if num_decodes else seconds
+            self.prompt_token_s = _mean(self.prompt_token_s, max(extra, 0.0) / (num_tokens - num_decodes))
+
+    def relative(self) -> tuple[float, float]:
+        """(a, b): a step of n tokens that all sample takes a + b · n, in units of what one of one token takes (least
+        squares)."""
+        ones, n, nn, s, ns = self._sums
+        if not ones:
+            return 1 - _PRIOR_SLOPE, _PRIOR_SLOPE
+        mean_n, mean_s = n / ones, s / ones
+        prior = _PRIOR_SLOPE * mean_s / (1 + _PRIOR_SLOPE * (mean_n - 1))
+        spread, together = nn - n * mean_n, ns - n * mean_s
+        slope = max((together + _PRIOR_WEIGHT * prior) / (spread + _PRIOR_WEIGHT), 0.0)
+        first = max(mean_s - slope * (mean_n - 1), 1e-9)
+        return max(1 - slope / first, 0.0), slope / first
+
+
+def _mean(past: float, new: float) -> float:
+    return _MEMORY * past + (1 - _MEMORY) * new if past else new
