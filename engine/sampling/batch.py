@@ -1,19 +1,21 @@
 """What the host knows about a batch before it launches sampling: who is drawn how, who is penalised, who is scored.
 
 Every shape in `Sampler.sample` comes from here, so nothing waits for the device. A decode batch keeps its rows over
-many steps; the sampler keeps a few of these and uploads index tensors only when the composition is new.
+many steps; the sampler keeps a few of these and uploads index tensors only when the composition is new. How many drafts
+each row has changes with nearly every step: what does not depend on that is sorted once (`SortedRows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from engine.sampling.draw import NARROW_TOP_K, Filters
-from engine.sampling.masks import BatchEdits, RowEdits, combine
+from engine.sampling.masks import BatchEdits, JoinedEdits, RowEdits, combine, ranges
 from engine.sampling.upload import upload
 from engine.step import RowParams
 
@@ -43,10 +45,10 @@ def classify(params: RowParams, vocab_size: int, look_is_free: bool) -> tuple[Ki
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Rows of a batch that are treated alike."""
+    """Positions of a batch that are treated alike."""
 
     index: torch.Tensor | None
-    """positions in the batch, int64 `[n]`; None: all of it, in order"""
+    """which, int64 `[n]`; None: all of it, in order"""
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.index is None else values[self.index]
@@ -59,10 +61,14 @@ class DrawGroup(Group, frozen=True):
 
 class PenalisedGroup(msgspec.Struct, frozen=True):
     places: torch.Tensor
-    """positions in the batch, int64 `[n]`"""
+    """the first position in the batch of each penalised row, int64 `[n]`"""
     slots: torch.Tensor
     """int64 `[n]`"""
     slots_host: tuple[int, ...]
+    each: tuple[int, ...]
+    """at how many positions each row is sampled"""
+    drafted: tuple[torch.Tensor, ...]
+    """for 1, 2, …: which of the n rows have as many drafts at least, int64"""
 
 
 class ScoredGroup(Group, frozen=True):
@@ -75,56 +81,119 @@ class BatchPlan(msgspec.Struct, frozen=True):
     """without greedy rows: argmax serves every row first, and groups overwrite it; one group for the whole batch where
     rows are not grouped"""
     edits: BatchEdits | None
+    penalises: bool
     penalised: PenalisedGroup | None
+    """None also where rows are not grouped"""
     scored: ScoredGroup | None
 
     @property
     def edits_logits(self) -> bool:
-        return self.edits is not None or self.penalised is not None
+        return self.edits is not None or self.penalises
 
 
-def plan_batch(
+class SortedRows(msgspec.Struct, frozen=True):
+    """Distinct rows by what is done with them: all of a plan that does not depend on how many drafts a row has. Arrays
+    are places among these rows, int64, ascending."""
+
+    rows: np.ndarray
+    """int64 `[distinct]`"""
+    draws: tuple[tuple[np.ndarray | None, Kind, Filters], ...]
+    """None: all"""
+    edits: JoinedEdits | None
+    penalises: bool
+    penalised: np.ndarray
+    """empty where rows are not grouped"""
+    slots: np.ndarray
+    scored: np.ndarray
+    ks: np.ndarray
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a plan says of some rows where they are in the batch."""
+        grouped = len(self.penalised) or any(places is not None for places, _, _ in self.draws)
+        return bool(grouped or len(self.scored) or self.edits is not None)
+
+
+def sort_rows(
     states: Mapping[int, RowState], rows: Sequence[int], device: torch.device, groups_rows: bool
-) -> BatchPlan:
+) -> SortedRows:
     """`groups_rows`: see `SamplingKernels`. Raises `KeyError` when a row was never added."""
     batch = [states[row] for row in rows]
-
-    def index_of(places: Sequence[int]) -> torch.Tensor | None:
-        return None if len(places) == len(batch) else upload(places, torch.int64, device)
-
-    draws: list[DrawGroup] = []
+    draws: list[tuple[np.ndarray | None, Kind, Filters]] = []
     if groups_rows:
         for kind in ("narrow", "probed", "wide"):
-            draws += _draw_groups(batch, kind, index_of)
+            draws += _draw_groups(batch, kind)
     elif any(s.kind != "greedy" for s in batch):
-        draws.append(DrawGroup(None, "wide", _joined([s.filters for s in batch])))
-    penalised = scored = None
+        draws.append((None, "wide", _joined([s.filters for s in batch])))
     slots = [(at, s.slot) for at, s in enumerate(batch) if s.slot is not None]
-    if slots:
-        used = tuple(slot for _, slot in slots)
-        penalised = PenalisedGroup(
-            upload([at for at, _ in slots], torch.int64, device), upload(used, torch.int64, device), used
-        )
     asked = [(at, s.params.logprobs) for at, s in enumerate(batch) if s.params.logprobs is not None]
-    if asked:
-        at = [a for a, _ in asked]
-        scored = ScoredGroup(index_of(at), tuple(rows[a] for a in at), tuple(k for _, k in asked))
-    edits = combine([(at, s.edits) for at, s in enumerate(batch) if s.edits is not None], device)
-    return BatchPlan(tuple(draws), edits, penalised, scored)
+    used = slots if groups_rows else ()
+    return SortedRows(
+        rows=np.array(rows, dtype=np.int64),
+        draws=tuple(draws),
+        edits=combine([(at, s.edits) for at, s in enumerate(batch) if s.edits is not None], device),
+        penalises=bool(slots),
+        penalised=_int64(at for at, _ in used),
+        slots=_int64(slot for _, slot in used),
+        scored=_int64(at for at, _ in asked),
+        ks=_int64(k for _, k in asked),
+    )
 
 
-def _draw_groups(
-    batch: Sequence[RowState], kind: str, index_of: Callable[[Sequence[int]], torch.Tensor | None]
-) -> list[DrawGroup]:
+def plan_batch(batch: SortedRows, positions_each: Sequence[int] | None, device: torch.device) -> BatchPlan:
+    """`positions_each`: at how many consecutive positions each row is sampled; None: at one."""
+    each = None
+    if positions_each is not None and batch.is_placed:
+        each = np.array(positions_each, dtype=np.int64)
+
+    def index_of(places: np.ndarray | None) -> torch.Tensor | None:
+        if places is None or len(places) == len(batch.rows):
+            return None
+        at = places if each is None else ranges(np.cumsum(each)[places] - each[places], each[places])
+        return upload(at, torch.int64, device)
+
+    scored = None
+    if len(batch.scored):
+        rows, ks = batch.rows[batch.scored], batch.ks
+        if each is not None:
+            rows, ks = np.repeat(rows, each[batch.scored]), np.repeat(ks, each[batch.scored])
+        scored = ScoredGroup(index_of(batch.scored), tuple(rows.tolist()), tuple(ks.tolist()))
+    return BatchPlan(
+        draws=tuple(DrawGroup(index_of(places), kind, filters) for places, kind, filters in batch.draws),
+        edits=None if batch.edits is None else batch.edits.placed(each, device),
+        penalises=batch.penalises,
+        penalised=_penalised(batch, each, device) if len(batch.penalised) else None,
+        scored=scored,
+    )
+
+
+def _penalised(batch: SortedRows, each: np.ndarray | None, device: torch.device) -> PenalisedGroup:
+    first, positions = batch.penalised, np.ones_like(batch.penalised)
+    if each is not None:
+        first, positions = (np.cumsum(each) - each)[batch.penalised], each[batch.penalised]
+    drafted = (np.flatnonzero(positions > drafts) for drafts in range(1, positions.max()))
+    return PenalisedGroup(
+        places=upload(first, torch.int64, device),
+        slots=upload(batch.slots, torch.int64, device),
+        slots_host=tuple(batch.slots.tolist()),
+        each=tuple(positions.tolist()),
+        drafted=tuple(upload(which, torch.int64, device) for which in drafted),
+    )
+
+
+def _draw_groups(batch: Sequence[RowState], kind: Kind) -> list[tuple[np.ndarray | None, Kind, Filters]]:
     """Wide rows are split by whether they filter at all: plain temperature needs no mask."""
-    groups = []
+    groups: list[tuple[np.ndarray | None, Kind, Filters]] = []
     for plain in (True, False):
         at = [i for i, s in enumerate(batch) if s.kind == kind and (s.filters == Filters()) == plain]
         if at:
-            filters = _joined([batch[i].filters for i in at])
-            groups.append(DrawGroup(index_of(at), batch[at[0]].kind, filters))
+            groups.append((_int64(at), kind, _joined([batch[i].filters for i in at])))
     return groups
 
 
 def _joined(used: Sequence[Filters]) -> Filters:
     return Filters(min_p=any(f.min_p for f in used), top_p=any(f.top_p for f in used), top_k=max(f.top_k for f in used))
+
+
+def _int64(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)

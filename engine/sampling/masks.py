@@ -1,7 +1,8 @@
 """Logit bias, allowed tokens, bad words and minimum length: sparse edits of a few logits, decided on the device.
 
-A row's lists are uploaded once, when it is added; `combine` joins those of a batch. What depends on the history (bad
-words of several tokens, minimum length) is evaluated on the device, which alone knows the last token.
+A row's lists are uploaded once, when it is added; `combine` joins those of a batch, and `JoinedEdits.placed` says where
+they hold: for a row with drafts at several positions. What depends on the history (bad words of several tokens, minimum
+length) is evaluated on the device, which alone knows the last token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.sampling.upload import upload
 from engine.step import RowParams
 
 _ALWAYS = 2**62
+_ALL: torch.Tensor | slice = slice(None)
 
 
 class RowEdits(msgspec.Struct, frozen=True):
@@ -128,30 +130,75 @@ def _add(logits: torch.Tensor, at: torch.Tensor, ids: torch.Tensor, values: torc
     logits.view(-1).scatter_add_(0, at * logits.shape[1] + ids, values)
 
 
-def combine(rows: Sequence[tuple[int, RowEdits]], device: torch.device) -> BatchEdits | None:
-    """Join the edits of rows, each given with its position in the batch."""
+class JoinedEdits(msgspec.Struct, frozen=True):
+    """The edits of rows, one row's behind the other's."""
+
+    places: np.ndarray
+    """int64 `[n]`: of these rows in their batch, ascending"""
+    sizes: np.ndarray
+    """int64 `[5, n]`: how many edits a row has, 1 where it has allowed tokens, of which so many, how many bad sequences
+    and how many tokens before their last ones"""
+    lists: RowEdits
+    """`prefix_of` counts sequences of the same row"""
+
+    def placed(self, each: np.ndarray | None, device: torch.device) -> BatchEdits:
+        """`each`: at how many consecutive positions every row of the batch is sampled, int64; None: at one."""
+        places, sizes, lists = self.places, self.sizes, self.lists
+        edit = limit = word = prefix = _ALL
+        if each is not None:
+            times, first = each[places], np.cumsum(sizes, axis=1) - sizes
+            places, sizes = ranges((np.cumsum(each) - each)[places], times), np.repeat(sizes, times, axis=1)
+            edit, _, limit, word, prefix = (
+                upload(ranges(old, own), torch.int64, device) if own.any() else _ALL
+                for old, own in zip(np.repeat(first, times, axis=1), sizes)
+            )
+        edit_at, limited, allowed_at, last_at = (
+            upload(np.repeat(places, own), torch.int64, device) for own in sizes[:4]
+        )
+        sequences = np.repeat(np.cumsum(sizes[3]) - sizes[3], sizes[4])
+        return BatchEdits(
+            edit_at=edit_at,
+            ids=lists.ids[edit],
+            values=lists.values[edit],
+            until=lists.until[edit],
+            limited=limited,
+            allowed_at=allowed_at,
+            allowed=lists.ids[:0] if lists.allowed is None else lists.allowed[limit],
+            last_at=last_at,
+            last=lists.last[word],
+            prefix=lists.prefix[prefix],
+            prefix_of=lists.prefix_of[prefix] + upload(sequences, torch.int64, device),
+            prefix_back=lists.prefix_back[prefix],
+            prefix_len=lists.prefix_len[word],
+        )
+
+
+def combine(rows: Sequence[tuple[int, RowEdits]], device: torch.device) -> JoinedEdits | None:
+    """Join the edits of rows, each given with its place in the batch, ascending."""
     if not rows:
         return None
     edits = [e for _, e in rows]
-    limited = [(at, e.allowed) for at, e in rows if e.allowed is not None]
-    first = np.cumsum([0, *(e.last.shape[0] for e in edits)]).tolist()
-    return BatchEdits(
-        edit_at=_places([(at, e.ids) for at, e in rows], device),
+    allowed = [e.allowed for e in edits if e.allowed is not None]
+    sizes = [
+        (len(e.ids), e.allowed is not None, 0 if e.allowed is None else len(e.allowed), len(e.last), len(e.prefix))
+        for e in edits
+    ]
+    lists = RowEdits(
         ids=torch.cat([e.ids for e in edits]),
         values=torch.cat([e.values for e in edits]),
         until=torch.cat([e.until for e in edits]),
-        limited=upload([at for at, _ in limited], torch.int64, device),
-        allowed_at=_places(limited, device),
-        allowed=torch.cat([a for _, a in limited]) if limited else edits[0].ids[:0],
-        last_at=_places([(at, e.last) for at, e in rows], device),
+        allowed=torch.cat(allowed) if allowed else None,
         last=torch.cat([e.last for e in edits]),
         prefix=torch.cat([e.prefix for e in edits]),
-        prefix_of=torch.cat([e.prefix_of + start for e, start in zip(edits, first)]),
+        prefix_of=torch.cat([e.prefix_of for e in edits]),
         prefix_back=torch.cat([e.prefix_back for e in edits]),
         prefix_len=torch.cat([e.prefix_len for e in edits]),
     )
+    return JoinedEdits(np.array([at for at, _ in rows], np.int64), np.array(sizes, np.int64).T, lists)
 
 
-def _places(lists: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    counts = [values.shape[0] for _, values in lists]
-    return upload(np.repeat(np.array([at for at, _ in lists], dtype=np.int64), counts), torch.int64, device)
+def ranges(first: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`first[i] .. first[i] + sizes[i] - 1` for each i, one behind the other; int64."""
+    ends = np.cumsum(sizes)
+    values: np.ndarray = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + sizes, sizes)
+    return values

@@ -4,8 +4,9 @@ A count per vocabulary entry would cost V integers a row and a pass over V each 
 tokens, so each penalised row owns a list of those with their counts: `8 * min(V, max_model_len)` bytes. Slots are
 allocated when a row with penalties arrives, doubling, and never for others.
 
-The host runs one step ahead and does not know the last token. So a step begins by reading it from the request table,
-and `counted` makes that idempotent: a position is counted once, however often it is seen.
+The host runs one step ahead and does not know the last tokens. So a step begins by reading them from the request table,
+and `counted` makes that idempotent: a position is counted once, however often it is seen. Drafts are counted one by one
+while the logits behind them are changed, and taken back in the same step: nobody knows yet whether they are right.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class SeenTokens:
         self._counted = torch.zeros_like(self._sizes)
         self._free: list[int] = []
         self._bounds: dict[int, int] = {}
+        """by slot, how long its list can be, without drafts"""
+        self._uncounted: dict[int, int] = {}
+        """by slot, how many tokens may have come since its last step"""
 
     @property
     def size_bytes(self) -> int:
@@ -59,6 +63,7 @@ class SeenTokens:
         self._sizes[slot : slot + 1].fill_(len(ids))
         self._counted[slot : slot + 1].fill_(len(history))
         self._bounds[slot] = len(ids)
+        self._uncounted[slot] = 1
         return slot
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,19 +72,32 @@ class SeenTokens:
         return self._ids, self._counts, self._sizes, self._counted
 
     def release(self, slot: int) -> None:
-        del self._bounds[slot]
+        del self._bounds[slot], self._uncounted[slot]
         self._free.append(slot)
 
-    def count_last(
-        self, slots: torch.Tensor, slots_host: Sequence[int], last: torch.Tensor, positions: torch.Tensor
-    ) -> int:
-        """Count the token `last` int64 `[n]` at `positions - 1` where that position is new.
+    def expect(self, slots: Sequence[int], each: Sequence[int]) -> tuple[int, int]:
+        """A step of rows with these slots, each sampled at as many positions, begins: (tokens of a row that may have to
+        be counted before the first, width that holds every list), upper bounds that the host knows without asking the
+        device."""
+        behind, width = 0, 0
+        for slot, positions in zip(slots, each, strict=True):
+            behind = max(behind, self._uncounted[slot])
+            self._bounds[slot] = min(self._bounds[slot] + self._uncounted[slot], self._capacity)
+            self._uncounted[slot] = positions
+            width = max(width, self._bounds[slot] + positions - 1)
+        return behind, min(width, self._capacity)
 
-        Returns the width that holds every list: an upper bound the host knows without asking the device.
-        """
-        for slot in slots_host:
-            self._bounds[slot] = min(self._bounds[slot] + 1, self._capacity)
-        width = max(self._bounds[slot] for slot in slots_host)
+    def state(self, slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `restore` goes back to."""
+        return self._counts[:, :width].index_select(0, slots), self._sizes[slots], self._counted[slots]
+
+    def restore(self, slots: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Forget what was counted since `state`. Tokens that were new stay behind the list's end."""
+        counts, self._sizes[slots], self._counted[slots] = state
+        self._counts[:, : counts.shape[1]].index_copy_(0, slots, counts)
+
+    def count(self, slots: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, width: int) -> None:
+        """Count the token `last` int64 `[n]` at `positions - 1` where that position is new."""
         new = (positions > self._counted[slots]) & (last >= 0) & (last < self._vocab)
         sizes = self._sizes[slots]
         columns = torch.arange(width, device=self._device)
@@ -94,7 +112,6 @@ class SeenTokens:
         self._counts[slots, place] = torch.where(appended, 1, old + (new & known))
         self._sizes[slots] = sizes + appended
         self._counted[slots] = torch.maximum(self._counted[slots], positions)
-        return width
 
     def penalise(
         self,
@@ -102,7 +119,7 @@ class SeenTokens:
         index: torch.Tensor,
         slots: torch.Tensor,
         width: int,
-        factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        factors: Sequence[torch.Tensor],
     ) -> None:
         """Change `logits[index]` in place; `factors` are repetition, presence and frequency, float32 `[n]` each."""
         sizes = self._sizes[slots].unsqueeze(1)

@@ -13,12 +13,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from engine.sampling.batch import BatchPlan, RowState, classify, plan_batch
+from engine.sampling.batch import BatchPlan, RowState, SortedRows, classify, plan_batch, sort_rows
 from engine.sampling.columns import FLOATS, INTS, NUM_FLOATS, NUM_INTS, PROMPT_LEN
 from engine.sampling.kernels import SamplingKernels, StepTensors, select_kernels
 from engine.sampling.logprobs import LogprobTensors
@@ -31,6 +32,7 @@ from engine.step import RowParams
 TableWrite = tuple[int, int, int, list[float] | list[int]]
 """(table, row, first column, values)"""
 
+_Kept = TypeVar("_Kept")
 _KEPT_PLANS = 16
 _WARM_UP = (
     RowParams(seed=0, temperature=0.0),
@@ -74,6 +76,7 @@ class Sampler:
         self._tables = [floats, torch.zeros((max_rows, NUM_INTS), dtype=torch.int64, device=device)]
         self._writes: list[TableWrite] = []
         self._states: dict[int, RowState] = {}
+        self._sorted: OrderedDict[tuple[int, ...], SortedRows] = OrderedDict()
         self._plans: OrderedDict[tuple[int, ...], BatchPlan] = OrderedDict()
 
     def add(self, row: int, params: RowParams, token_ids: Sequence[int], prompt_len: int) -> None:
@@ -96,7 +99,9 @@ class Sampler:
             params.frequency_penalty,
         ]
         self._writes.append((FLOATS, row, 0, floats))
-        self._writes.append((INTS, row, 0, [seed_words(params.seed), filters.top_k, prompt_len]))
+        self._writes.append(
+            (INTS, row, 0, [seed_words(params.seed), filters.top_k, prompt_len, -1 if slot is None else slot])
+        )
 
     def release(self, row: int) -> None:
         """Forget `row`; nothing happens when it is not there."""
@@ -104,12 +109,13 @@ class Sampler:
         if state is None:
             return
         self._plans.clear()
+        self._sorted.clear()
         if state.slot is not None:
             self._seen.release(state.slot)
 
     def tables(self) -> list[torch.Tensor]:
         """The device tables that `drain_writes` addresses, row first: float32 `[max_rows, 6]`, int64 `[max_rows,
-        3]`."""
+        4]`."""
         return list(self._tables)
 
     def drain_writes(self) -> list[TableWrite]:
@@ -139,12 +145,14 @@ class Sampler:
         positions: torch.Tensor,
         tokens: torch.Tensor,
     ) -> SampleOutput:
-        """Draw one token for each of m rows.
+        """Draw one token for each of m positions.
 
         `logits` float32 `[m, V]`, contiguous, may be changed; `rows` int64 `[m]` on the device and the same on the
-        host, at most once each that has penalties; `positions` int64 `[m]`: where the new token goes, so that
-        `tokens[row, :position]` is its history; `tokens` int32 `[table rows, max_model_len]`. Raises `ValueError` for
-        logits of another shape or type.
+        host; `positions` int64 `[m]`: where the new token goes, so that `tokens[row, :position]` is its history;
+        `tokens` int32 `[table rows, max_model_len]`. A row comes once, or several times one behind the other, at
+        consecutive positions: then its tokens from the first position on are drafts. They are history to what is
+        behind them, and forgotten when this returns: what is there when the row comes next counts. Raises `ValueError`
+        for logits of another shape or type, and for a row that comes again behind another one.
         """
         expected = (len(rows_host), self._vocab)
         if logits.shape != expected or logits.dtype != torch.float32 or not logits.is_contiguous():
@@ -160,8 +168,8 @@ class Sampler:
             prompt_lens = self._tables[INTS][rows, PROMPT_LEN]
             plan.edits.apply(logits, rows, positions, prompt_lens, tokens)
         step = StepTensors(logits, rows, positions, tokens, self._tables[FLOATS], self._tables[INTS])
-        if plan.penalised is not None:
-            self._kernels.penalise(step, self._seen, plan.penalised)
+        if plan.penalises:
+            self._kernels.penalise(step, self._seen, plan)
         token_ids, faults = self._kernels.draw(step, plan)
         logprobs = None
         if scored is not None and raw is not None:
@@ -191,9 +199,40 @@ class Sampler:
         key = tuple(rows_host)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = plan_batch(self._states, key, self._device, self._kernels.groups_rows)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.popitem(last=False)
+            rows = tuple(dict.fromkeys(key))
+            each = None if len(rows) == len(key) else _positions_each(key, len(rows))
+            plan = plan_batch(self._sort(rows), each, self._device)
+            _keep(self._plans, key, plan)
         else:
             self._plans.move_to_end(key)
         return plan
+
+    def _sort(self, rows: tuple[int, ...]) -> SortedRows:
+        batch = self._sorted.get(rows)
+        if batch is None:
+            batch = sort_rows(self._states, rows, self._device, self._kernels.groups_rows)
+            _keep(self._sorted, rows, batch)
+        else:
+            self._sorted.move_to_end(rows)
+        return batch
+
+
+def _keep(kept: OrderedDict[tuple[int, ...], _Kept], key: tuple[int, ...], value: _Kept) -> None:
+    kept[key] = value
+    if len(kept) > _KEPT_PLANS:
+        kept.popitem(last=False)
+
+
+def _positions_each(rows: Sequence[int], distinct: int) -> list[int]:
+    """How often each row comes. Raises `ValueError` where one comes again behind another."""
+    each: list[int] = []
+    before = None
+    for row in rows:
+        if row == before:
+            each[-1] += 1
+        else:
+            each.append(1)
+            before = row
+    if len(each) != distinct:
+        raise ValueError("a row that is sampled at several positions must be given one time behind the other")
+    return each

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine import LLM, SamplingParams
@@ -82,7 +83,7 @@ def penalise_after_logits_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
         made = real(self, rows)
         if any(MARK in self._states[row].params.logit_bias.values() for row in rows):
             assert made.edits is not None
-            return type(made)(made.draws, Breaking(made.edits), made.penalised, made.scored)
+            return msgspec.structs.replace(made, edits=Breaking(made.edits))
         return made
 
     class Breaking:

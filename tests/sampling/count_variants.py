@@ -31,6 +31,10 @@ def serve(sampler: Sampler, vocab: int, places: list[int]) -> None:
             index, positions = buffer[:, shift : shift + len(rows)]
             logits = torch.zeros(len(rows) + 1, vocab)[shift : shift + len(rows)]
             sampler.sample(logits, index, rows, positions, tokens)
+        drafted = [row for row in range(len(PARAMS)) for _ in range(1 + row % 3)]
+        index, positions = buffer[:, shift : shift + len(drafted)]
+        logits = torch.zeros(len(drafted) + 1, vocab)[shift : shift + len(drafted)]
+        sampler.sample(logits, index, drafted, positions, tokens)
         for k in (0, 1, 16, 40):
             sampler.prompt_logprobs(torch.zeros(3, vocab)[shift:], torch.zeros(4, dtype=torch.int64)[shift + 1 :], k)
 

@@ -186,6 +186,53 @@ def check_prompt_logprobs(device: torch.device, vocab: int, n: int, make: MakeKe
         np.testing.assert_allclose(got.logprobs.cpu().numpy(), want.logprobs.numpy(), rtol=1e-6, atol=1e-5)
 
 
+def check_drafts(device: torch.device, vocab: int, steps: int, make: MakeKernels | None) -> int:
+    """Penalised rows and others behind drafts of which some are right: logits and lists, exactly; steps are launched
+    twice now and then. Returns how many positions were compared."""
+    rng = np.random.default_rng(vocab)
+    penalties = {"repetition_penalty": 1.7, "presence_penalty": 0.3, "frequency_penalty": 0.25}
+    twins = [
+        Table(vocab, 6, 256, at, Sampler(6, vocab, at, 256, kernels))
+        for at, kernels in ((CPU, None), (device, None if make is None else make(vocab)))
+    ]
+    for row, length in enumerate((1, 9, 64, 100, 140, 170)):
+        history = rng.integers(-2, vocab + 5, length).tolist()
+        for table in twins:
+            params = RowParams(seed=row, temperature=0.0, **(penalties if row % 3 else {}))
+            table.add(row, params, history, max(1, length // 2))
+    compared = 0
+    for _ in range(steps):
+        rows = rng.permutation(6)[: rng.integers(1, 7)].tolist()
+        each = rng.integers(1, 8, len(rows))
+        index = torch.from_numpy(np.repeat(rows, each))
+        known = np.array([twins[0].lengths[row] for row in rows])
+        positions = torch.from_numpy(np.concatenate([np.arange(at, at + n) for at, n in zip(known, each)]))
+        logits = torch.from_numpy(rng.normal(0, 1, (len(index), vocab)).astype(np.float32))
+        drafts = torch.from_numpy(rng.integers(-1, 20, len(index)).astype(np.int32))
+        right, again = rng.integers(0, each), 1 + int(rng.random() < 0.2)
+        changed = []
+        for table in twins:
+            at, where = index.to(table.device), positions.to(table.device)
+            table.tokens[at, where] = drafts.to(table.device)
+            for _ in range(again):
+                changed.append(logits.clone().to(table.device))
+                table.sampler.sample(changed[-1], at, index.tolist(), where, table.tokens)
+            for row, accepted in zip(rows, right):
+                table.lengths[row] += 1 + int(accepted)
+        assert all(torch.equal(changed[0], other.cpu()) for other in changed[1:])
+        _compare_lists(*(table.sampler._seen.tensors() for table in twins))
+        compared += len(index)
+    return compared
+
+
+def _compare_lists(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> None:
+    ids, counts, sizes, counted = (values.cpu() for values in got)
+    assert torch.equal(sizes, want[2]) and torch.equal(counted, want[3])
+    for slot, size in enumerate(sizes.tolist()):
+        assert torch.equal(ids[slot, :size], want[0][slot, :size])
+        assert torch.equal(counts[slot, :size], want[1][slot, :size])
+
+
 def check(
     device: torch.device,
     vocabs: Sequence[int] = (257, 32_001, 151_936, 262_144),
@@ -201,6 +248,7 @@ def check(
         found[f"mixed_{vocab}"] = check_mixed(device, vocab, steps, copies, make)
         found[f"filters_{vocab}"] = check_filters(device, vocab, make)
         check_prompt_logprobs(device, vocab, 4 * copies, make)
+        check_drafts(device, vocab, 2 * steps, make)
     found["seeds"] = check_seeds(device, min(vocabs), draws, make)
     return found
 
@@ -210,14 +258,16 @@ def check_no_wait(device: torch.device, vocab: int = 32_000, steps: int = 3) -> 
     after `warm_up` no kernel compiles. Raises `RuntimeError` or `AssertionError`."""
     from engine.sampling.kernels import device as kernels_room
 
-    rows = list(range(len(PARAMS)))
-    sampler = Sampler(len(rows), vocab, device, 64)
+    distinct = list(range(len(PARAMS)))
+    rows = [row for row in distinct for _ in range(1 + row % 2)]  # every other one behind a draft
+    sampler = Sampler(len(distinct), vocab, device, 64)
     sampler.warm_up()
     index = torch.tensor(rows, device=device)
-    tokens = torch.zeros((len(rows), 64), dtype=torch.int32, device=device)
+    tokens = torch.zeros((len(distinct), 64), dtype=torch.int32, device=device)
     logits = torch.randn(steps, len(rows), vocab, device=device)
-    positions = [torch.full((len(rows),), 4 + step, device=device) for step in range(steps)]
-    writes = _admit(sampler, rows)
+    first = torch.tensor([4 + at for row in distinct for at in range(1 + row % 2)], device=device)
+    positions = [first + step for step in range(steps)]
+    writes = _admit(sampler, distinct)
     tables_of = sampler.tables()
     for table, row, start, values in writes:
         target = tables_of[table]

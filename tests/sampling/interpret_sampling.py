@@ -10,7 +10,16 @@ import time
 
 import numpy as np
 import torch
-from device_parity import KINDS, PARAMS, check_filters, check_mixed, check_prompt_logprobs, check_seeds, logits_of
+from device_parity import (
+    KINDS,
+    PARAMS,
+    check_drafts,
+    check_filters,
+    check_mixed,
+    check_prompt_logprobs,
+    check_seeds,
+    logits_of,
+)
 from sampling_oracle import CPU, Table, apply_writes
 
 from engine.sampling import Sampler
@@ -174,7 +183,7 @@ def main(parts: list[str]) -> None:
             check_last_of_equals()
             check_histories()
             Sampler(1, 300, CPU, 8, small(300)).warm_up()
-            result: object = ""
+            result: object = check_drafts(CPU, 90, 12, small)
         elif part == "mixed":
             result = check_mixed(CPU, 257, 2, 1, small)
         elif part == "filters":

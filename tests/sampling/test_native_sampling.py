@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device_parity import FAULTS, KINDS, Parity, check, logits_of
+from device_parity import FAULTS, KINDS, Parity, check, check_drafts, logits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_oracle import CPU, MakeNative, Table, apply_writes
@@ -175,6 +175,12 @@ def test_penalties_change_logits_and_lists_exactly_as_the_torch_path_does(native
             assert torch.equal(counts[slot, :size], want[1][slot, :size])
 
 
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_drafts_change_logits_and_lists_exactly_as_on_the_torch_path(native: MakeNative, isa: Isa) -> None:
+    for vocab in (5, 64, 90, 3000):
+        assert check_drafts(CPU, vocab, 30, lambda v: native(v, isa)) > 300
+
+
 @pytest.mark.parametrize("vocab", [3, 1999, 5001])
 @pytest.mark.parametrize("kind", ["ties", "masked", "flat", "huge", "normal"])
 def test_scores_of_any_width_equal_the_torch_path(native: MakeNative, vocab: int, kind: str) -> None:
@@ -218,6 +224,8 @@ def test_what_does_not_fit_is_refused(native: MakeNative) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             sampler.sample(torch.zeros(1, 10), rows, [1], positions, tokens)
+    with pytest.raises(RuntimeError, match="must be consecutive"):
+        sampler.sample(torch.zeros(2, 10), torch.tensor([1, 1]), [1, 1], torch.tensor([1, 3]), tokens)
     with pytest.raises(RuntimeError, match="target 10"):
         native(10).score(torch.zeros(1, 10), torch.tensor([10]), [0], [1])
     assert sampler.sample(torch.zeros(0, 10), one[:0], [], one[:0], tokens).token_ids.shape == (0,)

@@ -231,7 +231,7 @@ def test_no_step_waits_for_the_device(extra: dict[str, float]) -> None:
     for row in range(8):
         sampler.add(row, full if row % 2 else RowParams(seed=2, **extra), [1, 2, 3], 2)
     tokens = torch.zeros(8, 64, dtype=torch.int32, device=meta)
-    for rows in (list(range(8)), [1, 3], [0], [1]):
+    for rows in (list(range(8)), [1, 3], [0], [1], [1, 1, 1, 4, 4, 3]):
         index = torch.tensor(rows, device=meta)
         out = sampler.sample(torch.zeros(len(rows), 5000, device=meta), index, rows, index, tokens)
         assert out.token_ids.shape == out.faults.shape == (len(rows),)

@@ -61,7 +61,9 @@ def test_counts_follow_the_history_exactly(seed: int, vocab: int, steps: int) ->
         last = torch.tensor([histories[w][-1] for w in who])
         ends = torch.tensor([len(histories[w]) for w in who])
         for _ in range(2):  # a step seen twice counts once
-            width = seen.count_last(used, [slots[w] for w in who], last, ends)
+            behind, width = seen.expect([slots[w] for w in who], [1] * len(who))
+            assert behind == 1
+            seen.count(used, last, ends, width)
         logits = torch.zeros(len(who), vocab)
         one, zero = torch.ones(len(who)), torch.zeros(len(who))
         seen.penalise(logits, torch.arange(len(who)), used, width, (one, zero, one))
@@ -159,7 +161,7 @@ def test_writes_fit_the_tables_and_are_drained_once() -> None:
     apply_writes(sampler)
     floats, ints = sampler.tables()
     assert floats[2, :3].tolist() == pytest.approx([0.5, 0.75, math.log(0.25)])
-    assert ints[2, 1:].tolist() == [3, 2]
+    assert ints[2, 1:].tolist() == [3, 2, -1]
     assert floats[3].tolist() == [0.0] * 6
     assert sampler.drain_writes() == []
     with pytest.raises(ValueError, match="outside the table"):
@@ -174,4 +176,4 @@ def test_bad_words_cost_their_tokens_not_their_number_times_the_longest() -> Non
     assert held <= 4 * sum(map(len, words))
     batch = combine([(0, edits), (1, edits)], CPU)
     assert batch is not None
-    assert sum(values.numel() for values in vars_of(batch)) <= 3 * held
+    assert sum(values.numel() for values in vars_of(batch.placed(None, CPU))) <= 3 * held

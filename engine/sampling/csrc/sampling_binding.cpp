@@ -108,7 +108,7 @@ const float* logits_of(const Tensor& logits) {
   return data;
 }
 
-constexpr int64_t kNumFloats = 6, kNumInts = 3;  // engine/sampling/columns.py
+constexpr int64_t kNumFloats = 6, kNumInts = 4;  // engine/sampling/columns.py
 
 struct Tables {
   const float* floats;
@@ -178,13 +178,11 @@ void restrict_rows(Tensor logits, Tensor places, Tensor bits, int64_t isa) {
   for_each(n, n * vocab, [&](int64_t i) { kernels.restrict_to(x + place[i] * vocab, vocab, allowed + i * words); });
 }
 
-void penalise(Tensor logits, Tensor rows, Tensor positions, Tensor places, Tensor slots, Tensor tokens, Tensor floats,
-              Tensor ints, Tensor ids, Tensor counts, Tensor sizes, Tensor counted, int64_t isa) {
+void penalise(Tensor logits, Tensor rows, Tensor positions, Tensor tokens, Tensor floats, Tensor ints, Tensor ids,
+              Tensor counts, Tensor sizes, Tensor counted, int64_t isa) {
   auto* const x = const_cast<float*>(logits_of(logits));
-  const int64_t m = logits.size(0), vocab = logits.size(1), n = places.size(0), capacity = ids.size(1);
+  const int64_t m = logits.size(0), vocab = logits.size(1), capacity = ids.size(1);
   const Tables t = tables_of(rows, positions, floats, ints, m);
-  const auto* const place = data_of<const int64_t>(places, ScalarType::Long, 1, "places");
-  const auto* const slot = data_of<const int64_t>(slots, ScalarType::Long, 1, "slots");
   auto* const listed = data_of<int32_t>(ids, ScalarType::Int, 2, "ids");
   auto* const numbers = data_of<int32_t>(counts, ScalarType::Int, 2, "counts");
   auto* const used = data_of<int64_t>(sizes, ScalarType::Long, 1, "sizes");
@@ -193,23 +191,29 @@ void penalise(Tensor logits, Tensor rows, Tensor positions, Tensor places, Tenso
                   "sampling: tokens must be int32 with contiguous rows");
   const auto* const table = static_cast<const int32_t*>(tokens.data_ptr());
   const int64_t num_slots = ids.size(0), stride = tokens.stride(0);
-  PAGELOOM_CHECK(slots.size(0) == n && counts.size(0) == num_slots && counts.size(1) == capacity &&
-                      sizes.size(0) == num_slots && counted.size(0) == num_slots,
+  PAGELOOM_CHECK(counts.size(0) == num_slots && counts.size(1) == capacity && sizes.size(0) == num_slots &&
+                      counted.size(0) == num_slots,
                   "sampling: lists of seen tokens differ in shape");
-  for (int64_t i = 0; i < n; ++i) {
-    PAGELOOM_CHECK(place[i] >= 0 && place[i] < m && slot[i] >= 0 && slot[i] < num_slots, "sampling: no such slot");
-    const int64_t position = t.positions[place[i]];
-    PAGELOOM_CHECK(t.rows[place[i]] < tokens.size(0) && position >= 0 && position <= tokens.size(1),
-                    "sampling: position ", position, " is outside the table of tokens");
+  std::vector<int64_t> first;  // of each row with penalties
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t row = t.rows[i], position = t.positions[i], slot = t.ints[row * kNumInts + 3];
+    if (slot < 0) continue;
+    PAGELOOM_CHECK(slot < num_slots, "sampling: no such slot");
+    PAGELOOM_CHECK(row < tokens.size(0) && position >= 0 && position <= tokens.size(1), "sampling: position ", position,
+                    " is outside the table of tokens");
+    const bool again = i > 0 && t.rows[i - 1] == row;
+    PAGELOOM_CHECK(!again || position == t.positions[i - 1] + 1, "sampling: positions of a row must be consecutive");
+    if (!again) first.push_back(i);
   }
   const KernelTable& kernels = pick(isa);
-  for_each(n, n * 128 * std::min<int64_t>(capacity, 512), [&](int64_t i) {
-    const int64_t row = t.rows[place[i]], position = t.positions[place[i]];
-    const int64_t last = table[row * stride + std::max<int64_t>(position - 1, 0)];
+  const int64_t n = first.size();
+  for_each(n, n * 128 * std::min<int64_t>(capacity, 512), [&](int64_t at) {
+    const int64_t i = first[at], row = t.rows[i], slot = t.ints[row * kNumInts + 3];
+    int64_t end = i + 1;
+    while (end < m && t.rows[end] == row) ++end;
     const float* const f = t.floats + row * kNumFloats;
-    const Seen seen = {listed + slot[i] * capacity, numbers + slot[i] * capacity, capacity, used + slot[i],
-                       until + slot[i]};
-    kernels.penalise(x + place[i] * vocab, vocab, seen, last, position, {f[3], f[4], f[5]});
+    const Seen seen = {listed + slot * capacity, numbers + slot * capacity, capacity, used + slot, until + slot};
+    kernels.penalise(x + i * vocab, vocab, seen, table + row * stride, t.positions[i], end - i, {f[3], f[4], f[5]});
   });
 }
 
@@ -227,9 +231,8 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "score(Tensor logits, Tensor targets, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) ranks, int isa) -> ()");
   m.define(
-      "penalise(Tensor(a!) logits, Tensor rows, Tensor positions, Tensor places, Tensor slots, Tensor tokens, "
-      "Tensor floats, Tensor ints, Tensor(b!) ids, Tensor(c!) counts, Tensor(d!) sizes, Tensor(e!) counted, int isa) "
-      "-> ()");
+      "penalise(Tensor(a!) logits, Tensor rows, Tensor positions, Tensor tokens, Tensor floats, Tensor ints, "
+      "Tensor(b!) ids, Tensor(c!) counts, Tensor(d!) sizes, Tensor(e!) counted, int isa) -> ()");
   m.define("restrict(Tensor(a!) logits, Tensor places, Tensor bits, int isa) -> ()");
   m.define("supported_isas() -> int");
 });

@@ -185,31 +185,33 @@ void restrict_to(float* logits, int64_t vocab, const int32_t* bits) {
   }
 }
 
-void count_last(int64_t vocab, const Seen& seen, int64_t last, int64_t position) {
-  if (position <= *seen.counted) return;
-  *seen.counted = position;
-  if (last < 0 || last >= vocab) return;
+// Where `token` stands in the list, or -1.
+int64_t find(const Seen& seen, int32_t token) {
   const int64_t size = *seen.size;
-  int64_t place = -1;
   for (int64_t i = 0; i < size; i += 64) {
     const int64_t n = size - i < 64 ? size - i : 64;
     int32_t found = 0;
-    for (int64_t j = 0; j < n; ++j) found |= seen.ids[i + j] == (int32_t)last;
+    for (int64_t j = 0; j < n; ++j) found |= seen.ids[i + j] == token;
     if (!found) continue;
-    for (place = i; seen.ids[place] != (int32_t)last;) ++place;
-    break;
+    int64_t place = i;
+    while (seen.ids[place] != token) ++place;
+    return place;
   }
+  return -1;
+}
+
+void count(int64_t vocab, const Seen& seen, int32_t token) {
+  if (token < 0 || token >= vocab) return;
+  const int64_t place = find(seen, token);
   if (place >= 0) {
     ++seen.counts[place];
-  } else if (size < seen.capacity) {
-    seen.ids[size] = (int32_t)last;
-    seen.counts[size] = 1;
-    *seen.size = size + 1;
+  } else if (*seen.size < seen.capacity) {
+    seen.ids[*seen.size] = token;
+    seen.counts[(*seen.size)++] = 1;
   }
 }
 
-void penalise(float* logits, int64_t vocab, const Seen& seen, int64_t last, int64_t position, const Penalties& by) {
-  count_last(vocab, seen, last, position);
+void lower(float* logits, const Seen& seen, const Penalties& by) {
   constexpr int64_t kAhead = 16;
   const int64_t size = *seen.size;
   for (int64_t i = 0; i < size; ++i) {
@@ -217,6 +219,22 @@ void penalise(float* logits, int64_t vocab, const Seen& seen, int64_t last, int6
     const float x = logits[seen.ids[i]], count = (float)seen.counts[i];
     const float repeated = x > 0.0f ? x / by.repetition : x * by.repetition;
     logits[seen.ids[i]] = repeated - by.frequency * count - (count > 0.0f ? by.presence : 0.0f);
+  }
+}
+
+void penalise(float* logits, int64_t vocab, const Seen& seen, const int32_t* tokens, int64_t position,
+              int64_t positions, const Penalties& by) {
+  for (; *seen.counted < position; ++*seen.counted) count(vocab, seen, tokens[*seen.counted]);
+  const int64_t size = *seen.size, end = position + positions;
+  lower(logits, seen, by);
+  for (int64_t at = position + 1; at < end; ++at) {
+    if (at > *seen.counted) count(vocab, seen, tokens[at - 1]);
+    lower(logits + (at - position) * vocab, seen, by);
+  }
+  *seen.size = size;
+  for (int64_t at = *seen.counted; at < end - 1; ++at) {
+    const int64_t place = find(seen, tokens[at]);
+    if (place >= 0) --seen.counts[place];
   }
 }
 

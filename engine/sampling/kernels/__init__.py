@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attention_backends.toolchain import BuildError
-from engine.sampling.batch import BatchPlan, PenalisedGroup
+from engine.sampling.batch import BatchPlan
 from engine.sampling.draw import mass_unit
 from engine.sampling.logprobs import LogprobTensors
 from engine.sampling.penalties import SeenTokens
@@ -64,8 +64,10 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
-        """Count the last token of the group's rows where it is new, then change their logits in place."""
+    def penalise(self, step: StepTensors, seen: SeenTokens, plan: BatchPlan) -> None:
+        """For rows with penalties: count the tokens before the first position that are new, then change the logits of
+        that and the following positions in place, with the drafts before each as if they had come. Drafts are not
+        counted when this returns."""
         ...
 
     def draw(self, step: StepTensors, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,8 +109,8 @@ _FINISH = {
     "tokens": "*i64", "faults": "*i1",
 }  # fmt: skip
 _PENALISE = {
-    "logits": "*fp32", "rows": "*i64", "positions": "*i64", "places": "*i64", "slots": "*i64", "tokens": "*i32",
-    "tokens_stride": "i32", "floats": "*fp32", "seen": "*i32", "counts": "*i32", "sizes": "*i64", "counted": "*i64",
+    "logits": "*fp32", "rows": "*i64", "positions": "*i64", "count": "i32", "tokens": "*i32", "tokens_stride": "i32",
+    "floats": "*fp32", "ints": "*i64", "seen": "*i32", "counts": "*i32", "sizes": "*i64", "counted": "*i64",
     "capacity": "i32",
 }  # fmt: skip
 _SCORE = {

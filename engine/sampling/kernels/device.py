@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton
 
-from engine.sampling.batch import BatchPlan, PenalisedGroup
+from engine.sampling.batch import BatchPlan
 from engine.sampling.draw import mass_unit
 from engine.sampling.grammar_masks import restrict
 from engine.sampling.kernels import EIGHT_WARPS, FOUR_WARPS, ONE_WARP, StepTensors
@@ -66,17 +66,17 @@ class TritonKernels:
     def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
         restrict(logits, places, bits)
 
-    def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
+    def penalise(self, step: StepTensors, seen: SeenTokens, plan: BatchPlan) -> None:
         ids, counts, sizes, counted = seen.tensors()
-        penalise_kernel[(len(group.slots_host),)](
+        penalise_kernel[(len(step.rows),)](
             step.logits,
             step.rows,
             step.positions,
-            group.places,
-            group.slots,
+            len(step.rows),
             step.tokens,
             step.tokens.stride(0),
             step.floats,
+            step.ints,
             ids,
             counts,
             sizes,

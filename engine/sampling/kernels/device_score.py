@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 
 from engine.sampling import columns
-from engine.sampling.kernels.device_math import ID_MASK, NUM_FLOATS, key_logit, order_key
+from engine.sampling.kernels.device_math import ID_MASK, NUM_FLOATS, NUM_INTS, key_logit, order_key
 
 _REPETITION = tl.constexpr(columns.REPETITION)
 _PRESENCE = tl.constexpr(columns.PRESENCE)
 _FREQUENCY = tl.constexpr(columns.FREQUENCY)
+_SLOT = tl.constexpr(columns.SLOT)
 _NONE = tl.constexpr(-(1 << 63))
 
 
@@ -23,43 +24,22 @@ def _penalised(
     return values - frequency * counts.to(tl.float32) - presence * (counts > 0).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=["tokens_stride", "capacity"],
-    do_not_specialize_on_alignment=["logits", "rows", "positions", "places", "slots"],
-)
-def penalise_kernel(
+@triton.jit
+def _count_and_lower(
     logits: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    places: tl.tensor,
-    slots: tl.tensor,
-    tokens: tl.tensor,
-    tokens_stride: tl.tensor,
-    floats: tl.tensor,
     seen: tl.tensor,
     counts: tl.tensor,
-    sizes: tl.tensor,
-    counted: tl.tensor,
+    size: tl.tensor,
     capacity: tl.tensor,
-    VOCAB: tl.constexpr,
+    last: tl.tensor,
+    new: tl.tensor,
+    lowers: tl.tensor,
+    repetition: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
-    # Program i owns the list of slots[i]: it counts the last token where its position is new, then applies the list.
-    place = tl.load(places + tl.program_id(0))
-    slot = tl.load(slots + tl.program_id(0))
-    row = tl.load(rows + place)
-    position = tl.load(positions + place)
-    last = tl.load(tokens + row * tokens_stride + tl.maximum(position - 1, 0))
-    size = tl.load(sizes + slot).to(tl.int32)
-    done = tl.load(counted + slot)
-    new = (position > done) & (last >= 0) & (last < VOCAB)
-    logits += place * VOCAB
-    seen += slot * capacity
-    counts += slot * capacity
-    factors = floats + row * NUM_FLOATS
-    repetition = tl.load(factors + _REPETITION)
-    presence = tl.load(factors + _PRESENCE)
-    frequency = tl.load(factors + _FREQUENCY)
+) -> tl.tensor:
+    # Counts `last` where it is `new`, applies the list to `logits` where that is asked; the list's size afterwards.
     known = tl.zeros([], tl.int32)
     for start in range(0, size, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -70,17 +50,83 @@ def penalise_kernel(
         count += again.to(tl.int32)
         tl.store(counts + offsets, count, mask=again)
         known += tl.sum(again.to(tl.int32), axis=0)
-        values = tl.load(logits + ids, mask=mask, other=0.0)
-        tl.store(logits + ids, _penalised(values, count, repetition, presence, frequency), mask=mask)
-    tl.debug_barrier()  # every warp has read the slot's size and position before one changes them
-    if new & (known == 0) & (size < capacity):
+        values = tl.load(logits + ids, mask=mask & lowers, other=0.0)
+        tl.store(logits + ids, _penalised(values, count, repetition, presence, frequency), mask=mask & lowers)
+    appended = new & (known == 0) & (size < capacity)
+    if appended:
         tl.store(seen + size, last)
         tl.store(counts + size, 1)
-        tl.store(sizes + slot, (size + 1).to(tl.int64))
-        value = tl.load(logits + last)
+        value = tl.load(logits + last, mask=lowers, other=0.0)
         tl.debug_barrier()
-        tl.store(logits + last, _penalised(value, known + 1, repetition, presence, frequency))
-    tl.store(counted + slot, tl.maximum(done, position))
+        tl.store(logits + last, _penalised(value, known + 1, repetition, presence, frequency), mask=lowers)
+    tl.debug_barrier()  # the next pass reads what any warp wrote
+    return size + appended.to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["count", "tokens_stride", "capacity"],
+    do_not_specialize_on_alignment=["logits", "rows", "positions"],
+)
+def penalise_kernel(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    count: tl.tensor,
+    tokens: tl.tensor,
+    tokens_stride: tl.tensor,
+    floats: tl.tensor,
+    ints: tl.tensor,
+    seen: tl.tensor,
+    counts: tl.tensor,
+    sizes: tl.tensor,
+    counted: tl.tensor,
+    capacity: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # The program where a row comes first owns the row's list and all its positions. It goes through the history from
+    # what is counted on: up to the first position it only counts, then it applies the list at each. Drafts are taken
+    # back at the end.
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    slot = tl.load(ints + row * NUM_INTS + _SLOT)
+    before = tl.load(rows + place - 1, mask=place > 0, other=-1)
+    if (slot >= 0) & (before != row):
+        end = place + 1
+        while tl.load(rows + end, mask=end < count, other=-1) == row:
+            end += 1
+        position = tl.load(positions + place)
+        behind = position + end - place
+        done = tl.load(counted + slot)
+        certain = tl.maximum(done, position)
+        size = tl.load(sizes + slot).to(tl.int32)
+        kept = size
+        tokens += row * tokens_stride
+        seen += slot * capacity
+        counts += slot * capacity
+        factors = floats + row * NUM_FLOATS
+        repetition = tl.load(factors + _REPETITION)
+        presence = tl.load(factors + _PRESENCE)
+        frequency = tl.load(factors + _FREQUENCY)
+        for at in range(tl.minimum(done + 1, position), behind):
+            last = tl.load(tokens + tl.maximum(at - 1, 0))
+            new = (at > done) & (last >= 0) & (last < VOCAB)
+            target = logits + (place + at - position) * VOCAB
+            size = _count_and_lower(
+                target, seen, counts, size, capacity, last, new, at >= position,
+                repetition, presence, frequency, BLOCK,
+            )  # fmt: skip
+            kept = tl.where(at <= certain, size, kept)
+        for start in range(0, tl.where(behind > certain + 1, kept, 0), BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < kept
+            ids = tl.load(seen + offsets, mask=mask, other=0)
+            number = tl.load(counts + offsets, mask=mask, other=0)
+            for at in range(certain, behind - 1):
+                number -= (ids == tl.load(tokens + at)).to(tl.int32)
+            tl.store(counts + offsets, number, mask=mask)
+        tl.store(sizes + slot, kept.to(tl.int64))
+        tl.store(counted + slot, certain)
 
 
 @triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["targets"])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.sampling import columns
-from engine.sampling.batch import BatchPlan, DrawGroup, PenalisedGroup
+from engine.sampling.batch import BatchPlan, DrawGroup
 from engine.sampling.draw import DrawRows, draw_narrow, draw_probed, draw_wide
 from engine.sampling.grammar_masks import restrict
 from engine.sampling.kernels import StepTensors
@@ -36,13 +36,29 @@ class HostKernels:
     def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
         restrict(logits, places, bits)
 
-    def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
-        rows, positions = step.rows[group.places], step.positions[group.places]
-        last = step.tokens[rows, (positions - 1).clamp_(min=0)].to(torch.int64)
-        width = seen.count_last(group.slots, group.slots_host, last, positions)
+    def penalise(self, step: StepTensors, seen: SeenTokens, plan: BatchPlan) -> None:
+        group = plan.penalised
+        assert group is not None
+        slots, rows, positions = group.slots, step.rows[group.places], step.positions[group.places]
         floats = step.floats[rows]
-        factors = (floats[:, columns.REPETITION], floats[:, columns.PRESENCE], floats[:, columns.FREQUENCY])
-        seen.penalise(step.logits, group.places, group.slots, width, factors)
+        factors = floats[:, columns.REPETITION], floats[:, columns.PRESENCE], floats[:, columns.FREQUENCY]
+        behind, width = seen.expect(group.slots_host, group.each)
+
+        def last(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return step.tokens[rows, (positions - 1).clamp_(min=0)].to(torch.int64)
+
+        for back in range(behind - 1, -1, -1):
+            seen.count(slots, last(rows, positions - back), positions - back, width)
+        seen.penalise(step.logits, group.places, slots, width, factors)
+        if not group.drafted:
+            return
+        certain = seen.state(slots, width)
+        for drafts, which in enumerate(group.drafted, 1):
+            ends = positions[which] + drafts
+            seen.count(slots[which], last(rows[which], ends), ends, width)
+            places = group.places[which] + drafts
+            seen.penalise(step.logits, places, slots[which], width, [f[which] for f in factors])
+        seen.restore(slots, certain)
 
     def draw(self, step: StepTensors, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
         maxima, token_ids = row_argmax(step.logits)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attention_backends.native_build import build, build_for_this_cpu
-from engine.sampling.batch import BatchPlan, PenalisedGroup
+from engine.sampling.batch import BatchPlan
 from engine.sampling.kernels import StepTensors
 from engine.sampling.logprobs import LogprobTensors, empty_scores, score
 from engine.sampling.penalties import SeenTokens
@@ -57,19 +57,9 @@ class NativeKernels:
     def restrict(self, logits: torch.Tensor, places: Sequence[int], bits: np.ndarray) -> None:
         self._restrict(logits, torch.tensor(places, dtype=torch.int64), torch.from_numpy(bits), self._isa)
 
-    def penalise(self, step: StepTensors, seen: SeenTokens, group: PenalisedGroup) -> None:
-        self._penalise(
-            step.logits,
-            step.rows,
-            step.positions,
-            group.places,
-            group.slots,
-            step.tokens,
-            step.floats,
-            step.ints,
-            *seen.tensors(),
-            self._isa,
-        )
+    def penalise(self, step: StepTensors, seen: SeenTokens, plan: BatchPlan) -> None:
+        table = (step.tokens, step.floats, step.ints)
+        self._penalise(step.logits, step.rows, step.positions, *table, *seen.tensors(), self._isa)
 
     def draw(self, step: StepTensors, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
         m = len(step.rows)
