@@ -84,21 +84,22 @@ class StepSampler:
         return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts)
 
     def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
+        """Nothing behind drafts, which then count as wrong."""
         outputs = []
         each = batch.positions_each
         first = range(len(batch.sample_rows_host)) if each is None else (np.cumsum(each) - each).tolist()
+        none = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        nothing = SampleOutput(none, torch.ones_like(none, dtype=torch.bool), None)
         for at, row in enumerate(batch.sample_rows_host):
-            one = slice(at, at + 1)
+            output, one = nothing, slice(at, at + 1)
             try:
-                output = self._sampler.sample(
-                    logits[one], batch.sample_rows[one], [row], batch.sample_positions[one], self._table.tokens
-                )
+                if at in first:
+                    output = self._sampler.sample(
+                        logits[one], batch.sample_rows[one], [row], batch.sample_positions[one], self._table.tokens
+                    )
             except Exception as error:
                 logger.exception("row %d could not be sampled", row)
-                if at in first:  # what comes behind drafts fails again when it comes first, if it does
-                    failures[row] = in_words(error)
-                none = torch.zeros(1, dtype=torch.int64, device=logits.device)
-                output = SampleOutput(none, torch.ones_like(none, dtype=torch.bool), None)
+                failures[row] = in_words(error)
             outputs.append(output)
         return SampleOutput(
             token_ids=torch.cat([output.token_ids for output in outputs]),

@@ -28,7 +28,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},
     {"temperature": 0.8, "top_p": 0.9, "n": 2},
     {"stop": ["the"]},
-    # {"presence_penalty": 0.5},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.1},
     {"structured_outputs": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)},
     {"temperature": 1.0, "top_k": 20, "bad_words": ["cat", "the cat"]},
     {"use_beam_search": True, "best_of": 2, "seed": None},
