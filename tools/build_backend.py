@@ -23,7 +23,12 @@ from setuptools.build_meta import (  # noqa: F401  # the hooks that stay as they
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-DESCRIPTIONS = ("attention_backends.build", "engine.cpu_kernels.build", "engine.sampling_sources")
+DESCRIPTIONS = (
+    "attention_backends.build",
+    "engine.cpu_kernels.build",
+    "engine.sampling_sources",
+    "engine.draft_sources",
+)
 Settings = dict[str, Any] | None
 
 

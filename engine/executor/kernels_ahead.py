@@ -22,7 +22,12 @@ from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTIONS = ("attention_backends.build", "engine.cpu_kernels.build", "engine.sampling_sources")
+DESCRIPTIONS = (
+    "attention_backends.build",
+    "engine.cpu_kernels.build",
+    "engine.sampling_sources",
+    "engine.draft_sources",
+)
 """modules that describe a library (`sources()`) and import nothing heavy"""
 
 

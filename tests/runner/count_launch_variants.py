@@ -1,5 +1,5 @@
-"""Run by test_input_kernels.py in a process of its own: Triton compiles and "loads" the input and page kernels as on a
-GPU, for a driver that runs nothing, so what each launch specialises on can be seen on a CPU.
+"""Run by test_input_kernels.py in a process of its own: Triton compiles and "loads" the input, page and draft kernels
+as on a GPU, for a driver that runs nothing, so what each launch specialises on can be seen on a CPU.
 
 Prints, for each room, how many binaries there are after steps of 1, 2, 16 and 17 sequences, with views that begin at
 any address.
@@ -16,6 +16,7 @@ from attention_backends.page_kernels.device import TritonKernels as PageKernels
 from compilation.counter import CompileCounter
 from engine.runner.kernels import InputBuffers, StepSizes
 from engine.runner.kernels.device import TritonKernels
+from engine.runner.kernels.ngram_device import TritonDraftKernels
 
 SIZES = (1, 2, 16, 17)
 
@@ -53,6 +54,12 @@ def input_step(n: int) -> None:
         kernels.apply_staged_writes(table, writes, landing[: 2 * n + 200].view(table.dtype), n)
 
 
+def draft_step(n: int) -> None:
+    """Numbers, too, of any size."""
+    tokens, lengths, most = int32(32, 81), int32(33)[1:], int32(n + 1)[1:]
+    TritonDraftKernels().propose_ngram(tokens, zeros(n + 1)[1:], lengths, most, 16 * n, n)
+
+
 def page_step(n: int) -> None:
     kernels, lists = PageKernels(), int32(40)
     kernels.gather_pages(int32(n, 7), lists[: n + 1], lists[n + 1 : 2 * n + 1], int32(999), 20 * n)
@@ -72,7 +79,7 @@ def variants(step: Callable[[int], None]) -> list[int]:
 
 def main() -> None:
     pretend_to_have_a_gpu()
-    for step in (input_step, page_step):
+    for step in (input_step, page_step, draft_step):
         print(*variants(step))
 
 

@@ -168,6 +168,25 @@ _POST = {
     "known": "*i64",
     "count": "i32",
 }
+_NGRAM_MATCH = {
+    "tokens": "*i32",
+    "tokens_stride": "i32",
+    "rows": "*i64",
+    "lengths": "*i32",
+    "matches": "*i64",
+    "longest": "i32",
+    "shortest": "i32",
+}
+_NGRAM_DRAFT = {
+    "tokens": "*i32",
+    "tokens_stride": "i32",
+    "columns": "i32",
+    "rows": "*i64",
+    "lengths": "*i32",
+    "most": "*i32",
+    "matches": "*i64",
+    "counts": "*i32",
+}
 
 KERNELS: tuple[KernelSignature, ...] = (
     *(
@@ -187,6 +206,8 @@ KERNELS: tuple[KernelSignature, ...] = (
         KernelSignature(name="post_update_kernel", signature=_POST, constexprs={"DRAFTS": drafts, "BLOCK": 256})
         for drafts in (0, 1)
     ),
+    KernelSignature(name="ngram_match_kernel", signature=_NGRAM_MATCH, constexprs={"PARTS": 32, "BLOCK": 1024}),
+    KernelSignature(name="ngram_draft_kernel", signature=_NGRAM_DRAFT, constexprs={"PARTS": 32, "BLOCK": 64}),
 )
 """Discovery table: `tools/compile_triton.py` compiles every entry for the supported GPUs without one."""
 

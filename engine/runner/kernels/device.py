@@ -11,6 +11,17 @@ import triton
 import triton.language as tl
 
 from engine.runner.kernels import InputBuffers, StepSizes
+from engine.runner.kernels.ngram_device import ngram_draft_kernel, ngram_match_kernel
+
+__all__ = [
+    "TritonKernels",
+    "apply_staged_writes_kernel",
+    "gather_block_tables_kernel",
+    "ngram_draft_kernel",
+    "ngram_match_kernel",
+    "post_update_kernel",
+    "prepare_inputs_kernel",
+]
 
 _COPY_BLOCK = 1024
 _POST_BLOCK = 256

@@ -61,8 +61,8 @@ struct KernelTable {
   void (*score)(const Row& row, int64_t target, int64_t columns, int64_t* ids, float* logprobs, int64_t* rank);
   // Logits whose bits, 32 to a word from the lowest one on, are 0 become -inf.
   void (*restrict_to)(float* logits, int64_t vocab, const int32_t* bits);
-  // Counts the row's `tokens` before `position` that are new, then lowers the list's logits there and in the rows of the
-  // following positions, `positions` of them in all, with the tokens between (drafts) counted meanwhile.
+  // Counts the row's `tokens` before `position` that are new, then lowers the list's logits there and at the following
+  // positions, `positions` of them in all, with the tokens between (drafts) counted meanwhile.
   void (*penalise)(float* logits, int64_t vocab, const Seen& seen, const int32_t* tokens, int64_t position,
                    int64_t positions, const Penalties& by);
 };

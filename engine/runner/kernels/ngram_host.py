@@ -1,0 +1,103 @@
+"""Drafts in NumPy: what a CPU without a compiler runs, and what the other implementations are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.runner.kernels.ngram import END, MOST_MATCHES
+
+
+class HostDraftKernels:
+    """See `SuffixKernels`."""
+
+    def propose_ngram(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        most: torch.Tensor,
+        longest: int,
+        shortest: int,
+    ) -> torch.Tensor:
+        def find(own: np.ndarray, room: int) -> np.ndarray:
+            ends, length = matches(own, longest)
+            return own[:0] if length < shortest else np.resize(own[ends[-1] + 1 :], room)
+
+        return _write(tokens, rows, lengths, most, find)
+
+    def propose_suffix(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        most: torch.Tensor,
+        recent: torch.Tensor,
+        longest: int,
+        factor: float,
+        least: float,
+    ) -> torch.Tensor:
+        others = recent.numpy()
+
+        def find(own: np.ndarray, room: int) -> np.ndarray:
+            text = np.concatenate((others, own))
+            ends, length = matches(text, min(longest, len(own)))
+            return most_often(text, ends[-MOST_MATCHES:] + 1, min(room, int(factor * length)), least)
+
+        return _write(tokens, rows, lengths, most, find)
+
+
+def matches(text: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
+    """Where the longest end of `text`, int32 [n] with n > 0, that is somewhere before ends there, int64; and its
+    length, `longest` at most; 0: nowhere."""
+    last = len(text) - 1
+    ends, length = np.flatnonzero(text[:last] == text[last]), 0
+    while len(ends):
+        length += 1
+        if length >= longest:
+            break
+        longer = ends[ends >= length]
+        longer = longer[text[longer - length] == text[last - length]]
+        if not len(longer):
+            break
+        ends = longer
+    return ends, length
+
+
+def most_often(text: np.ndarray, places: np.ndarray, most: int, least: float) -> np.ndarray:
+    """Of what `text` has from `places` on, the tokens that come most often; see `SuffixKernels`. int32 [drafts]"""
+    likely = 1.0
+    drafts: list[int] = []
+    while len(places) and len(drafts) < most:
+        following = text[places]
+        tokens, counts = np.unique(following, return_counts=True)
+        best = int(np.argmax(counts))
+        likely *= counts[best] / len(places)
+        if tokens[best] == END or likely < least:
+            break
+        drafts.append(int(tokens[best]))
+        places = places[following == tokens[best]] + 1
+        places = places[places < len(text)]
+    return np.array(drafts, dtype=np.int32)
+
+
+def _write(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    most: torch.Tensor,
+    find: Callable[[np.ndarray, int], np.ndarray],
+) -> torch.Tensor:
+    """`find`: known tokens, and for how many drafts there is room → drafts."""
+    table, known = tokens.numpy(), lengths.numpy()
+    counts = torch.zeros(len(rows), dtype=torch.int32)
+    for at, (row, wanted) in enumerate(zip(rows.tolist(), most.tolist())):
+        n = int(known[row])
+        room = min(wanted, table.shape[1] - n)
+        if n > 0 and room > 0:
+            drafts = find(table[row, :n], room)
+            table[row, n : n + len(drafts)] = drafts
+            counts[at] = len(drafts)
+    return counts
