@@ -3,20 +3,26 @@
 // Compiled once per ISA.
 #include "drafts.h"
 
+#include <string.h>
+
 namespace pageloom {
 namespace {
 
-constexpr int64_t kBlock = 64;
+constexpr int64_t kBlock = 128;
 
-// Whether an end in [first, first + count) has `last` there and `other` `back` tokens before.
-bool may_match(const int32_t* text, int64_t first, int64_t count, int32_t last, int32_t other, int64_t back) {
+// Which ends from `first` on have `last` there and `other` `back` tokens before: a byte each. Whether any has.
+bool may_match(const int32_t* text, int64_t first, int64_t count, int32_t last, int32_t other, int64_t back,
+               uint8_t* may) {
   const int32_t *const ends = text + first, *const befores = ends - back;
   int32_t found = 0;
   if (count == kBlock) {
     for (int64_t i = 0; i < kBlock; ++i) found |= (ends[i] == last) & (befores[i] == other);
-  } else {
-    for (int64_t i = 0; i < count; ++i) found |= (ends[i] == last) & (befores[i] == other);
+    if (!found) return false;
+    for (int64_t i = 0; i < kBlock; ++i) may[i] = (ends[i] == last) & (befores[i] == other);
+    return true;
   }
+  for (int64_t i = 0; i < count; ++i) found |= may[i] = (ends[i] == last) & (befores[i] == other);
+  for (int64_t i = count; i < kBlock; ++i) may[i] = 0;
   return found;
 }
 
@@ -27,14 +33,21 @@ inline __attribute__((always_inline)) void search(const int32_t* text, int64_t b
                                                   int64_t longest, const Wanted& wanted, const At& at) {
   for (int64_t back; (back = wanted() - 1) < longest && back < behind;) {
     const int64_t first = behind - kBlock > back ? behind - kBlock : back;
-    if (may_match(text, first, behind - first, own[last], own[last - back], back)) {
-      for (int64_t end = behind - 1; end >= first && end >= back; --end) {
-        if ((text[end] != own[last]) | (text[end - back] != own[last - back])) continue;
-        int64_t length = 1;
-        while (length < longest && length <= end && text[end - length] == own[last - length]) ++length;
-        if (length <= back) continue;
-        at(end, length);
-        if ((back = wanted() - 1) >= longest) return;
+    alignas(8) uint8_t may[kBlock];
+    if (may_match(text, first, behind - first, own[last], own[last - back], back, may)) {
+      for (int64_t word = kBlock - 8; word >= 0; word -= 8) {
+        uint64_t left;
+        memcpy(&left, may + word, 8);
+        while (left) {
+          const int top = (63 - __builtin_clzll(left)) / 8;
+          left &= ~(uint64_t{1} << 8 * top);
+          const int64_t end = first + word + top;
+          int64_t length = 1;
+          while (length < longest && length <= end && text[end - length] == own[last - length]) ++length;
+          if (length <= back) continue;
+          at(end, length);
+          if ((back = wanted() - 1) >= longest) return;
+        }
       }
     }
     behind = first;
