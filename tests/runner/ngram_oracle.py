@@ -59,16 +59,19 @@ def expected_ngram(own: Sequence[int], longest: int, shortest: int, most: int) -
     return []
 
 
-def check_ngram(kernels: DraftKernels, case: Case) -> int:
-    """All of the table is compared: nothing is written but drafts. Returns how many there were."""
+def check_ngram(kernels: DraftKernels, case: Case, device: torch.device | None = None) -> int:
+    """All of the table is compared: nothing is written but drafts. Returns how many there were. `device`: the CPU
+    unless given."""
     want, counts = case.tokens.clone(), []
     for row, most in zip(case.rows.tolist(), case.most.tolist()):
         n = int(case.lengths[row])
         drafts = expected_ngram(case.own(row), case.longest, case.shortest, min(most, want.shape[1] - n))
         want[row, n : n + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
         counts.append(len(drafts))
-    tokens = case.tokens.clone()
-    found = kernels.propose_ngram(tokens, case.rows, case.lengths, case.most, case.longest, case.shortest)
+    tokens, rows, lengths, most = (
+        values.clone().to(device) for values in (case.tokens, case.rows, case.lengths, case.most)
+    )
+    found = kernels.propose_ngram(tokens, rows, lengths, most, case.longest, case.shortest)
     assert found.dtype == torch.int32 and found.tolist() == counts
-    assert torch.equal(tokens, want)
+    assert torch.equal(tokens.cpu(), want)
     return sum(counts)
