@@ -21,8 +21,6 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
         )
     if config.method is None:
         return config
-    if device != "cpu":
-        raise ConfigError(
-            f"speculative_config: method {config.method!r} needs device='cpu': no GPU proposes drafts yet"
-        )
+    if config.method == "suffix" and device != "cpu":
+        raise ConfigError("speculative_config: method 'suffix' needs device='cpu'; a GPU proposes with 'ngram'")
     return config

@@ -95,7 +95,7 @@ class ModelRunner:
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
-        self._proposer = proposer_of(config.scheduler.speculation, self._table)
+        self._proposer = proposer_of(config.scheduler.speculation, self._table, cache_dir)
         vocab_size = parts.spec.vocab_size
         self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size)
         self._results = ResultCopier(self._streams)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.runner.kernels.ngram import DraftKernels
+from engine.config import SpeculationConfig
+from engine.runner.kernels.ngram import END, MOST_MATCHES, DraftKernels
 
 STALE = 1
 """what stands in the table behind what is known; a token that matches others"""
@@ -57,6 +58,31 @@ def expected_ngram(own: Sequence[int], longest: int, shortest: int, most: int) -
                 behind = own[end + 1 :]
                 return [behind[index % len(behind)] for index in range(most)]
     return []
+
+
+def expected_suffix(outputs: Sequence[list[int]], own: list[int], config: SpeculationConfig, most: int) -> list[int]:
+    """Outputs that have ended, and the row's own tokens, as texts of which none goes on in another."""
+    texts = [*([*output, END] for output in outputs), own]
+    places: list[tuple[list[int], int]] = []
+    length = min(config.suffix_decoding_max_tree_depth, len(own))
+    while length and not places:
+        for text in texts:
+            until = len(text) - (text is own)
+            ends = [end for end in range(length, until + 1) if text[end - length : end] == own[-length:]]
+            places += [(text, end) for end in ends if end < len(text)]
+        length -= not places
+    places = places[-MOST_MATCHES:]
+    drafts: list[int] = []
+    likely = 1.0
+    while places and len(drafts) < min(most, int(length * config.suffix_decoding_max_spec_factor)):
+        following = [text[end] for text, end in places]
+        best = min(following, key=lambda token: (-following.count(token), token))
+        likely *= following.count(best) / len(following)
+        if best == END or likely < config.suffix_decoding_min_token_prob:
+            break
+        drafts.append(best)
+        places = [(text, end + 1) for text, end in places if text[end] == best and end + 1 < len(text)]
+    return drafts
 
 
 def check_ngram(kernels: DraftKernels, case: Case, device: torch.device | None = None) -> int:

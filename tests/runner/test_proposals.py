@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ngram_oracle import expected_ngram, expected_suffix
 
 from engine.config import SpeculationConfig
+from engine.runner.kernels.ngram_host import HostDraftKernels
 from engine.runner.proposals import NgramProposer, Proposer, SuffixProposer
 from engine.runner.request_table import RequestTable
 
@@ -28,15 +30,6 @@ def drafts_of(proposer: Proposer, table: RequestTable, rows: list[int], most: li
     return [table.tokens[row, start : start + count].tolist() for row, start, count in zip(rows, starts, counts)]
 
 
-def expected(tokens: list[int], longest: int, shortest: int, most: int) -> list[int]:
-    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        for end in range(len(tokens) - 2, length - 2, -1):
-            if tokens[end - length + 1 : end + 1] == tokens[-length:]:
-                behind = tokens[end + 1 :]
-                return [behind[index % len(behind)] for index in range(most)]
-    return []
-
-
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4),
     bounds=st.tuples(st.integers(1, 6), st.integers(1, 6)),
@@ -48,32 +41,8 @@ def test_the_longest_and_latest_match_goes_on(rows: list[list[int]], bounds: tup
     table, numbers = a_table(), [7 - index for index in range(len(rows))]
     for number, tokens in zip(numbers, rows):
         know(table, number, tokens)
-    found = drafts_of(NgramProposer(config, table), table, numbers, most[: len(rows)])
-    assert found == [expected(tokens, longest, shortest, count) for tokens, count in zip(rows, most)]
-
-
-def expected_suffix(outputs: list[list[int]], own: list[int], config: SpeculationConfig, most: int) -> list[int]:
-    """Outputs that have ended, and the row's own tokens, as texts of which none goes on in another."""
-    texts = [*([*output, -1] for output in outputs if len(output) > 1), own]
-    places: list[tuple[list[int], int]] = []
-    length = min(config.suffix_decoding_max_tree_depth, len(own))
-    while length and not places:
-        for text in texts:
-            until = len(text) - (text is own)
-            ends = [end for end in range(length, until + 1) if text[end - length : end] == own[-length:]]
-            places += [(text, end) for end in ends if end < len(text)]
-        length -= not places
-    drafts: list[int] = []
-    likely = 1.0
-    while places and len(drafts) < min(most, int(length * config.suffix_decoding_max_spec_factor)):
-        following = [text[end] for text, end in places]
-        best = min(following, key=lambda token: (-following.count(token), token))
-        likely *= following.count(best) / len(following)
-        if best == -1 or likely < config.suffix_decoding_min_token_prob:
-            break
-        drafts.append(best)
-        places = [(text, end + 1) for text, end in places if text[end] == best and end + 1 < len(text)]
-    return drafts
+    found = drafts_of(NgramProposer(config, table, HostDraftKernels()), table, numbers, most[: len(rows)])
+    assert found == [expected_ngram(tokens, longest, shortest, count) for tokens, count in zip(rows, most)]
 
 
 @given(
@@ -94,10 +63,11 @@ def test_what_came_most_often_after_the_same_tokens(
         suffix_decoding_min_token_prob=least,
     )
     table = a_table()
-    proposer = SuffixProposer(config, table)
+    proposer = SuffixProposer(config, table, HostDraftKernels())
     for output in outputs:  # each behind a prompt of two tokens, which is nobody's output
         table.prompt_len[0] = 2
         know(table, 0, output, start=2)
         proposer.end(0)
     know(table, 1, own)
-    assert drafts_of(proposer, table, [1], [most]) == [expected_suffix(outputs, own, config, most)]
+    texts = [output for output in outputs if len(output) > 1]
+    assert drafts_of(proposer, table, [1], [most]) == [expected_suffix(texts, own, config, most)]
