@@ -77,13 +77,19 @@ def check_closed(machine: Machine) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "runner"]
 
 
-def mixed_equals_cpu(folder: Path, oracles: Oracles, graphs: str, compile: str) -> None:
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+}
+
+
+def mixed_equals_cpu(folder: Path, oracles: Oracles, graphs: str, compile: str, **options: Any) -> None:
     """By the same arithmetic, so token for token: what differs is everything but the matrix products."""
     oracle = oracles.mixed()
-    options = {"attention_backend": "reference", "graphs": graphs, "compile": compile, **SMALL_POOL, **EXACT}
+    options |= {"attention_backend": "reference", "graphs": graphs, "compile": compile, **SMALL_POOL, **EXACT}
     with pretend_gpu(inductor=False) as machine:
         with loaded(folder, device="cuda", **options) as llm:
             ours = run_mixed(llm)
+            check_drafts(llm, options)
         check_closed(machine)
     for mine, theirs in zip(ours, oracle, strict=True):
         differing = [i for i, (a, b) in enumerate(zip(tokens(mine), tokens(theirs), strict=True)) if a != b]
@@ -109,6 +115,13 @@ def samples_equal_cpu(folder: Path, oracles: Oracles, backend: str, graphs: str,
     assert len(differing) <= allowed, f"{len(differing)} of {len(pairs)} sequences differ: {differing[:8]}"
 
 
+def check_drafts(llm: LLM, options: dict[str, Any]) -> None:
+    """Some were wrong, where there were any."""
+    stats = llm.stats()
+    wanted = "speculative_config" in options
+    assert (stats.drafted_tokens > stats.accepted_tokens) == wanted, (stats.drafted_tokens, stats.accepted_tokens)
+
+
 def same_logprobs(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
     assert len(ours) == len(theirs)
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -126,6 +139,7 @@ def mixed_runs(folder: Path, oracles: Oracles, backend: str, graphs: str, compil
     with pretend_gpu(inductor=False) as machine:
         with loaded(folder, device="cuda", **settings, **options) as llm:
             first, second = run_mixed(llm)
+            check_drafts(llm, options)
         check_closed(machine)
         assert machine.waits == []
     differing = sum(a != b for a, b in zip(tokens(first[::3]), tokens(second), strict=True))
@@ -283,6 +297,13 @@ CASES: dict[str, Case] = {
     "mixed equals the CPU, piecewise": partial(mixed_equals_cpu, graphs="piecewise", compile="pieces"),
     **{
         f"mixed on {backend}": partial(mixed_runs, backend=backend, graphs="both", compile="pieces")
+        for backend in ("cuda", "flashinfer")
+    },
+    "mixed equals the CPU, with drafts": partial(mixed_equals_cpu, graphs="piecewise", compile="pieces", **DRAFTS),
+    **{
+        f"mixed with drafts on {backend}": partial(
+            mixed_runs, backend=backend, graphs="both", compile="pieces", **DRAFTS
+        )
         for backend in ("cuda", "flashinfer")
     },
     **{
