@@ -7,7 +7,7 @@ each row has changes with nearly every step: what does not depend on that is sor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from engine.sampling.masks import BatchEdits, JoinedEdits, RowEdits, combine, ra
 from engine.sampling.upload import upload
 from engine.step import RowParams
 
+_NONE = np.zeros(0, dtype=np.int64)
 Kind = Literal["greedy", "narrow", "probed", "wide"]
 
 
@@ -95,8 +96,7 @@ class SortedRows(msgspec.Struct, frozen=True):
     """Distinct rows by what is done with them: all of a plan that does not depend on how many drafts a row has. Arrays
     are places among these rows, int64, ascending."""
 
-    rows: np.ndarray
-    """int64 `[distinct]`"""
+    num_rows: int
     draws: tuple[tuple[np.ndarray | None, Kind, Filters], ...]
     """None: all"""
     edits: JoinedEdits | None
@@ -105,6 +105,7 @@ class SortedRows(msgspec.Struct, frozen=True):
     """empty where rows are not grouped"""
     slots: np.ndarray
     scored: np.ndarray
+    scored_rows: np.ndarray
     ks: np.ndarray
 
     @property
@@ -129,14 +130,15 @@ def sort_rows(
     asked = [(at, s.params.logprobs) for at, s in enumerate(batch) if s.params.logprobs is not None]
     used = slots if groups_rows else ()
     return SortedRows(
-        rows=np.array(rows, dtype=np.int64),
+        num_rows=len(batch),
         draws=tuple(draws),
         edits=combine([(at, s.edits) for at, s in enumerate(batch) if s.edits is not None], device),
         penalises=bool(slots),
-        penalised=_int64(at for at, _ in used),
-        slots=_int64(slot for _, slot in used),
-        scored=_int64(at for at, _ in asked),
-        ks=_int64(k for _, k in asked),
+        penalised=_int64([at for at, _ in used]),
+        slots=_int64([slot for _, slot in used]),
+        scored=_int64([at for at, _ in asked]),
+        scored_rows=_int64([rows[at] for at, _ in asked]),
+        ks=_int64([k for _, k in asked]),
     )
 
 
@@ -147,14 +149,14 @@ def plan_batch(batch: SortedRows, positions_each: Sequence[int] | None, device: 
         each = np.array(positions_each, dtype=np.int64)
 
     def index_of(places: np.ndarray | None) -> torch.Tensor | None:
-        if places is None or len(places) == len(batch.rows):
+        if places is None or len(places) == batch.num_rows:
             return None
         at = places if each is None else ranges(np.cumsum(each)[places] - each[places], each[places])
         return upload(at, torch.int64, device)
 
     scored = None
     if len(batch.scored):
-        rows, ks = batch.rows[batch.scored], batch.ks
+        rows, ks = batch.scored_rows, batch.ks
         if each is not None:
             rows, ks = np.repeat(rows, each[batch.scored]), np.repeat(ks, each[batch.scored])
         scored = ScoredGroup(index_of(batch.scored), tuple(rows.tolist()), tuple(ks.tolist()))
@@ -195,5 +197,5 @@ def _joined(used: Sequence[Filters]) -> Filters:
     return Filters(min_p=any(f.min_p for f in used), top_p=any(f.top_p for f in used), top_k=max(f.top_k for f in used))
 
 
-def _int64(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, np.int64)
+def _int64(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64) if values else _NONE
