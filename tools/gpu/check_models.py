@@ -83,6 +83,7 @@ def _float32_variants(context: Context) -> dict[str, dict[str, object]]:
     return {
         "pieces, piecewise graphs": {"attention_backend": "reference", "graphs": "piecewise"},
         "eager": eager,
+        "eager, n-gram drafts": {**eager, "speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
     }
 
 
