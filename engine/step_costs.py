@@ -14,12 +14,10 @@ _MEMORY = 0.8
 
 class StepCosts:
     def __init__(self) -> None:
-        self.num_seen = 0
-        """steps in which every token samples"""
         self.prompt_token_s = 0.0
         """what a token of a prompt costs; 0: unknown"""
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """of these steps, of n tokens and s seconds: forgetting sums of 1, n, n², s, n·s"""
+        """of steps of n tokens that all sample, and s seconds: forgetting sums of 1, n, n², s, n·s"""
         self._decodes_s = 0.0
 
     def observe(self, rows: Rows, drafts: int, seconds: float) -> None:
@@ -28,7 +26,6 @@ class StepCosts:
         num_tokens, num_rows = rows.num_tokens, len(rows)
         num_decodes = int((rows.query_lens == rows.samples).sum())
         if num_decodes == num_rows:
-            self.num_seen += 1
             self._decodes_s = _mean(self._decodes_s, seconds)
             n = num_rows + drafts
             new = (1, n, n * n, seconds, n * seconds)

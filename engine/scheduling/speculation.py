@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.config import SpeculationConfig
+from engine.lookup import continuation
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
 from engine.step_costs import StepCosts
@@ -23,8 +24,6 @@ _HOPE = 0.95
 """drafts are thought of at all where ones that are right as often would pay"""
 _PROMPTS_TO_DRAFTS = 8
 """where there are prompts, drafts may take one in as many tokens of what they would have"""
-_LOOKED_AT = 64
-"""whether drafts pay is asked again after as many steps"""
 _FORCED_RATE = 0.98
 """what a grammar forces is nearly always what is sampled; it might be spelled in other tokens"""
 
@@ -33,12 +32,10 @@ class Speculation:
     def __init__(self, held: Holdings, config: SpeculationConfig, max_drafts: int, costs: StepCosts) -> None:
         """`max_drafts`: of one step."""
         self._held, self._rows = held, held.rows
-        self._most = config.num_speculative_tokens
+        self._config, self._most = config, config.num_speculative_tokens
         self._proposes = config.method is not None
         self._max_drafts = max_drafts
         self._costs = costs
-        self._worth: dict[tuple[int, int], bool] = {}
-        """by sequences that decode; as of the costs at that time"""
         self.drafted = self.accepted = 0
         """since the start"""
         self.accepted_at = [0] * self._most
@@ -56,14 +53,15 @@ class Speculation:
             return
         rows.looks *= _AGES
         may = rows.ready & ~rows.alone
-        counts = np.where(may & ~rows.masked, self._most if self._proposes else 0, self._forced(may))
+        known, forced = self._known_to_host(may)
+        counts = np.where(may & ~rows.masked, self._most if self._proposes else 0, known)
         counts = np.minimum(counts, rows.limits - rows.known - 1)
         places = np.flatnonzero(counts > 0)
         if not len(places):
             return
         hits, tries = rows.looks[places].T
         rates = (hits + _PRIOR_RATE * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
-        rates[rows.masked[places]] = _FORCED_RATE
+        rates[forced[places]] = _FORCED_RATE
         room = max(budget - num_ready, 0)
         if prompts_wait or (rows.known - rows.computed)[rows.ready].max() > 1:
             room //= _PROMPTS_TO_DRAFTS
@@ -71,24 +69,26 @@ class Speculation:
 
     def _are_worth(self, num_decodes: int) -> bool:
         """Whether a draft for each of as many sequences would pay if it were good."""
-        key = (num_decodes, self._costs.num_seen // _LOOKED_AT)
-        if key not in self._worth:
-            if len(self._worth) > _LOOKED_AT:
-                self._worth.clear()
-            a, b = self._costs.relative()
-            self._worth[key] = (1 + _HOPE) * (a + b * num_decodes) > a + b * 2 * num_decodes
-        return self._worth[key]
+        a, b = self._costs.relative()
+        return (1 + _HOPE) * (a + b * num_decodes) > a + b * 2 * num_decodes
 
-    def _forced(self, may: np.ndarray) -> np.ndarray:
-        """How many drafts the grammars of those rows know: what must come behind the tokens in flight, if these are
-        what had to come behind the others."""
-        rows, counts = self._rows, np.zeros(len(may), dtype=np.int32)
+    def _known_to_host(self, may: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of rows with a grammar, whose masks the host makes before the device has proposed: what it forces, or
+        else what came after the same tokens, from behind the tokens in flight on, which are thought to be the first
+        ones. How many each row has, and whether they are forced."""
+        rows, config = self._rows, self._config
+        counts, forced = np.zeros(len(may), dtype=np.int32), np.zeros(len(may), dtype=bool)
         for seq in rows.owners[rows.masked & may].tolist():
             with self._held.failures.isolate(seq):
                 first = rows.in_flight(seq)
-                seq.drafts = seq.matcher.forced()[first : first + self._most]
+                drafts = seq.matcher.forced()
+                forced[seq.row] = bool(drafts)
+                if not drafts and self._proposes:
+                    bounds = config.prompt_lookup_max, config.prompt_lookup_min
+                    drafts = continuation(seq.tokens, *bounds, first + self._most)
+                seq.drafts = drafts[first : first + self._most]
                 counts[seq.row] = len(seq.drafts)
-        return counts
+        return counts, forced
 
     def _best(self, counts: np.ndarray, rates: np.ndarray, num_decodes: int, room: int) -> np.ndarray:
         """Drafts of each: tokens that are expected of a step, over its cost, are most with them."""

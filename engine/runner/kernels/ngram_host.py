@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from engine.lookup import matches
 from engine.runner.kernels.ngram import END, MOST_MATCHES
 
 
@@ -47,23 +48,6 @@ class HostDraftKernels:
             return most_often(text, ends[-MOST_MATCHES:] + 1, min(room, int(factor * length)), least)
 
         return _write(tokens, rows, lengths, most, find)
-
-
-def matches(text: np.ndarray, longest: int) -> tuple[np.ndarray, int]:
-    """Where the longest end of `text`, int32 [n] with n > 0, that is somewhere before ends there, int64; and its
-    length, `longest` at most; 0: nowhere."""
-    last = len(text) - 1
-    ends, length = np.flatnonzero(text[:last] == text[last]), 0
-    while len(ends):
-        length += 1
-        if length >= longest:
-            break
-        longer = ends[ends >= length]
-        longer = longer[text[longer - length] == text[last - length]]
-        if not len(longer):
-            break
-        ends = longer
-    return ends, length
 
 
 def most_often(text: np.ndarray, places: np.ndarray, most: int, least: float) -> np.ndarray:
