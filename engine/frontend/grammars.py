@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 
 _FIELD = "structured_outputs"
 _HELPERS = 2
+_PRIORITY = 10
+"""niceness: a tenth of a busy core, so that running requests hardly notice who wants a grammar checked"""
+_PATIENCE_S = 0.05
+_SLOW_HELPERS = 4
+"""checks that took longer and go on at the lowest priority"""
 _answers = msgspec.msgpack.Decoder(GrammarAnswer)
 
 
@@ -30,6 +35,9 @@ class GrammarChecks:
             MAKE,
             memory_bytes=limits.grammar_bytes,
             turns=Turns(_HELPERS, limits.waiting_s, limits.message("waiting_s")),
+            patience_s=_PATIENCE_S,
+            slow_turns=Turns(_SLOW_HELPERS, limits.waiting_s, limits.message("waiting_s")),
+            priority=_PRIORITY,
         )
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """the grammars of what was asked before"""

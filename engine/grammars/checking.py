@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAKE = "engine.grammars.checking:checker"
+_FIRST_KEY = list(b'{"')
 
 
 class GrammarAnswer(msgspec.Struct, omit_defaults=True):
@@ -46,7 +47,8 @@ def check(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnsw
 
 
 def _compiled(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnswer:
-    """An output must be possible: its first byte is looked for."""
+    """An output must be possible: its first byte is looked for, and in an object what comes behind the first quote,
+    where all its properties may come."""
     from llguidance import LLMatcher
 
     try:
@@ -56,6 +58,8 @@ def _compiled(params: StructuredOutputsParams, bytewise: LLTokenizer) -> Grammar
     matcher = LLMatcher(bytewise, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
+        if matcher.validate_tokens(_FIRST_KEY) == len(_FIRST_KEY) and matcher.consume_tokens(_FIRST_KEY):
+            matcher.compute_bitmask()
     if matcher.is_error():
         reason = first_line(matcher.get_error())
         if reason.startswith("NoExtension"):

@@ -1,9 +1,9 @@
-"""Grammars compiled with llguidance, in a thread of their own where the core must not wait for them.
+"""Grammars compiled with llguidance, in threads of their own (`threads`) where the core must not wait for them.
 
 A compiled one is kept while there is room. Outputs start from copies, which share what it has learnt, and a lock:
-threads that fill masks side by side need a grammar compiled as often as there are threads. All that it may cost is
-bounded (`language.parser_limits`), and it was checked before in a process that could be ended (`checking`): the thread
-is not in danger.
+threads that fill masks side by side need a grammar compiled as often as there are threads, if several requests have it.
+All that it may cost is bounded (`language.parser_limits`), and it was checked before in a process that could be ended
+(`checking`): the threads are not in danger.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Matcher
 from engine.grammars.language import FIELD, first_line, parser_limits
+from engine.grammars.threads import Threads
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_BASES = 4
+_MOST_FORCED = 64
+"""tokens that are told at a time"""
 _SHARES = itertools.count()
 _EVERYTHING = -1
 """32 tokens that are allowed"""
 
 
 class LlguidanceMatcher:
-    __slots__ = ("inner", "share", "source", "tokens")
+    __slots__ = ("_forced", "inner", "share", "source", "tokens")
 
     def __init__(self, inner: LLMatcher, share: int, source: _Compiled, tokens: list[int]) -> None:
         """`share`: what has the same number shares a lock, and what was learnt. `tokens`: those behind it."""
@@ -44,19 +46,25 @@ class LlguidanceMatcher:
         self.share = share
         self.source = source
         self.tokens = tokens
+        self._forced: list[int] = []
+        """the last first: what was found to be forced, and has not come yet. A long text is tokenized once."""
 
     def advance(self, token: int) -> None:
         if not self.inner.consume_token(token) and not (self.renew() and self.inner.consume_token(token)):
             reason = first_line(self.inner.get_error())
             raise InvalidRequestError(f"{FIELD}: token {token} does not match: {reason}", FIELD)
         self.tokens.append(token)
+        if self._forced and self._forced.pop() != token:
+            self._forced = []
 
     @property
     def is_over(self) -> bool:
         return self.inner.is_stopped()
 
     def forced(self) -> list[int]:
-        return self.inner.compute_ff_tokens()
+        if not self._forced:
+            self._forced = self.inner.compute_ff_tokens()[::-1]
+        return self._forced[: -_MOST_FORCED - 1 : -1]
 
     def copy(self) -> LlguidanceMatcher:
         return LlguidanceMatcher(self.inner.deep_copy(), self.share, self.source, self.tokens.copy())
@@ -118,38 +126,42 @@ class GrammarCompiler:
         self._threads = threads
         self._num_bases = min(threads or _MOST_BASES, _MOST_BASES)
         self._notify = notify
-        self._vocabulary: Vocabulary | None = None
         self._tokenizer: LLTokenizer | None = None
+        self._no_tokenizer = "the core knows no vocabulary"
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, _Compiled | str] = OrderedDict()
         """or why it is not"""
         self._lock = threading.Lock()
-        self._work: SimpleQueue[str] | None = None
+        self._compilers = Threads(self._compile_for)
         self._under_way: set[str] = set()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Of the model's outputs; it comes before the first grammar, and once."""
-        if self._vocabulary is None:
-            self._vocabulary = vocabulary
+        """Of the model's outputs; it comes before the first grammar, and once. Takes a second for 256k tokens, in which
+        no other thread runs Python: where requests stream, it is to come before them."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._make_tokenizer(vocabulary)
+                self._wide_words = -(-self._tokenizer.vocab_size // 32)
+            except BaseException as error:  # a Rust panic is no Exception
+                self._no_tokenizer = first_line(str(error)) or type(error).__name__
             with self._lock:
                 self._compiled.clear()  # what could not be compiled without one
 
     def begin(self, grammar: str) -> bool:
         with self._lock:
-            if grammar in self._compiled:
+            known = self._compiled.get(grammar)
+            if known is not None:
                 self._compiled.move_to_end(grammar)
-                return True
+                if isinstance(known, str) or not known.started or len(known.bases) >= self._num_bases:
+                    return True
             if grammar in self._under_way:
-                return False
+                return known is not None
             self._under_way.add(grammar)
         if self._notify is None:
-            self._compile_again(self._compile(grammar))
+            self._compile_for(grammar)
             return True
-        if self._work is None:
-            self._work = SimpleQueue()
-            threading.Thread(target=self._run, args=(self._work, self._notify), name="grammars", daemon=True).start()
-        self._work.put(grammar)
-        return False
+        self._compilers.put(grammar)
+        return known is not None
 
     def start(self, grammar: str) -> LlguidanceMatcher:
         with self._lock:
@@ -210,14 +222,20 @@ class GrammarCompiler:
         if others := [(one.matcher.inner, one.place) for one in asked if not one.drafts]:
             self._executor.unsafe_compute_mask_ptr(others, *where)
 
-    def _run(self, work: SimpleQueue[str], notify: Callable[[str], None]) -> None:
-        while True:
-            grammar = work.get()
-            compiled = self._compile(grammar)
-            notify(grammar)
-            self._compile_again(compiled)
+    def _compile_for(self, grammar: str) -> None:
+        """Whoever asks for it; once more for each thread that fills masks, where others have it already."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+        if isinstance(known, _Compiled):
+            self._compile_again(known)
+        else:
+            self._compile(grammar)
+        with self._lock:
+            self._under_way.discard(grammar)
+        if self._notify is not None:
+            self._notify(grammar)
 
-    def _compile(self, grammar: str) -> _Compiled | str:
+    def _compile(self, grammar: str) -> None:
         compiled: _Compiled | str
         try:
             compiled = _Compiled(lambda: self._made(grammar))
@@ -225,26 +243,20 @@ class GrammarCompiler:
             compiled = first_line(str(error)) or type(error).__name__
         with self._lock:
             self._compiled[grammar] = compiled
-            self._under_way.discard(grammar)
-        return compiled
 
-    def _compile_again(self, compiled: _Compiled | str) -> None:
-        if isinstance(compiled, _Compiled):
-            try:
-                for _ in range(1, self._num_bases):
-                    compiled.add()
-            except BaseException:  # it is only for speed, and a Rust panic is no Exception
-                logger.warning("a grammar's further compilations have failed", exc_info=True)
+    def _compile_again(self, compiled: _Compiled) -> None:
+        try:
+            while len(compiled.bases) < self._num_bases:
+                compiled.add()
+        except BaseException:  # it is only for speed, and a Rust panic is no Exception
+            logger.warning("a grammar's further compilations have failed", exc_info=True)
 
     def _made(self, grammar: str) -> LLMatcher:
         """Raises `InvalidRequestError`."""
         from llguidance import LLMatcher
 
         if self._tokenizer is None:
-            if self._vocabulary is None:
-                raise InvalidRequestError("the core knows no vocabulary", FIELD)
-            self._tokenizer = self._make_tokenizer(self._vocabulary)
-            self._wide_words = -(-self._tokenizer.vocab_size // 32)
+            raise InvalidRequestError(self._no_tokenizer, FIELD)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # what the first mask learns, all outputs know

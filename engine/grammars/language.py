@@ -25,10 +25,11 @@ with whitespace for as long as they may."""
 
 
 def parser_limits() -> LLParserLimits:
-    """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar."""
+    """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar, and
+    objects to about 4000 optional properties, each of which is four items of a row."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
