@@ -73,14 +73,14 @@ class Session:
         self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
         try:
             if admitted.message.grammar is not None:
-                self._tell_vocabulary()
+                self.tell_vocabulary()
             self.client.send(admitted.message)
         except BaseException:  # the core does not know it, so nobody tells it of its end
             self.processor.remove(admitted.request_id, time.monotonic())
             raise
 
-    def _tell_vocabulary(self) -> None:
-        """Once, before the first grammar."""
+    def tell_vocabulary(self) -> None:
+        """Once, before the first grammar at the latest."""
         if not self._core_knows_vocabulary:
             eos = sorted(self.admission.eos_token_ids)
             self.client.send(Vocabulary(tokenizer=self.tokenizer.backend.to_str(), eos_token_ids=eos))
