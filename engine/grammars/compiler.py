@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Matcher
 from engine.grammars.language import FIELD, first_line, parser_limits
 from engine.grammars.threads import Threads
+from engine.grammars.vocabularies import ModelVocabulary
+from engine.grammars.xgrammar_language import PREFIX, reason_of
+from engine.grammars.xgrammar_matcher import Xgrammar, XgrammarCompiled, XgrammarMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -129,7 +131,8 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._no_tokenizer = "the core knows no vocabulary"
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[str, _Compiled | str] = OrderedDict()
+        self._xgrammar: Xgrammar | None = None
+        self._compiled: OrderedDict[str, _Compiled | XgrammarCompiled | str] = OrderedDict()
         """or why it is not"""
         self._lock = threading.Lock()
         self._compilers = Threads(self._compile_for)
@@ -139,12 +142,18 @@ class GrammarCompiler:
         """Of the model's outputs; it comes before the first grammar, and once. Takes a second for 256k tokens, in which
         no other thread runs Python: where requests stream, it is to come before them."""
         if self._tokenizer is None:
+            known = ModelVocabulary(
+                tokenizer=vocabulary.tokenizer,
+                eos_token_ids=vocabulary.eos_token_ids,
+                vocab_size=self._vocab_size,
+            )
             try:
-                self._tokenizer = self._make_tokenizer(vocabulary)
+                self._tokenizer = known.for_llguidance()
                 self._wide_words = -(-self._tokenizer.vocab_size // 32)
             except BaseException as error:  # a Rust panic is no Exception
                 self._no_tokenizer = first_line(str(error)) or type(error).__name__
             with self._lock:
+                self._xgrammar = Xgrammar(known)
                 self._compiled.clear()  # what could not be compiled without one
 
     def begin(self, grammar: str) -> bool:
@@ -152,7 +161,7 @@ class GrammarCompiler:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
-                if isinstance(known, str) or not known.started or len(known.bases) >= self._num_bases:
+                if not isinstance(known, _Compiled) or not known.started or len(known.bases) >= self._num_bases:
                     return True
             if grammar in self._under_way:
                 return known is not None
@@ -163,10 +172,10 @@ class GrammarCompiler:
         self._compilers.put(grammar)
         return known is not None
 
-    def start(self, grammar: str) -> LlguidanceMatcher:
+    def start(self, grammar: str) -> LlguidanceMatcher | XgrammarMatcher:
         with self._lock:
             compiled = self._compiled[grammar]
-            if isinstance(compiled, _Compiled):
+            if not isinstance(compiled, str):
                 compiled.started = True
             self._drop_oldest()
         if isinstance(compiled, str):
@@ -186,10 +195,13 @@ class GrammarCompiler:
         }
         try:
             failed = self._fill_known(known, masks)
+            failed |= _fill_by_xgrammar(matchers, places, drafts, masks)
         except Exception as error:  # of whichever: those without a grammar go on
             logger.exception("masks could not be filled")
             masks[:] = _EVERYTHING
-            failed = {index: f"{FIELD}: {first_line(str(error))}" for index in known}
+            failed = {
+                index: f"{FIELD}: {first_line(str(error))}" for index, one in enumerate(matchers) if one is not None
+            }
         return np.ascontiguousarray(masks[:, : self._words]), failed
 
     def _fill_known(self, known: dict[int, _Asked], masks: np.ndarray) -> dict[int, str]:
@@ -236,13 +248,21 @@ class GrammarCompiler:
             self._notify(grammar)
 
     def _compile(self, grammar: str) -> None:
-        compiled: _Compiled | str
+        compiled: _Compiled | XgrammarCompiled | str
         try:
-            compiled = _Compiled(lambda: self._made(grammar))
+            compiled = self._compiled_by_xgrammar(grammar) or _Compiled(lambda: self._made(grammar))
         except BaseException as error:  # a Rust panic is no Exception, and nobody would start the thread again
             compiled = first_line(str(error)) or type(error).__name__
         with self._lock:
             self._compiled[grammar] = compiled
+
+    def _compiled_by_xgrammar(self, grammar: str) -> XgrammarCompiled | None:
+        """None: llguidance is to compile it. Raises `InvalidRequestError`."""
+        if not grammar.startswith(PREFIX):
+            return None
+        if self._xgrammar is None:
+            raise InvalidRequestError(self._no_tokenizer, FIELD)
+        return self._xgrammar.compile(grammar)
 
     def _compile_again(self, compiled: _Compiled) -> None:
         try:
@@ -264,18 +284,24 @@ class GrammarCompiler:
             raise InvalidRequestError(first_line(matcher.get_error()), FIELD)
         return matcher
 
-    def _make_tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
-        text = vocabulary.tokenizer
-        eos = [token for token in vocabulary.eos_token_ids if 0 <= token < self._vocab_size]
-        if not text.startswith("{") or not eos:  # anything else would be the name of a file
-            raise InvalidRequestError("this model's tokenizer, or its EOS, is not known", FIELD)
-        own = Tokenizer.from_str(text).get_vocab_size(with_added_tokens=True)
-        return LLTokenizer(text, n_vocab=max(own, self._vocab_size), eos_token=eos)
-
     def _drop_oldest(self) -> None:
         """Under the lock. Who waits for what has been compiled has not come yet: that stays."""
         spare = len(self._compiled) - self._most_kept
         for grammar in [g for g, one in self._compiled.items() if isinstance(one, str) or one.started][: max(spare, 0)]:
             del self._compiled[grammar]
+
+
+def _fill_by_xgrammar(
+    matchers: Sequence[Matcher | None], places: list[int], drafts: Sequence[Sequence[int]], masks: np.ndarray
+) -> dict[int, str]:
+    """Rows of `masks`; those that failed, and why."""
+    failed = {}
+    for index, (matcher, tokens) in enumerate(zip(matchers, drafts)):
+        if isinstance(matcher, XgrammarMatcher):
+            rows = masks[places[index] : places[index + 1]]
+            try:
+                matcher.fill(rows, list(tokens))
+            except RuntimeError as error:
+                rows[:] = _EVERYTHING
+                failed[index] = f"{FIELD}: {reason_of(error)}"
+    return failed

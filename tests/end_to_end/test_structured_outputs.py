@@ -142,6 +142,18 @@ def test_each_kind_in_one_batch(model: Path, in_process: bool) -> None:
                 assert sample.finish_reason == "stop" and re.fullmatch(pattern, sample.text, re.DOTALL)
 
 
+def test_grammars_may_name_tokens(model: Path) -> None:
+    with LLM.from_args(args_of(model)) as llm:
+        asked = StructuredOutputsParams(grammar='start: <s> "ab" <[10-12]> "c"')
+        params = SamplingParams(max_tokens=9, structured_outputs=asked)
+        [output] = llm.generate(prompts(1), params, use_tqdm=False)  # type: ignore[arg-type]
+        [one] = output.outputs
+        vocabulary = llm.get_tokenizer().backend.get_vocab()
+        a, b, c = (vocabulary[letter] for letter in "abc")
+        assert one.token_ids[:3] == [1, a, b] and one.token_ids[3] in (10, 11, 12) and one.token_ids[4:] == [c]
+        assert one.finish_reason == "stop"
+
+
 def test_beams_are_outputs_of_the_grammar_best_first(model: Path) -> None:
     with LLM.from_args(args_of(model)) as llm:
         params = SamplingParams(
