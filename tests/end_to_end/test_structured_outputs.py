@@ -142,6 +142,27 @@ def test_each_kind_in_one_batch(model: Path, in_process: bool) -> None:
                 assert sample.finish_reason == "stop" and re.fullmatch(pattern, sample.text, re.DOTALL)
 
 
+@pytest.mark.parametrize("in_process", [True, False])
+def test_the_end_of_a_grammar_is_the_end_whatever_else_is_asked_for(model: Path, in_process: bool) -> None:
+    shown: Any = {"temperature": 0, "skip_special_tokens": False, "max_tokens": 40}
+    with LLM.from_args(args_of(model), in_process=in_process) as llm:
+        likely = dict.fromkeys((2,), 100.0)  # EOS, as soon as it may come
+        params = [
+            SamplingParams(**shown, **more, structured_outputs=StructuredOutputsParams(regex=pattern))
+            for pattern, more in [
+                ("[ab]{3,30}", {"logit_bias": likely, "ignore_eos": True}),
+                ("[ab]{3,30}", {"logit_bias": likely, "ignore_eos": True, "min_tokens": 12}),
+                ("[ab]{3}", {"min_tokens": 20}),
+                ("[ab]{3}", {"ignore_eos": True, "min_tokens": 20}),
+            ]
+        ]
+        outputs = llm.generate(prompts(4), params, use_tqdm=False)  # type: ignore[arg-type]
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(re.fullmatch("[ab]*", text) for text in texts), "EOS is not shown"
+    assert [len(text) for text in texts] == [3, 12, 3, 3]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
 def test_grammars_may_name_tokens(model: Path) -> None:
     with LLM.from_args(args_of(model)) as llm:
         asked = StructuredOutputsParams(grammar='start: <s> "ab" <[10-12]> "c"')
