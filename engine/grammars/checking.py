@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAKE = "engine.grammars.checking:checker"
+_MOST_FORCED = 16384
+"""bytes that are tokenized anew for each mask"""
 
 
 class GrammarAnswer(msgspec.Struct, omit_defaults=True):
@@ -66,6 +68,8 @@ def _compiled(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> Gramma
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
+        if len(matcher.compute_ff_bytes()) > _MOST_FORCED:
+            return GrammarAnswer(error=f"{FIELD}: it begins with more than {_MOST_FORCED} bytes that cannot be others")
         first_key = tokenizer.tokenize_str('{"')
         if matcher.validate_tokens(first_key) == len(first_key) and matcher.consume_tokens(first_key):
             matcher.compute_bitmask()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_BASES = 4
+_MOST_RENEWAL_S = 0.01
+"""of compiling while a step waits"""
 _MOST_FORCED = 64
 """tokens that are told at a time"""
 _SHARES = itertools.count()
@@ -73,8 +76,10 @@ class LlguidanceMatcher:
 
     def renew(self) -> bool:
         """What all outputs have learnt together has a bound: the same position in a new compilation. False where the
-        grammar itself is why it failed."""
+        grammar itself is why it failed, or compiling it would keep the others waiting."""
         base = self.source.again(self.share)
+        if base is None:
+            return False
         self.inner, self.share = base.inner.deep_copy(), base.share
         return self.inner.consume_tokens(self.tokens)
 
@@ -94,12 +99,16 @@ class _Compiled:
     def __init__(self, make: Callable[[], LLMatcher]) -> None:
         self._make = make
         self._starts = itertools.count()
+        self._seconds = 0.0
+        """that compiling it took"""
         self.bases: list[LlguidanceMatcher] = []
         self.started = False
         self.add()
 
     def add(self) -> LlguidanceMatcher:
+        began = time.monotonic()
         base = LlguidanceMatcher(self._make(), next(_SHARES), self, [])
+        self._seconds = time.monotonic() - began
         self.bases.append(base)
         return base
 
@@ -107,10 +116,12 @@ class _Compiled:
         self.started = True
         return self.bases[next(self._starts) % len(self.bases)].copy()
 
-    def again(self, spent: int) -> LlguidanceMatcher:
-        """In place of the one whose share is used up."""
+    def again(self, spent: int) -> LlguidanceMatcher | None:
+        """In place of the one whose share is used up. None: there is no other, and making one takes long."""
         self.bases = [base for base in self.bases if base.share != spent]
-        return self.bases[0] if self.bases else self.add()
+        if self.bases:
+            return self.bases[0]
+        return self.add() if self._seconds < _MOST_RENEWAL_S else None
 
 
 class GrammarCompiler:
@@ -159,6 +170,9 @@ class GrammarCompiler:
     def begin(self, grammar: str) -> bool:
         with self._lock:
             known = self._compiled.get(grammar)
+            if isinstance(known, _Compiled) and not known.bases:  # all are used up
+                del self._compiled[grammar]
+                known = None
             if known is not None:
                 self._compiled.move_to_end(grammar)
                 if not isinstance(known, _Compiled) or not known.started or len(known.bases) >= self._num_bases:

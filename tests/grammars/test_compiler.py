@@ -277,6 +277,23 @@ def test_what_outputs_have_learnt_together_may_be_used_up(compiler: GrammarCompi
     assert not third.inner.is_error() and third.share != one.share
 
 
+def test_what_is_used_up_and_takes_long_to_compile_fails_alone_and_is_compiled_behind_the_next_request() -> None:
+    told: Queue[str] = Queue()
+    compiler = GrammarCompiler(VOCAB, 256, 1, told.put)
+    compiler.set_vocabulary(vocabulary())
+    grammar = grammar_of(StructuredOutputsParams(regex="a+b"))
+    compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar and compiler.begin(grammar)
+    one = compiler.start(grammar)
+    one.source._seconds = 1.0
+    one.inner.consume_token(TOKEN["{"])
+    _, failed = compiler.fill([one])
+    assert list(failed) == [0]
+    assert not compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar and compiler.begin(grammar)
+    assert TOKEN["a"] in allowed(compiler, compiler.start(grammar))
+
+
 def test_the_thread_survives_what_is_no_exception(notified: tuple[GrammarCompiler, Queue[str]]) -> None:
     compiler, told = notified
 

@@ -93,6 +93,7 @@ def test_properties_that_nobody_named_can_be_forbidden() -> None:
         (params(structural_tag={**TAGS, "triggers": ["<g"]}), "no trigger"),
         (params(structural_tag={**TAGS, "structures": []}), "empty"),
         (params(json=PERSON, whitespace_pattern="(("), "("),
+        (params(grammar=f'start: "{"ab" * 9000}"'), "16384 bytes"),
         (params(choice=[""] * 3 + ["\x00"]), ""),
     ],
 )
