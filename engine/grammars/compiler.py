@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _MOST_BASES = 4
 _MOST_RENEWAL_S = 0.01
 """of compiling while a step waits"""
+_LONG_LOOK_S = 0.001
+_REST = 16
+"""tokens for which what is forced is not looked for, after a long look that found nothing"""
 _MOST_FORCED = 64
 """tokens that are told at a time"""
 _SHARES = itertools.count()
@@ -43,7 +46,7 @@ _EVERYTHING = -1
 
 
 class LlguidanceMatcher:
-    __slots__ = ("_forced", "inner", "share", "source", "tokens")
+    __slots__ = ("_forced", "_look_from", "inner", "share", "source", "tokens")
 
     def __init__(self, inner: LLMatcher, share: int, source: _Compiled, tokens: list[int]) -> None:
         """`share`: what has the same number shares a lock, and what was learnt. `tokens`: those behind it."""
@@ -53,6 +56,8 @@ class LlguidanceMatcher:
         self.tokens = tokens
         self._forced: list[int] = []
         """the last first: what was found to be forced, and has not come yet. A long text is tokenized once."""
+        self._look_from = 0
+        """tokens; before, what is forced is not looked for, since that took long and found nothing"""
 
     def advance(self, token: int) -> None:
         if not self.inner.consume_token(token) and not (self.renew() and self.inner.consume_token(token)):
@@ -67,8 +72,11 @@ class LlguidanceMatcher:
         return self.inner.is_stopped()
 
     def forced(self) -> list[int]:
-        if not self._forced:
+        if not self._forced and len(self.tokens) >= self._look_from:
+            began = time.perf_counter()
             self._forced = self.inner.compute_ff_tokens()[::-1]
+            if not self._forced and time.perf_counter() - began > _LONG_LOOK_S:
+                self._look_from = len(self.tokens) + _REST
         return self._forced[: -_MOST_FORCED - 1 : -1]
 
     def copy(self) -> LlguidanceMatcher:

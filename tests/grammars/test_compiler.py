@@ -372,3 +372,17 @@ def test_a_long_text_that_is_forced_is_told_in_parts_and_found_once(compiler: Gr
             text += TOKENS[token]
     assert text and ("cab" * 200).startswith(text) and len(text) > 590
     assert next(calls) <= 4
+
+
+def test_after_a_long_look_that_finds_nothing_forced_none_is_taken_for_a_while(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammars.compiler._LONG_LOOK_S", -1.0)
+    grammar = grammar_of(StructuredOutputsParams(grammar='root ::= [ab] [ab] [ab]{30} "cabcab" [ab]'))
+    compiler.begin(grammar)
+    matcher, found = compiler.start(grammar), []
+    for _ in range(32):
+        found.append(matcher.forced())
+        matcher.advance(TOKEN["a"])
+    assert not any(found) and matcher._look_from == 32, "it looked at the start and 16 tokens later"
+    assert matcher.forced()
