@@ -81,7 +81,7 @@ class Bench:
                 now, tokens = time.perf_counter(), len(output.outputs[0].token_ids)
                 if last and self._gaps is not None:
                     self._gaps += [1000 * (now - last) / (tokens - known)] * (tokens - known)
-                    if self._under_way:
+                    if self._under_way and not number:
                         self.worst.append((1000 * (now - last), ", ".join(self._under_way)))
                         self.worst = sorted(self.worst, reverse=True)[:10]
                 last, known = now, tokens
