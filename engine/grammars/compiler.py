@@ -73,9 +73,9 @@ class LlguidanceMatcher:
 
     def forced(self) -> list[int]:
         if not self._forced and len(self.tokens) >= self._look_from:
-            began = time.perf_counter()
+            began = time.thread_time()
             self._forced = self.inner.compute_ff_tokens()[::-1]
-            if not self._forced and time.perf_counter() - began > _LONG_LOOK_S:
+            if not self._forced and time.thread_time() - began > _LONG_LOOK_S:
                 self._look_from = len(self.tokens) + _REST
         return self._forced[: -_MOST_FORCED - 1 : -1]
 
