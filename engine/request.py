@@ -24,7 +24,9 @@ class StructuredOutputsParams(
     ``json``: a JSON schema, as text or parsed. ``grammar``: Lark or GBNF. ``structural_tag``: ``{"type":
     "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. ``strict``: keywords of a schema
     that are not known are refused; else they have no effect, and ``oneOf`` is read as ``anyOf``. Whitespace in JSON is
-    bounded unless ``whitespace_pattern`` says otherwise. Raises `InvalidRequestError` naming the field.
+    bounded unless ``whitespace_pattern`` says otherwise. An output that can only end has ended, whatever ``min_tokens``
+    and ``ignore_eos`` say; where it may go on, ``min_tokens`` makes it. ``backend``: "auto" is llguidance; xgrammar is
+    an extra. Raises `InvalidRequestError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None
@@ -37,7 +39,7 @@ class StructuredOutputsParams(
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     strict: bool = True
-    backend: Literal["auto", "llguidance"] = "auto"
+    backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
 
     def __post_init__(self) -> None:
         kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")

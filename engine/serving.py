@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
-from engine.errors import CoreDiedError, ShutDownError
+from engine.errors import CoreDiedError, EngineError, ShutDownError
 from engine.frontend.admission import AdmittedRequest
 from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
@@ -61,6 +61,8 @@ class Serving(Session):
     ) -> None:
         super().__init__(model, config, tokenizer, client, ready)
         self.streams: dict[str, _News] = {}
+        with suppress(EngineError):  # a core that is dead is the receiver's to find
+            self.tell_vocabulary()  # while nobody streams: the core does nothing else until it has taken it in
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     async def stream(

@@ -16,6 +16,7 @@ from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.pins import PinnedPrefixes
 from engine.frontend.tokenizer import Tokenizer
+from engine.grammars.vocabularies import ModelVocabulary
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
@@ -45,7 +46,7 @@ class Session:
         self.metrics = EngineMetrics(config.model.served_name)
         self.metrics.stats = CoreStats(compiling=ready.compiling)
         self.pinned = PinnedPrefixes(config.limits)
-        self.grammars = GrammarChecks(config.limits)
+        self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False
         self.death: CoreDiedError | None = None
 
@@ -73,18 +74,25 @@ class Session:
         self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
         try:
             if admitted.message.grammar is not None:
-                self._tell_vocabulary()
+                self.tell_vocabulary()
             self.client.send(admitted.message)
         except BaseException:  # the core does not know it, so nobody tells it of its end
             self.processor.remove(admitted.request_id, time.monotonic())
             raise
 
-    def _tell_vocabulary(self) -> None:
-        """Once, before the first grammar."""
+    def tell_vocabulary(self) -> None:
+        """Once, before the first grammar at the latest."""
         if not self._core_knows_vocabulary:
             eos = sorted(self.admission.eos_token_ids)
             self.client.send(Vocabulary(tokenizer=self.tokenizer.backend.to_str(), eos_token_ids=eos))
             self._core_knows_vocabulary = True
+
+    def _vocabulary(self) -> ModelVocabulary:
+        return ModelVocabulary(
+            tokenizer=self.tokenizer.backend.to_str(),
+            eos_token_ids=sorted(self.admission.eos_token_ids),
+            vocab_size=self.config.model.vocab_size,
+        )
 
     def take_in(self, outputs: StepOutputs) -> list[str]:
         """What the core has told. Returns the requests with news."""

@@ -65,7 +65,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
-    """What grammars are made of; comes once, before the first request that has one."""
+    """What grammars are made of; comes once, before the first request that has one: taking it in takes long."""
 
     tokenizer: str
     """tokenizers' JSON"""

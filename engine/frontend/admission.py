@@ -233,7 +233,7 @@ class Admission:
 
     def _row_params(self, params: SamplingParams, bad_words: Iterable[list[int]]) -> RowParams:
         stop_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.structured_outputs is not None:  # nothing can follow the end of a grammar
             stop_ids |= self.eos_token_ids
         allowed = params.allowed_token_ids
         return RowParams(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import msgspec
+from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.turns import Turns
-from engine.grammars.checking import MAKE, GrammarAnswer
+from engine.grammars.checking import MAKE, GrammarAnswer, names_tokens
+from engine.grammars.vocabularies import ModelVocabulary, check_decoder
+from engine.grammars.xgrammar_checking import MAKE as XGRAMMAR
 from engine.limits import Limits
 from engine.request import StructuredOutputsParams
 
@@ -18,46 +23,78 @@ logger = logging.getLogger(__name__)
 
 _FIELD = "structured_outputs"
 _HELPERS = 2
+_PRIORITY = 10
+"""niceness: a tenth of a busy core, so that running requests hardly notice who wants a grammar checked"""
+_PATIENCE_S = 0.05
+_SLOW_HELPERS = 4
+"""checks that took longer and go on at the lowest priority"""
 _answers = msgspec.msgpack.Decoder(GrammarAnswer)
 
 
 class GrammarChecks:
     """`check` from any thread, `check_async` from one event loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        vocabulary: Callable[[], ModelVocabulary] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """`vocabulary`: what xgrammar compiles for, and whose tokens grammars may name. `tokenizer`: of outputs."""
         self._limits = limits
-        self._helpers = Helpers(
-            MAKE,
-            memory_bytes=limits.grammar_bytes,
-            turns=Turns(_HELPERS, limits.waiting_s, limits.message("waiting_s")),
-        )
+        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
+        self._helpers = self._new(MAKE, bytes)
+        self._with_tokens = self._xgrammar = None
+        if vocabulary is not None:
+            self._with_tokens = self._new(MAKE, self._setup)
+            if find_spec("xgrammar") is not None:
+                self._xgrammar = self._new(XGRAMMAR, self._setup)
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """the grammars of what was asked before"""
 
     def check(self, params: StructuredOutputsParams) -> str:
         """The grammar as the core is told of it. Raises `InvalidRequestError`."""
-        question = self._question(params)
+        question, helpers = self._question(params)
         if (known := self._known.get(question)) is not None:
             return known
         try:
-            return self._learn(question, self._helpers.ask(question, self._limits.grammar_s))
+            return self._learn(question, helpers.ask(question, self._limits.grammar_s))
         except HelperEndedError as error:
             raise self._refusal(error) from None
 
     async def check_async(self, params: StructuredOutputsParams) -> str:
         """As `check`; being cancelled ends the work."""
-        question = self._question(params)
+        question, helpers = self._question(params)
         if (known := self._known.get(question)) is not None:
             return known
         try:
-            return self._learn(question, await self._helpers.ask_async(question, self._limits.grammar_s))
+            return self._learn(question, await helpers.ask_async(question, self._limits.grammar_s))
         except HelperEndedError as error:
             raise self._refusal(error) from None
 
     def close(self) -> None:
-        self._helpers.close()
+        for helpers in (self._helpers, self._with_tokens, self._xgrammar):
+            if helpers is not None:
+                helpers.close()
 
-    def _question(self, params: StructuredOutputsParams) -> bytes:
+    def _setup(self) -> bytes:
+        return b"" if self._vocabulary is None else msgspec.msgpack.encode(self._vocabulary())
+
+    def _new(self, make: str, setup: Callable[[], bytes]) -> Helpers:
+        limits = self._limits
+        return Helpers(
+            make,
+            setup=setup,
+            memory_bytes=limits.grammar_bytes,
+            turns=Turns(_HELPERS, limits.waiting_s, limits.message("waiting_s")),
+            patience_s=_PATIENCE_S,
+            slow_turns=Turns(_SLOW_HELPERS, limits.waiting_s, limits.message("waiting_s")),
+            priority=_PRIORITY,
+        )
+
+    def _question(self, params: StructuredOutputsParams) -> tuple[bytes, Helpers]:
+        """And whom to ask it."""
         try:
             given = params if isinstance(params, dict) else msgspec.to_builtins(params)
             checked = msgspec.convert(given, StructuredOutputsParams)
@@ -69,7 +106,17 @@ class GrammarChecks:
             raise InvalidRequestError(f"{_FIELD}: {error}", _FIELD) from None
         self._limits.check("choices", len(checked.choice or ()), _FIELD)
         self._limits.check("grammar_chars", len(question), _FIELD)
-        return question
+        if checked.backend != "xgrammar":
+            if self._tokenizer is not None:
+                check_decoder(self._tokenizer)
+            if self._with_tokens is not None and names_tokens(checked):
+                return question, self._with_tokens
+            return question, self._helpers
+        if self._xgrammar is None:
+            raise InvalidRequestError(
+                f"{_FIELD}.backend: xgrammar is not installed here (pip install 'pageloom[xgrammar]')", _FIELD
+            )
+        return question, self._xgrammar
 
     def _learn(self, question: bytes, answered: bytes) -> str:
         answer = _answers.decode(answered)

@@ -49,7 +49,8 @@ class HelperEndedError(EngineError):
 class Helper:
     """One process. It starts in the background: the first question waits for it."""
 
-    def __init__(self, make: str, setup: bytes, memory_bytes: int) -> None:
+    def __init__(self, make: str, setup: bytes, memory_bytes: int, priority: int = 0) -> None:
+        """`priority`: its niceness."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -60,6 +61,7 @@ class Helper:
                 # Linux shares the CPUs out by session first (autogroup).
                 process_group=0,
             )
+        self._set_priority(priority)
         self._to_send = frame(setup)
         self._unread = 1  # the answer to the setup
         self.demoted = False
@@ -127,8 +129,12 @@ class Helper:
         self.demoted = True
         if news is not None:
             news.set()
-        with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, self.pid, _LOWEST_PRIORITY)
+        self._set_priority(_LOWEST_PRIORITY)
+
+    def _set_priority(self, priority: int) -> None:
+        if priority:
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self.pid, priority)
 
     @property
     def pid(self) -> int:
@@ -159,13 +165,15 @@ class Helpers:
         turns: Turns,
         patience_s: float | None = None,
         slow_turns: Turns | None = None,
+        priority: int = 0,
     ) -> None:
-        """`make`, `setup`: for `helper_main.main`. `patience_s`: a helper whose answer takes longer gets only the CPU
-        that the event loop and the core leave, is not asked again, and gives its turn to the next one for one of
-        `slow_turns`: who is quick does not wait for those who are not."""
+        """`make`, `setup`: for `helper_main.main`. `priority`: the niceness of all. `patience_s`: a helper whose answer
+        takes longer gets only the CPU that the event loop and the core leave, is not asked again, and gives its turn to
+        the next one for one of `slow_turns`: who is quick does not wait for those who are not."""
         self._make, self._setup, self._memory_bytes = make, setup, memory_bytes
         self._patience_s = patience_s
         self._slow_turns = slow_turns
+        self._priority = priority
         self._idle: list[Helper] = []
         self._turns = turns
         self._lock = threading.Lock()
@@ -218,7 +226,7 @@ class Helpers:
 
     def _new(self) -> Helper:
         try:
-            return Helper(self._make, self._setup(), self._memory_bytes)
+            return Helper(self._make, self._setup(), self._memory_bytes, self._priority)
         except OSError as error:
             raise RequestFailedError(f"no helper process can be started: {error}") from error
 

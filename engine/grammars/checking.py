@@ -11,12 +11,15 @@ from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
 from engine.grammars.language import FIELD, first_line, grammar_of, parser_limits
+from engine.grammars.vocabularies import ModelVocabulary
 from engine.request import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAKE = "engine.grammars.checking:checker"
+_MOST_FORCED = 16384
+"""bytes that are tokenized anew for each mask"""
 
 
 class GrammarAnswer(msgspec.Struct, omit_defaults=True):
@@ -26,36 +29,50 @@ class GrammarAnswer(msgspec.Struct, omit_defaults=True):
 
 
 def checker(setup: bytes) -> Callable[[bytes], bytes]:
+    """`setup`: a `ModelVocabulary` for grammars that name tokens; nothing for others, which bytes are enough for."""
     from llguidance import LLTokenizer
 
-    bytewise = LLTokenizer("byte")
+    tokenizer = (
+        LLTokenizer("byte") if not setup else msgspec.msgpack.decode(setup, type=ModelVocabulary).for_llguidance()
+    )
     decode = msgspec.msgpack.Decoder(StructuredOutputsParams).decode
 
     def answer(question: bytes) -> bytes:
-        return msgspec.msgpack.encode(check(decode(question), bytewise))
+        return msgspec.msgpack.encode(check(decode(question), tokenizer))
 
     return answer
 
 
-def check(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnswer:
-    """`bytewise`: llguidance's tokenizer of single bytes."""
-    answer = _compiled(params, bytewise)
-    if answer.error is not None and params.strict and _compiled(replace(params, strict=False), bytewise).error is None:
+def names_tokens(params: StructuredOutputsParams) -> bool:
+    """It may: Lark's <|token|> and <[1-5]>; GBNF has none."""
+    return params.grammar is not None and "<" in params.grammar and "::=" not in params.grammar
+
+
+def check(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> GrammarAnswer:
+    """`tokenizer`: llguidance's, of single bytes or of the model."""
+    answer = _compiled(params, tokenizer)
+    if answer.error is not None and params.strict and _compiled(replace(params, strict=False), tokenizer).error is None:
         return GrammarAnswer(error=f"{answer.error} (strict=False passes over it)")
     return answer
 
 
-def _compiled(params: StructuredOutputsParams, bytewise: LLTokenizer) -> GrammarAnswer:
-    """An output must be possible: its first byte is looked for."""
+def _compiled(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> GrammarAnswer:
+    """An output must be possible: its first byte is looked for, and in an object what comes behind the first quote,
+    where all its properties may come."""
     from llguidance import LLMatcher
 
     try:
         grammar = grammar_of(params)
     except InvalidRequestError as error:
         return GrammarAnswer(error=str(error))
-    matcher = LLMatcher(bytewise, grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
+        if len(matcher.compute_ff_bytes()) > _MOST_FORCED:
+            return GrammarAnswer(error=f"{FIELD}: it begins with more than {_MOST_FORCED} bytes that cannot be others")
+        first_key = tokenizer.tokenize_str('{"')
+        if matcher.validate_tokens(first_key) == len(first_key) and matcher.consume_tokens(first_key):
+            matcher.compute_bitmask()
     if matcher.is_error():
         reason = first_line(matcher.get_error())
         if reason.startswith("NoExtension"):

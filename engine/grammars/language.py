@@ -25,10 +25,11 @@ with whitespace for as long as they may."""
 
 
 def parser_limits() -> LLParserLimits:
-    """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar."""
+    """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar, and
+    objects to about 4000 optional properties, each of which is four items of a row."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
@@ -56,7 +57,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 def _of_json(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    schema = {"type": "object"} if params.json is None else _parsed(params.json, "json")
+    schema = {"type": "object"} if params.json is None else parsed(params.json, "json")
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"{FIELD}.json: a JSON schema is an object, not {type(schema).__name__}", FIELD)
     if params.disable_additional_properties:
@@ -84,28 +85,33 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-class _Tag(msgspec.Struct, forbid_unknown_fields=True):
+class Tag(msgspec.Struct, forbid_unknown_fields=True):
     begin: str
     schema: dict[str, Any]
     end: str
 
 
-class _Tags(msgspec.Struct, forbid_unknown_fields=True):
+class Tags(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's and xgrammar's: free text, in which triggers begin structures."""
 
     type: str
-    structures: list[_Tag]
+    structures: list[Tag]
     triggers: list[str]
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, Any] | None) -> Tags:
+        """Raises `InvalidRequestError`."""
+        try:
+            return msgspec.convert(parsed(value, "structural_tag"), cls)
+        except msgspec.ValidationError as error:
+            form = '{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}'
+            raise InvalidRequestError(f"{FIELD}.structural_tag: {error}; it reads {form}", FIELD) from None
 
 
 def _of_tags(params: StructuredOutputsParams) -> str:
     from llguidance import StructTag
 
-    try:
-        tags = msgspec.convert(_parsed(params.structural_tag, "structural_tag"), _Tags)
-    except msgspec.ValidationError as error:
-        form = '{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}'
-        raise InvalidRequestError(f"{FIELD}.structural_tag: {error}; it reads {form}", FIELD) from None
+    tags = Tags.of(params.structural_tag)
     structures = []
     for tag in tags.structures:
         trigger = next((each for each in tags.triggers if each and tag.begin.startswith(each)), None)
@@ -116,7 +122,7 @@ def _of_tags(params: StructuredOutputsParams) -> str:
     return StructTag.to_grammar(structures, assume_special=False)
 
 
-def _parsed(value: str | Mapping[str, Any] | None, name: str) -> Any:
+def parsed(value: str | Mapping[str, Any] | None, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 class Failures:
     def __init__(self) -> None:
-        self._noted: dict[Sequence, str] = {}
+        self._noted: dict[Sequence, tuple[str, str]] = {}
 
     @contextmanager
     def isolate(self, seq: Sequence) -> Iterator[None]:
@@ -30,10 +30,11 @@ class Failures:
             self.note(seq, error)
 
     def note(self, seq: Sequence, error: Exception) -> None:
-        logger.error("request %r failed inside the scheduler", seq.request_id, exc_info=error)
-        self._noted.setdefault(seq, str(error) if isinstance(error, InvalidRequestError) else in_words(error))
+        is_its_own = isinstance(error, InvalidRequestError)
+        logger.error("request %r failed in the scheduler: %s", seq.request_id, error, exc_info=not is_its_own and error)
+        self._noted.setdefault(seq, (str(error), "invalid") if is_its_own else (in_words(error), "fault"))
 
-    def take(self) -> list[tuple[Sequence, str]]:
-        """All since the last call, and why."""
+    def take(self) -> list[tuple[Sequence, str, str]]:
+        """All since the last call, why, and the kind of the failure."""
         noted, self._noted = self._noted, {}
-        return list(noted.items())
+        return [(seq, reason, kind) for seq, (reason, kind) in noted.items()]

@@ -91,9 +91,9 @@ class Scheduler:
     def end_failed(self) -> list[SequenceDelta]:
         """End the requests of which anything failed since the last call. To be called behind every `plan`."""
         deltas: list[SequenceDelta] = []
-        for seq, reason in self._held.failures.take():
+        for seq, reason, kind in self._held.failures.take():
             if seq.status is not Status.FINISHED:
-                deltas += self._end_with_error(seq, reason, "fault")
+                deltas += self._end_with_error(seq, reason, kind)
         return deltas
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:

@@ -15,6 +15,7 @@ from engine.core.wire import (
     StepOutputs,
     ToCore,
     UnpinPrefix,
+    Vocabulary,
 )
 from engine.errors import CoreDiedError, QueueFullError
 
@@ -27,6 +28,8 @@ class EchoCore:
         self.running: dict[str, tuple[AddRequest, int]] = {}
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
+        self.vocabularies: list[tuple[Vocabulary, int]] = []
+        """and how many requests came before each"""
         self.pinned: set[str] = set()
         self.most_at_once = 0
         self.steps = 0
@@ -94,6 +97,8 @@ class EchoCore:
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
                     self.running.pop(request_id, None)
+            elif isinstance(message, Vocabulary):
+                self.vocabularies.append((message, len(self.added)))
             elif isinstance(message, UnpinPrefix):
                 self.pinned.discard(message.name)
         self.most_at_once = max(self.most_at_once, len(self.running))

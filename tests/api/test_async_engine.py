@@ -66,6 +66,16 @@ def test_concurrent_streams_each_get_their_own_text(tiny_model: Path) -> None:
     run(tiny_model, body)
 
 
+def test_the_core_is_told_its_vocabulary_before_anybody_streams(tiny_model: Path) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        for _ in range(2):
+            await collect(engine, "hello", max_tokens=2)
+        [(vocabulary, after)] = core_of(engine).vocabularies
+        assert after == 0 and vocabulary.tokenizer.startswith("{") and vocabulary.eos_token_ids
+
+    run(tiny_model, body)
+
+
 def test_a_request_that_the_queue_refuses_is_aborted_nowhere(tiny_model: Path) -> None:
     async def body(engine: AsyncEngine) -> None:
         core_of(engine).room = 0

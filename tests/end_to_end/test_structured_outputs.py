@@ -7,6 +7,8 @@ import asyncio
 import json
 import random
 import re
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,42 @@ def prompts(count: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [3 + (i * j + j) % 250 for j in range(1, 12 + i % 40)]} for i in range(count)]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("ahead", "preemption"), [(False, "recompute"), (True, "swap")], ids=["lockstep, recomputed", "ahead, swapped"]
-)
-def test_every_output_is_valid(model: Path, pytestconfig: pytest.Config, ahead: bool, preemption: str) -> None:
-    count, rng = 500 if pytestconfig.getoption("exhaustive") else 40, random.Random(7)
+FORMATS = jsonschema.FormatChecker()
+
+
+@FORMATS.checks("date")
+def is_date(text: object) -> bool:
+    """The year 0 is one of RFC 3339's, but not of Python's; it has a 29th of February, as 2000."""
+    try:
+        return not isinstance(text, str) or bool(date.fromisoformat(re.sub("^0000", "2000", text)))
+    except ValueError:
+        return False
+
+
+def valid(text: str, schema: dict[str, Any]) -> bool:
+    return not list(jsonschema.Draft202012Validator(schema, format_checker=FORMATS).iter_errors(json.loads(text)))
+
+
+ENGINES = [
+    pytest.param(1, False, "recompute", id="lockstep, recomputed"),
+    pytest.param(2, True, "swap", id="ahead, swapped"),
+    pytest.param(3, False, "swap", id="lockstep, swapped", marks=pytest.mark.exhaustive),
+    pytest.param(4, True, "recompute", id="ahead, recomputed", marks=pytest.mark.exhaustive),
+]
+"""each has schemas of its own, by a seed: 1120 of them, if exhaustive"""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("seed", "ahead", "preemption"), ENGINES)
+def test_every_output_is_valid(
+    model: Path,
+    pytestconfig: pytest.Config,
+    record_testsuite_property: Callable[[str, object], None],
+    seed: int,
+    ahead: bool,
+    preemption: str,
+) -> None:
+    count, rng = 320 if pytestconfig.getoption("exhaustive") else 40, random.Random(seed)
     schemas: list[dict[str, Any] | None] = [random_schema(rng) if i % 8 else None for i in range(count)]
     settings: Any = {
         "kv_cache_memory": 1 << 20, "swap_space": 8 << 20, "preemption": preemption, "async_scheduling": ahead,
@@ -70,7 +102,9 @@ def test_every_output_is_valid(model: Path, pytestconfig: pytest.Config, ahead: 
             for i, schema in enumerate(schemas)
         ]
         outputs = llm.generate(prompts(count), params, use_tqdm=False)  # type: ignore[arg-type]
-        assert llm.stats().preemptions > 0, "the test must force preemption"
+        stats = llm.stats()
+        assert stats.preemptions > 0, "the test must force preemption"
+        assert preemption == "recompute" or stats.preemptions_swapped > 0, "and swapping"
     ended = [
         (schema, sample.text)
         for schema, output in zip(schemas, outputs, strict=True)
@@ -79,8 +113,8 @@ def test_every_output_is_valid(model: Path, pytestconfig: pytest.Config, ahead: 
     ]
     assert len(ended) > 0.7 * 3 * sum(schema is not None for schema in schemas)
     assert not [o for output in outputs for o in output.outputs if o.finish_reason == "error"]
-    for schema, text in ended:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+    assert [(schema, text) for schema, text in ended if not valid(text, schema)] == []
+    record_testsuite_property(f"with seed {seed}", f"{len(ended)} outputs, {stats.preemptions} preemptions")
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -106,6 +140,39 @@ def test_each_kind_in_one_batch(model: Path, in_process: bool) -> None:
             assert all(one.logprob > float("-inf") for at in sample.logprobs for one in at.values())
             if pattern != ".*":
                 assert sample.finish_reason == "stop" and re.fullmatch(pattern, sample.text, re.DOTALL)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_the_end_of_a_grammar_is_the_end_whatever_else_is_asked_for(model: Path, in_process: bool) -> None:
+    shown: Any = {"temperature": 0, "skip_special_tokens": False, "max_tokens": 40}
+    with LLM.from_args(args_of(model), in_process=in_process) as llm:
+        likely = dict.fromkeys((2,), 100.0)  # EOS, as soon as it may come
+        params = [
+            SamplingParams(**shown, **more, structured_outputs=StructuredOutputsParams(regex=pattern))
+            for pattern, more in [
+                ("[ab]{3,30}", {"logit_bias": likely, "ignore_eos": True}),
+                ("[ab]{3,30}", {"logit_bias": likely, "ignore_eos": True, "min_tokens": 12}),
+                ("[ab]{3}", {"min_tokens": 20}),
+                ("[ab]{3}", {"ignore_eos": True, "min_tokens": 20}),
+            ]
+        ]
+        outputs = llm.generate(prompts(4), params, use_tqdm=False)  # type: ignore[arg-type]
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(re.fullmatch("[ab]*", text) for text in texts), "EOS is not shown"
+    assert [len(text) for text in texts] == [3, 12, 3, 3]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
+def test_grammars_may_name_tokens(model: Path) -> None:
+    with LLM.from_args(args_of(model)) as llm:
+        asked = StructuredOutputsParams(grammar='start: <s> "ab" <[10-12]> "c"')
+        params = SamplingParams(max_tokens=9, structured_outputs=asked)
+        [output] = llm.generate(prompts(1), params, use_tqdm=False)  # type: ignore[arg-type]
+        [one] = output.outputs
+        vocabulary = llm.get_tokenizer().backend.get_vocab()
+        a, b, c = (vocabulary[letter] for letter in "abc")
+        assert one.token_ids[:3] == [1, a, b] and one.token_ids[3] in (10, 11, 12) and one.token_ids[4:] == [c]
+        assert one.finish_reason == "stop"
 
 
 def test_beams_are_outputs_of_the_grammar_best_first(model: Path) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.errors import InvalidRequestError
 from engine.frontend.grammars import GrammarChecks
+from engine.grammars.vocabularies import ModelVocabulary
 from engine.limits import Limits
 from engine.request import SamplingParams, StructuredOutputsParams
 
@@ -124,7 +126,7 @@ def test_a_search_in_a_grammar_needs_its_end() -> None:
         {"json": True},
         {"json_object": "yes"},
         {"regex": "a", "whitespace_pattern": 5},
-        {"regex": "a", "backend": "xgrammar"},
+        {"regex": "a", "backend": "outlines"},
     ],
 )
 def test_wrong_types_are_named_before_anybody_is_asked(checks: GrammarChecks, fields: dict[str, Any]) -> None:
@@ -139,3 +141,78 @@ def test_a_dictionary_is_taken_too(checks: GrammarChecks) -> None:
     assert checks.check(given) == checks.check(StructuredOutputsParams(regex="a+"))
     with pytest.raises(InvalidRequestError, match="rejex"):
         checks.check({"rejex": "a"})  # type: ignore[arg-type]
+
+
+def test_a_backend_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.frontend.grammars.find_spec", lambda name: None)
+    made = GrammarChecks(Limits(), lambda: pytest.fail("nobody asks for it"))
+    with pytest.raises(InvalidRequestError, match=r"pageloom\[xgrammar\]") as caught:
+        made.check(StructuredOutputsParams(regex="a", backend="xgrammar"))
+    assert caught.value.field == "structured_outputs"
+    assert made.check(StructuredOutputsParams(regex="a", backend="llguidance"))
+    made.close()
+
+
+def _byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {word: index for index, word in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|call|>"])
+    return tokenizer
+
+
+def _vocabulary(tokenizer: Tokenizer) -> ModelVocabulary:
+    return ModelVocabulary(tokenizer=tokenizer.to_str(), eos_token_ids=[1], vocab_size=tokenizer.get_vocab_size() + 8)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        ('start: <|call|> "a"', None),
+        ("start: <[10-260]>+", None),
+        ('start: "<|nope|>"', None),
+        ("start: <|nope|>", "unknown special token"),
+        ("start: <[10-90000]>", "too large"),
+    ],
+)
+def test_grammars_may_name_the_models_tokens(grammar: str, says: str | None) -> None:
+    tokenizer = _byte_level()
+    made = GrammarChecks(Limits(), lambda: _vocabulary(tokenizer), tokenizer)
+    try:
+        if says is None:
+            assert made.check(StructuredOutputsParams(grammar=grammar))
+        else:
+            with pytest.raises(InvalidRequestError, match=says):
+                made.check(StructuredOutputsParams(grammar=grammar))
+        assert not made._helpers._idle, "bytes know of no tokens"
+    finally:
+        made.close()
+
+
+FALLBACK = decoders.Sequence([decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+@pytest.mark.parametrize(
+    "decoder", [decoders.ByteLevel(), FALLBACK, decoders.Metaspace(), decoders.WordPiece(), decoders.Fuse(), None]
+)
+def test_a_tokenizer_that_cannot_be_followed_is_refused_before_the_core_hears_of_it(decoder: Any) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    try:
+        _vocabulary(tokenizer).for_llguidance()
+        followed = True
+    except ValueError:
+        followed = False
+    made = GrammarChecks(Limits(), lambda: _vocabulary(tokenizer), tokenizer)
+    try:
+        if followed:
+            assert made.check(StructuredOutputsParams(regex="a"))
+        else:
+            with pytest.raises(InvalidRequestError, match="cannot be followed"):
+                made.check(StructuredOutputsParams(regex="a"))
+            assert not made._helpers._idle
+    finally:
+        made.close()

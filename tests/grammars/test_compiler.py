@@ -19,6 +19,7 @@ from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.language import grammar_of
+from engine.grammars.threads import _MOST, Threads
 from engine.request import StructuredOutputsParams
 
 EOS, PADDING = 2, 5
@@ -146,10 +147,77 @@ def notified() -> Iterator[tuple[GrammarCompiler, Queue[str]]]:
 def test_a_thread_compiles_and_tells_once_for_all_who_ask(notified: tuple[GrammarCompiler, Queue[str]]) -> None:
     compiler, told = notified
     grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    made, may = compiler._made, threading.Event()
+    compiler._made = lambda text: may.wait(60) and made(text)  # type: ignore[method-assign, return-value, assignment]
     assert not compiler.begin(grammar) and not compiler.begin(grammar)
+    may.set()
     assert told.get(timeout=60) == grammar
     assert compiler.begin(grammar) and told.empty()
     assert [t for t in threading.enumerate() if t.name == "grammars"]
+
+
+def test_what_several_ask_for_is_compiled_for_each_thread_and_what_one_asks_for_once() -> None:
+    told: Queue[str] = Queue()
+    compiler = GrammarCompiler(VOCAB, 256, 2, told.put)
+    compiler.set_vocabulary(vocabulary())
+    grammar = grammar_of(StructuredOutputsParams(regex="a+"))
+    compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar and compiler.begin(grammar)
+    one = compiler.start(grammar)
+    assert len(one.source.bases) == 1
+    assert compiler.begin(grammar), "nobody waits for the second compilation"
+    assert told.get(timeout=60) == grammar
+    assert len(one.source.bases) == 2
+    assert {compiler.start(grammar).share for _ in range(4)} == {base.share for base in one.source.bases}
+    assert compiler.begin(grammar) and told.empty()
+
+
+def test_what_is_asked_for_and_dropped_while_it_is_compiled_again_is_told_of() -> None:
+    told: Queue[str] = Queue()
+    compiler = GrammarCompiler(VOCAB, 1, 2, told.put)
+    compiler.set_vocabulary(vocabulary())
+    one, other = (grammar_of(StructuredOutputsParams(regex=pattern)) for pattern in ("a+", "b+"))
+    compiler.begin(one)
+    assert told.get(timeout=60) == one
+    compiler.start(one)
+    made, may = compiler._made, threading.Event()
+    compiler._made = lambda text: (text == other or may.wait(60)) and made(text)  # type: ignore[method-assign, return-value, assignment]
+    assert compiler.begin(one)
+    assert not compiler.begin(other)
+    may.set()
+    assert {told.get(timeout=60), told.get(timeout=60)} == {one, other}
+    compiler.start(other)
+    while not compiler.begin(one):
+        assert told.get(timeout=60) == one
+    assert TOKEN["a"] in allowed(compiler, compiler.start(one))
+
+
+def test_who_is_quick_to_compile_does_not_wait_for_those_who_are_not() -> None:
+    told: Queue[str] = Queue()
+    may, begun = threading.Event(), threading.Semaphore(0)
+
+    def compile_one(grammar: str) -> None:
+        if grammar.startswith("slow"):
+            begun.release()
+            may.wait(60)
+        told.put(grammar)
+
+    threads = Threads(compile_one)
+    for number in range(_MOST):
+        threads.put(f"slow {number}")
+    threads.put("quick")
+    for _ in range(_MOST):
+        assert begun.acquire(timeout=60)
+    assert told.empty(), "as many as there are threads"
+    may.set()
+    assert {told.get(timeout=60) for _ in range(_MOST + 1)} == {*(f"slow {n}" for n in range(_MOST)), "quick"}
+    may.clear()
+    for number in range(_MOST - 1):
+        threads.put(f"slow {number}")
+    threads.put("quick")
+    assert told.get(timeout=60) == "quick"
+    may.set()
+    assert {told.get(timeout=60) for _ in range(_MOST - 1)} == {f"slow {n}" for n in range(_MOST - 1)}
 
 
 def test_what_was_not_asked_for_for_long_is_dropped_and_compiled_again() -> None:
@@ -209,6 +277,23 @@ def test_what_outputs_have_learnt_together_may_be_used_up(compiler: GrammarCompi
     assert not third.inner.is_error() and third.share != one.share
 
 
+def test_what_is_used_up_and_takes_long_to_compile_fails_alone_and_is_compiled_behind_the_next_request() -> None:
+    told: Queue[str] = Queue()
+    compiler = GrammarCompiler(VOCAB, 256, 1, told.put)
+    compiler.set_vocabulary(vocabulary())
+    grammar = grammar_of(StructuredOutputsParams(regex="a+b"))
+    compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar and compiler.begin(grammar)
+    one = compiler.start(grammar)
+    one.source._seconds = 1.0
+    one.inner.consume_token(TOKEN["{"])
+    _, failed = compiler.fill([one])
+    assert list(failed) == [0]
+    assert not compiler.begin(grammar)
+    assert told.get(timeout=60) == grammar and compiler.begin(grammar)
+    assert TOKEN["a"] in allowed(compiler, compiler.start(grammar))
+
+
 def test_the_thread_survives_what_is_no_exception(notified: tuple[GrammarCompiler, Queue[str]]) -> None:
     compiler, told = notified
 
@@ -262,3 +347,42 @@ def test_what_raises_while_masks_are_filled_is_the_failure_of_those_with_a_gramm
     bits, failed = compiler.fill([None, same, same])  # the library refuses one that is there twice
     assert list(failed) == [1, 2] and all("borrowed" in reason for reason in failed.values())
     assert (bits == -1).all()
+
+
+def test_a_long_text_that_is_forced_is_told_in_parts_and_found_once(compiler: GrammarCompiler) -> None:
+    grammar = grammar_of(StructuredOutputsParams(grammar=f'root ::= "{"cab" * 200}" [ab]'))
+    compiler.begin(grammar)
+    matcher, calls = compiler.start(grammar), itertools.count()
+    find = matcher.inner.compute_ff_tokens
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(inner, name)
+
+        def compute_ff_tokens(self) -> list[int]:
+            next(calls)
+            return find()
+
+    inner, matcher.inner = matcher.inner, Counting()  # type: ignore[assignment]
+    text = ""
+    while tokens := matcher.forced():
+        assert len(tokens) <= 64
+        for token in tokens[:3]:
+            matcher.advance(token)
+            text += TOKENS[token]
+    assert text and ("cab" * 200).startswith(text) and len(text) > 590
+    assert next(calls) <= 4
+
+
+def test_after_a_long_look_that_finds_nothing_forced_none_is_taken_for_a_while(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammars.compiler._LONG_LOOK_S", -1.0)
+    grammar = grammar_of(StructuredOutputsParams(grammar='root ::= [ab] [ab] [ab]{30} "cabcab" [ab]'))
+    compiler.begin(grammar)
+    matcher, found = compiler.start(grammar), []
+    for _ in range(32):
+        found.append(matcher.forced())
+        matcher.advance(TOKEN["a"])
+    assert not any(found) and matcher._look_from == 32, "it looked at the start and 16 tokens later"
+    assert matcher.forced()

@@ -93,6 +93,7 @@ def test_properties_that_nobody_named_can_be_forbidden() -> None:
         (params(structural_tag={**TAGS, "triggers": ["<g"]}), "no trigger"),
         (params(structural_tag={**TAGS, "structures": []}), "empty"),
         (params(json=PERSON, whitespace_pattern="(("), "("),
+        (params(grammar=f'start: "{"ab" * 9000}"'), "16384 bytes"),
         (params(choice=[""] * 3 + ["\x00"]), ""),
     ],
 )
@@ -103,6 +104,16 @@ def test_what_cannot_be_served_is_refused_with_its_reason(asked: StructuredOutpu
         return
     assert answer.error is not None and answer.error.startswith("structured_outputs") and says in answer.error
     assert answer.error.count("structured_outputs") == 1 and "\n" not in answer.error
+
+
+def test_an_object_may_have_thousands_of_optional_properties_and_one_that_has_too_many_is_refused() -> None:
+    def optional(count: int) -> StructuredOutputsParams:
+        return params(json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}})
+
+    assert check(optional(1500), BYTES).error is None
+    assert takes(optional(1500), '{"p1": 1, "p700": 2, "p1499": 3, "other": [4]}')
+    refused = check(optional(6000), BYTES)
+    assert refused.error is not None and "items" in refused.error
 
 
 def test_one_of_is_read_as_any_of_where_asked() -> None:
