@@ -27,6 +27,8 @@ _STRETCH = Range(1e-3, 1e6)
 
 CONFIG_RANGES = {
     "vocab_size": _VOCABULARY,
+    "draft_vocab_size": _VOCABULARY,
+    "target_hidden_size": _WIDTH,
     "hidden_size": _WIDTH,
     "n_embd": _WIDTH,
     "word_embed_proj_dim": _WIDTH,

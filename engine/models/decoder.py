@@ -10,7 +10,7 @@ not share compiled pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -84,14 +84,20 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """The first half of `forward`, with the residual and the norms around it."""
         qkv = self.qkv_proj(hidden, self.input_norm if self.norms_first else None)
+        out = self.attended(qkv, rope, attend, layer_index)
+        return self._add(hidden, self.o_proj, out, self.input_norm, self.attention_out_norm)
+
+    def attended(self, qkv: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int) -> torch.Tensor:
+        """What the heads find: [tokens, heads of q, k and v beside each other] to [tokens, num_heads * head_dim]."""
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
         else:
-            q, k, v = self._rotated(qkv.unflatten(-1, (-1, self.head_dim)), rope)
+            heads = qkv.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            q, k, v = self._rotated(heads, rope)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
-        return self._add(hidden, self.o_proj, out.flatten(1), self.input_norm, self.attention_out_norm)
+        return out.flatten(1)
 
     def _add(
         self, hidden: torch.Tensor, linear: AnyLinear, x: torch.Tensor, norm: AnyNorm, out_norm: AnyNorm | None
@@ -128,12 +134,15 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         max_position: int | None = None,
+        shown_layers: Sequence[int] = (),
     ) -> None:
-        """`max_position`: positions that the rope tables cover (the engine's max_model_len); None: the spec's."""
+        """`max_position`: positions that the rope tables cover (the engine's max_model_len); None: the spec's.
+        `shown_layers`: whose inputs `forward` returns, too."""
         super().__init__()
         device = torch.device(device)
         self.spec = spec
         self.dtype = dtype
+        self.shown_layers = tuple(shown_layers)
         hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
         self.embed_tokens = Embedding(spec.vocab_size, width, dtype, device)
         self.embedding_scale = None
@@ -164,12 +173,20 @@ class Decoder(nn.Module):
         object.__setattr__(self, "attend", attend)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm."""
+        """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm.
+
+        With `shown_layers` [tokens, (1 + shown) * hidden_size]: behind that, what each of these layers was given, in
+        their order. One tensor, because that is what a compiled program returns and a graph keeps.
+        """
         hidden = self._embedded(input_ids, positions)
         rope, local_rope = self._rows(self.rope, positions), self._rows(self.local_rope, positions)
+        shown = []
         for index, layer in enumerate(self.layers):
+            if index in self.shown_layers:
+                shown.append(hidden)
             hidden = layer(hidden, local_rope if self._is_local[index] else rope, self.attend, index)
-        return hidden if self.norm is None else self.norm(hidden)
+        last = hidden if self.norm is None else self.norm(hidden)
+        return torch.cat((last, *shown), dim=-1) if shown else last
 
     def _embedded(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(input_ids)
@@ -185,8 +202,10 @@ class Decoder(nn.Module):
         return None if table is None else table[positions].to(self.dtype)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] → float32 [rows, vocab_size], rounded to the model's dtype first (as transformers);
-        a cap is applied to float32."""
+        """Rows of what `forward` returns → float32 [rows, vocab_size], rounded to the model's dtype first (as
+        transformers); a cap is applied to float32."""
+        if self.shown_layers:
+            hidden = hidden.narrow(1, 0, self.spec.hidden_size).contiguous()
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.lm_head(hidden).float()

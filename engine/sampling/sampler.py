@@ -176,6 +176,24 @@ class Sampler:
             logprobs = self._kernels.score(raw, scored.select(token_ids), scored.rows, scored.ks)
         return SampleOutput(token_ids, faults, logprobs)
 
+    def draft(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        rows_host: Sequence[int],
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """What another model's `logits` would have `sample` draw there: with the noise of the same seed and position,
+        so that two models that agree draw the same token. Arguments as there; int64 `[m]`. Leaves no trace, so
+        penalties, which count what was drawn, do not take part.
+        """
+        plan = self._plan(rows_host)
+        if plan.edits is not None:
+            plan.edits.apply(logits, rows, positions, self._tables[INTS][rows, PROMPT_LEN], tokens)
+        step = StepTensors(logits, rows, positions, tokens, self._tables[FLOATS], self._tables[INTS])
+        return self._kernels.draw(step, plan)[0]
+
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
         """Score known tokens: `logits` float32 `[m, V]`, unmodified; `targets` int64 `[m]`; `k` alternatives each."""
         m = logits.shape[0]

@@ -61,6 +61,11 @@ class Packer:
         self._ops = ops
         self._quantization = quantization
 
+    @property
+    def ops(self) -> LinearOps:
+        """What packed layers call."""
+        return self._ops
+
     def pack_linear(self, layer: Linear, parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         """What takes the place of `layer`, whose bias is filled and whose weight is `parts` of `source`, one below the
         other; without a source its weight is filled, too."""

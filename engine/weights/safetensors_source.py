@@ -16,6 +16,7 @@ from engine.models.json_file import read_json_object, shown
 
 _INDEX = "model.safetensors.index.json"
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+_INTEGERS = frozenset({"I64", "I32"})
 
 
 class SafetensorsSource:
@@ -94,6 +95,15 @@ class SafetensorsSource:
             readable = ", ".join(sorted(_FLOATING))
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
         destination.copy_(handle.get_tensor(name))
+
+    def integers(self, name: str) -> torch.Tensor:
+        """int64, on the host. Raises WeightsError where other things are stored."""
+        handle = self._handles[self._file_of[name]]
+        stored = handle.get_slice(name).get_dtype()
+        if stored not in _INTEGERS:
+            raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}, not as whole numbers")
+        found: torch.Tensor = handle.get_tensor(name)
+        return found.to(torch.int64)
 
     def encoded(self, name: str) -> None:
         """Element by element, always."""
