@@ -103,8 +103,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     speculative_config: Annotated[
         dict[str, object],
         _about(
-            "drafts, which make tokens cheaper where they are right, and change none: method (ngram, suffix), "
-            "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and others of vLLM's, as "
+            "drafts, which make tokens cheaper where they are right, and change none: method (ngram, suffix, "
+            "draft_model, eagle3), model (of the last two), num_speculative_tokens, prompt_lookup_max, "
+            "prompt_lookup_min and others of vLLM's, as "
             """'{"method": "ngram", "num_speculative_tokens": 10}'"""
         ),
     ] = {}
@@ -190,9 +191,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
 
-    method: Literal["ngram", "suffix"] | None = None
+    method: Literal["ngram", "suffix", "draft_model", "eagle3"] | None = None
     """where they come from; None: from grammars alone, which force some. ngram: what came after the same tokens earlier
-    in the prompt or the output; suffix: there and in recent outputs of all requests (`engine/runner/proposals.py`)"""
+    in the prompt or the output; suffix: there and in recent outputs of all requests (`engine/runner/proposals.py`);
+    draft_model: a second, smaller model; eagle3: a head that sees the model's own hidden states
+    (`engine/runner/drafts.py`)"""
+    model: str | None = None
+    """draft_model: a Hugging Face directory or one GGUF file, with the same vocabulary; eagle3: a directory"""
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 10
     """of each sequence in a step, at most: fewer where they would cost more than they bring. 0: none"""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 5

@@ -32,11 +32,14 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     step_tokens: int
     longest: int
+    draft_bytes: int = 0
+    """that the layers of a draft keep of a token; they share the blocks of one of the groups"""
 
     def bytes_of(self, tokens: int) -> int:
         groups = group_layers([layer.window for layer in self.spec.layers], self.longest)
         largest = max(len(group.layers) for group in groups)
         block_bytes = kv_bytes_per_token(self.spec, self.dtype) * self.block_size * largest // self.spec.num_layers
+        block_bytes += self.draft_bytes * self.block_size
         return block_bytes * sum(
             most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in groups
         )
@@ -46,9 +49,11 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
         return bisect_right(range(1, self.longest + 1), memory_bytes, key=self.bytes_of)
 
 
-def shortened_context(args: EngineArgs, model: ModelDescription, config: EngineConfig) -> str | None:
+def shortened_context(
+    args: EngineArgs, model: ModelDescription, config: EngineConfig, draft: DecoderSpec | None = None
+) -> str | None:
     """What to tell a user whose `kv_cache_memory` cut the context below what the model was made for; None: it did
-    not."""
+    not. `draft`: of a draft's layers."""
     context, memory = config.model.max_model_len, config.cache.kv_cache_memory
     if memory is None or args.max_model_len is not None or context >= model.max_position:
         return None
@@ -58,6 +63,7 @@ def shortened_context(args: EngineArgs, model: ModelDescription, config: EngineC
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=model.max_position,
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft, config.cache.dtype),
     )
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (

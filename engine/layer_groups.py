@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine.errors import ConfigError
+
 _HORIZON = 8192
 """tokens of the sequence for which the size of groups is chosen"""
 _GROUP_COST = 0.01
@@ -39,6 +41,25 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> tuple[Lay
         for window, layers in sorted(kinds.items(), key=lambda kind: kind[1])
         for start in range(0, len(layers), size)
     )
+
+
+def full_group(groups: Sequence[LayerGroup]) -> int:
+    """The first one that keeps every token. Raises ConfigError where there is none, which a draft's layers need."""
+    for index, group in enumerate(groups):
+        if group.window is None:
+            return index
+    raise ConfigError(
+        "speculative_config: a draft model or head keeps all tokens of a sequence, and every layer of the target "
+        "has a window: no block table would do for both; use method 'ngram' or 'suffix'"
+    )
+
+
+def with_layers_behind(groups: Sequence[LayerGroup], count: int) -> tuple[LayerGroup, ...]:
+    """`count` layers more, whose indices follow those of the others, in `full_group`."""
+    first, place = sum(len(group.layers) for group in groups), full_group(groups)
+    group = groups[place]
+    larger = LayerGroup((*group.layers, *range(first, first + count)), group.window)
+    return (*groups[:place], larger, *groups[place + 1 :])
 
 
 def _cost(kinds: dict[int | None, list[int]], size: int) -> float:

@@ -45,9 +45,10 @@ from engine.config import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from engine.errors import ConfigError
-from engine.kv_budget import DTYPE_BYTES, SequenceSizes, shortened_context
+from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, shortened_context
 from engine.machine import Machine, probe_machine
 from engine.models.generation import overridden
 from engine.models.spec import DecoderSpec
@@ -66,8 +67,11 @@ CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
-def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> EngineConfig:
-    """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together."""
+def resolve(
+    args: EngineArgs, model: ModelDescription, machine: Machine, draft: DecoderSpec | None = None
+) -> EngineConfig:
+    """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together. `draft`: of
+    a draft's layers, which keep keys and values, too."""
     kind = _device(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     _check_ranges(args, model.spec.vocab_size)
@@ -76,7 +80,15 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
     step_tokens = _step_tokens(args, kind, model.spec, dtype)
     quantization = _quantization(args, dtype, kind, model.source)
     _check_weights_fit(model.spec, quantization, dtype, _device_bytes(kind, machine))
-    max_model_len = _max_model_len(args, model.spec, model.max_position, kv_dtype, block_size, step_tokens)
+    sizes = SequenceSizes(
+        spec=model.spec,
+        dtype=kv_dtype,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        longest=args.max_model_len or model.max_position,
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft, kv_dtype),
+    )
+    max_model_len = _max_model_len(args, model.max_position, sizes)
     return EngineConfig(
         model=ModelConfig(
             path=_absolute(args.model, machine),
@@ -93,7 +105,7 @@ def resolve(args: EngineArgs, model: ModelDescription, machine: Machine) -> Engi
             quantization=quantization,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size, machine),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -119,13 +131,17 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut.
     """
     from engine.models.description import describe
+    from engine.models.drafts import check_length, describe_draft
 
     machine = probe_machine(args.device)
     read = describe(_absolute(args.model, machine))
+    draft = describe_draft(_speculation(args, _device(args, machine), machine), read.spec)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = resolve(args, description, machine)
-    if (warning := shortened_context(args, description, config)) is not None:
+    config = resolve(args, description, machine, None if draft is None else draft.spec)
+    if draft is not None:
+        check_length(draft, config.model.max_model_len)
+    if (warning := shortened_context(args, description, config, None if draft is None else draft.spec)) is not None:
         logger.warning("%s", warning)
     return description, config
 
@@ -239,22 +255,24 @@ def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
         raise ConfigError("served_model_name must not be empty")
 
 
-def _max_model_len(
-    args: EngineArgs, spec: DecoderSpec, max_position: int, dtype: CacheDType, block_size: int, step_tokens: int
-) -> int:
+def _speculation(args: EngineArgs, kind: Kind, machine: Machine) -> SpeculationConfig:
+    found = speculation_of(args, kind)
+    return found if found.model is None else msgspec.structs.replace(found, model=_absolute(found.model, machine))
+
+
+def _max_model_len(args: EngineArgs, max_position: int, sizes: SequenceSizes) -> int:
     wanted, memory = args.max_model_len, _kv_cache_memory(args)
     if wanted is not None and wanted > max_position:
         raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
     length = wanted if wanted is not None else max_position
     if memory is None:
         return length
-    sizes = SequenceSizes(spec=spec, dtype=dtype, block_size=block_size, step_tokens=step_tokens, longest=length)
     fits = sizes.tokens_in(memory)
     if fits < 1 or (wanted is not None and wanted > fits):
         raise ConfigError(
             f"kv_cache_memory ({memory} bytes) holds {fits} tokens, but one sequence may need "
-            f"{wanted or block_size}: raise kv_cache_memory to at least {sizes.bytes_of(wanted or block_size)} or "
-            "lower max_model_len"
+            f"{wanted or sizes.block_size}: raise kv_cache_memory to at least "
+            f"{sizes.bytes_of(wanted or sizes.block_size)} or lower max_model_len"
         )
     return fits
 
@@ -331,8 +349,10 @@ def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) ->
     return tokens or max(_cpu_step_tokens(spec, dtype) if kind == "cpu" else 8192, seqs or 0)
 
 
-def _scheduler(args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int) -> SchedulerConfig:
-    speculation = speculation_of(args, kind)
+def _scheduler(
+    args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int, machine: Machine
+) -> SchedulerConfig:
+    speculation = _speculation(args, kind, machine)
     ahead = args.async_scheduling or (args.async_scheduling is None and kind == "cuda")
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:

@@ -19,6 +19,10 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
             f"speculative_config: prompt_lookup_min ({config.prompt_lookup_min}) exceeds prompt_lookup_max "
             f"({config.prompt_lookup_max})"
         )
+    needs_model = config.method in ("draft_model", "eagle3")
+    if needs_model != (config.model is not None):
+        wants = "a model: the path of its directory" if needs_model else "no model: leave it out"
+        raise ConfigError(f"speculative_config: method {config.method!r} takes {wants}")
     if config.method is None:
         return config
     if config.method == "suffix" and device != "cpu":

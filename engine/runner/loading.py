@@ -22,6 +22,7 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
 from engine.models.spec import DecoderSpec
+from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.loader import load_weights
 from engine.weights.packing import Packer
@@ -90,6 +91,7 @@ class RunnerParts:
     weight_bytes: int
     sinks: tuple[torch.Tensor, ...] = ()
     """each layer's, where the spec has them"""
+    draft: DraftParts | None = None
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -110,6 +112,8 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     description = describe(config.model.path)
     spec = description.spec
+    draft = draft_of(config, spec)
+    layers = [*spec.layers, *(() if draft is None else draft.spec.layers)]
     # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds.
     try:
         selection = select(
@@ -117,8 +121,8 @@ def load_parts(config: EngineConfig) -> RunnerParts:
             dtype=dtype,
             head_dim=spec.head_dim,
             block_size=config.cache.block_size,
-            needs_window=any(layer.window is not None for layer in spec.layers),
-            needs_soft_cap=spec.soft_cap is not None,
+            needs_window=any(layer.window is not None for layer in layers),
+            needs_soft_cap=spec.soft_cap is not None or (draft is not None and draft.spec.soft_cap is not None),
             name=config.device.attention_backend,
             cache_dir=Path(config.compile.cache_dir),
             kv_dtype=getattr(torch, config.cache.dtype),
@@ -126,19 +130,32 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
+    if draft is not None:
+        check_backend(selection.backend, draft.spec, spec, device)
     graphs = graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
-    model = Decoder(spec, dtype=dtype, device=device, max_position=config.model.max_model_len)
+    shown_layers = () if draft is None else draft.shown_layers
+    model = Decoder(
+        spec, dtype=dtype, device=device, max_position=config.model.max_model_len, shown_layers=shown_layers
+    )
+    packer = _packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None
     weight_bytes = load_weights(
         model,
         description,
         load_format=config.model.load_format,
         seed=config.model.seed,
-        packer=_packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None,
+        packer=packer,
     )
+    draft_parts = None if draft is None else load_draft(config, draft, model, packer)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
     sinks = tuple(layer.sinks for layer in model.layers if isinstance(layer, DecoderLayer) and layer.sinks is not None)
     return RunnerParts(
-        model=model, spec=spec, dtype=dtype, backend=selection.backend, weight_bytes=weight_bytes, sinks=sinks
+        model=model,
+        spec=spec,
+        dtype=dtype,
+        backend=selection.backend,
+        weight_bytes=weight_bytes,
+        sinks=sinks,
+        draft=draft_parts,
     )

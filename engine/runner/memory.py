@@ -8,7 +8,8 @@ import psutil
 import torch
 
 from engine.models.spec import DecoderSpec
-from engine.runner.loading import CausalModel
+from engine.runner.drafts import DraftParts
+from engine.runner.loading import CausalModel, RunnerParts
 
 _LOGITS_COPIES = 3
 """float32 logits, what sampling masks them into, and one temporary of the same size"""
@@ -29,6 +30,23 @@ def estimate_activation_bytes(spec: DecoderSpec, dtype_bytes: int, max_tokens: i
     norm = 4 * spec.hidden_size * 2
     per_token = max(attention, mlp) * dtype_bytes + norm
     return max_tokens * per_token + logits_bytes(spec.vocab_size, max_samples)
+
+
+def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, max_samples: int) -> int:
+    """A step's peak in bytes, a draft's included: measured on a CUDA device, else estimated."""
+    size = parts.dtype.itemsize
+    if device.type == "cuda":
+        own = measure_activation_bytes(parts.model, parts.spec, device, max_tokens, max_samples)
+    else:
+        own = estimate_activation_bytes(parts.spec, size, max_tokens, max_samples)
+    return own if parts.draft is None else own + _draft_bytes(parts.draft, size, max_tokens, max_samples)
+
+
+def _draft_bytes(draft: DraftParts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
+    """With what the target shows it, and what a head keeps of every row."""
+    spec = draft.spec
+    shown = 4 * spec.hidden_size * dtype_bytes * (max_tokens + max_samples)
+    return shown + estimate_activation_bytes(spec, dtype_bytes, max_tokens, max_samples)
 
 
 def measure_activation_bytes(

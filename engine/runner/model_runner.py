@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,20 +27,23 @@ from compilation.module_calls import traces_hold
 from engine.config import EngineConfig
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
-from engine.layer_groups import group_layers
+from engine.layer_groups import full_group, group_layers, with_layers_behind
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
-from engine.runner.batch import BatchBuilder, StepBatch, as_known
+from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
+from engine.runner.draft_passes import DraftPasses
+from engine.runner.drafts import draft_proposer
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
 from engine.runner.loading import CausalModel, RunnerParts, device_of, load_parts
-from engine.runner.memory import device_memory, estimate_activation_bytes, measure_activation_bytes
+from engine.runner.memory import activation_bytes, device_memory
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.proposals import proposer_of
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import BufferRing, StagedWrites
+from engine.runner.step_drafts import StepDrafts
 from engine.runner.step_sampler import StepSampler, WaitForMasks, no_masks
 from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
@@ -81,11 +83,13 @@ class ModelRunner:
         self._is_watched = False
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
-        self._inputs_ready, self._step_done = self._streams.event(), self._streams.event()
+        self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
-        self._attention = PagedAttention(
-            parts.backend, attention_layers(parts.spec, parts.sinks), getattr(torch, config.cache.dtype), self._groups
-        )
+        layers = attention_layers(parts.spec, parts.sinks)
+        if parts.draft is not None:
+            behind = attention_layers(parts.draft.spec)
+            layers, self._groups = [*layers, *behind], with_layers_behind(self._groups, len(behind))
+        self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
         self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
@@ -95,7 +99,7 @@ class ModelRunner:
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
-        self._proposer = proposer_of(config.scheduler.speculation, self._table, cache_dir)
+        self._drafts = self._make_drafts(parts)
         vocab_size = parts.spec.vocab_size
         self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size)
         self._results = ResultCopier(self._streams)
@@ -116,16 +120,20 @@ class ModelRunner:
         with self._streams.inputs:
             self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
 
+    def _make_drafts(self, parts: RunnerParts) -> StepDrafts:
+        config, table, attention = self._config, self._table, self._attention
+        if parts.draft is None:
+            return StepDrafts(proposer_of(config.scheduler.speculation, table, Path(config.compile.cache_dir)))
+        group = full_group(self._groups)
+        passes = DraftPasses(table, self._sampler, self._kernels, attention, config.cache.block_size, group)
+        return StepDrafts(draft_proposer(parts.draft, passes, parts.spec.num_layers))
+
     def _load_report(self, parts: RunnerParts, memory_before: tuple[int, int]) -> LoadReport:
         config = self._config
         budget, places = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
-        if self._device.type == "cuda":
-            activation_bytes = measure_activation_bytes(parts.model, parts.spec, self._device, budget, places)
-        else:
-            activation_bytes = estimate_activation_bytes(parts.spec, self._dtype_bytes, budget, places)
         return LoadReport(
-            weight_bytes=parts.weight_bytes,
-            activation_bytes=activation_bytes,
+            weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
+            activation_bytes=activation_bytes(parts, self._device, budget, places),
             workspace_bytes=self._table.size_bytes
             + self._batches.size_bytes
             + self._sampler.max_workspace_bytes
@@ -265,16 +273,15 @@ class ModelRunner:
         with torch.inference_mode(), checks, self._runs_modules:
             self._refuse(plan)
             self._is_watched = self._observer.step(plan)
-            if self._proposer is not None:
-                for row in plan.released:
-                    self._proposer.end(row)
+            self._drafts.end(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
-            self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
             if batch is None:
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
-                step = self._step_sampler.run(plan, batch, self._forward(batch), self._observer, masks)
+                hidden = self._forward(batch)
+                step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
+                self._drafts.observe(batch, hidden)
             self._step_done.record()
             self._observer.mark(step_profile.RESULTS)
             pending = self._results.start(step, self._step_done)
@@ -297,29 +304,33 @@ class ModelRunner:
         Not earlier: a row that this plan gives away may still be written by that step's `post_update`, and the input
         buffers are read by its forward. The main stream, then, waits for these inputs.
         """
-        batch = None
+        batch, queued = None, self._streams.queued
         with self._streams.inputs:
             self._writes.send()
-            sent = self._batches.send(plan.rows) if len(plan.rows) and self._streams.queued else None
+            sent = self._batches.send(plan.rows) if len(plan.rows) and queued else None
             self._step_done.wait()
             self._writes.apply()
-            drafted = self._propose(plan)
-            if len(plan.rows) and not self._streams.queued:
-                sent = self._batches.send(as_known(plan.rows, self._table.lengths.numpy(), drafted))
-            if sent is not None:
+            if sent is not None and not self._drafts.proposes:
                 batch = self._batches.build(sent, self._dispatcher.dispatch)
             self._inputs_ready.record()
         self._inputs_ready.wait()
-        return batch
+        self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
+        return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
 
-    def _propose(self, plan: StepPlan) -> dict[int, int]:
-        """Drafts of rows that compute some and were not given any; how many there are of each, by row."""
-        rows = plan.rows
-        if self._proposer is None or not len(rows) or rows.samples.max() <= 1:
-            return {}
-        some = (rows.samples > 1) & ~np.isin(rows.row, plan.drafts.where[1])
-        proposed = rows.row[some].tolist()
-        return dict(zip(proposed, self._proposer.propose(proposed, (rows.samples[some] - 1).tolist()), strict=True))
+    def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
+        """Inputs of a step that follow from its drafts, which follow from what is in the blocks."""
+        drafted = self._drafts.propose(plan)
+        if len(plan.rows) and not self._streams.queued:
+            sent = self._batches.send(as_known(plan.rows, self._table.lengths.numpy(), drafted))
+        if sent is None:
+            return None
+        self._proposed.record()
+        with self._streams.inputs:
+            self._proposed.wait()
+            batch = self._batches.build(sent, self._dispatcher.dispatch)
+            self._inputs_ready.record()
+        self._inputs_ready.wait()
+        return batch
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """Hidden states of the real tokens; a graph's are overwritten by the next replay."""

@@ -142,6 +142,11 @@ class PagedAttention:
         self._num_tokens = batches[0].num_tokens
         self._metadata = [self.backend.build_metadata(batch) for batch in batches]
 
+    def begin_pass(self, batch: AttentionBatch) -> None:
+        """The calls of `attend` that follow belong to this, and to layers of its group alone."""
+        self._num_tokens = batch.num_tokens
+        self._metadata = [None] * batch.group + [self.backend.build_metadata(batch)]
+
     def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
         """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
         there is none. Its holder holds this, too."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.config import SpeculationConfig
+from engine.runner.batch import StepBatch
 from engine.runner.kernels.ngram import END, DraftKernels, SuffixKernels, cpu_draft_kernels, select_draft_kernels
 from engine.runner.request_table import RequestTable
 from engine.sampling.upload import upload
@@ -21,6 +22,11 @@ class Proposer(Protocol):
     def propose(self, rows: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """Write drafts behind what those rows know, at most so many of each, when a step starts that computes them.
         Returns how many there are; as many as asked for where the host cannot know, whatever they are."""
+        ...
+
+    def observe(self, batch: StepBatch, hidden: torch.Tensor) -> None:
+        """A step has computed `hidden` [tokens, columns of what the model returns], and what it sampled is in the table
+        with the lengths. On the stream of the step, and before anything else touches its inputs."""
         ...
 
     def end(self, row: int) -> None:
@@ -40,6 +46,9 @@ class NgramProposer:
         where, wanted = upload(rows, torch.int64, tokens.device), upload(most, torch.int32, tokens.device)
         counts = self._kernels.propose_ngram(tokens, where, lengths, wanted, self._longest, self._shortest)
         return counts.tolist() if tokens.device.type == "cpu" else most
+
+    def observe(self, batch: StepBatch, hidden: torch.Tensor) -> None:
+        """The table says all."""
 
     def end(self, row: int) -> None:
         """Nothing is kept."""
@@ -65,6 +74,9 @@ class SuffixProposer:
         )
         return counts.tolist()
 
+    def observe(self, batch: StepBatch, hidden: torch.Tensor) -> None:
+        """The table says all."""
+
     def end(self, row: int) -> None:
         output = self._table.tokens[row, self._table.prompt_len.get(row, 0) : self._table.lengths[row]]
         if len(output) > 1:
@@ -73,9 +85,7 @@ class SuffixProposer:
 
 
 def proposer_of(config: SpeculationConfig, table: RequestTable, cache_dir: Path) -> Proposer | None:
-    """`cache_dir`: where kernels that are built on this machine are kept."""
-    if config.method is None:
-        return None
+    """`cache_dir`: where kernels that are built on this machine are kept. None: drafts do not come from the table."""
     if config.method == "ngram":
         return NgramProposer(config, table, select_draft_kernels(table.tokens.device, cache_dir))
-    return SuffixProposer(config, table, cpu_draft_kernels(cache_dir))
+    return SuffixProposer(config, table, cpu_draft_kernels(cache_dir)) if config.method == "suffix" else None

@@ -101,7 +101,9 @@ def test_the_same_tokens_with_and_without_drafts(plain: list[RequestOutput], met
         ({"method": "eagle"}, "method"),
         ({"num_speculative_tokens": 65}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min .6. exceeds"),
-        ({"model": "x"}, "unknown field `model`"),
+        ({"tree": "x"}, "unknown field `tree`"),
+        ({"model": "x"}, "method None takes no model"),
+        ({"method": "eagle3"}, "method .eagle3. takes a model"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(config: dict[str, object], says: str) -> None:

@@ -1,0 +1,60 @@
+"""What a user's draft is: a second model, or a head of the target. Read in milliseconds and without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import SpeculationConfig
+from engine.errors import ConfigError, UnsupportedModelError, WeightsError
+from engine.models.description import ModelDescription, describe
+from engine.models.eagle_spec import EagleSpec, read_eagle_spec
+from engine.models.spec import DecoderSpec
+
+
+class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    model: ModelDescription | None = None
+    """of a second model; None: it is a head"""
+    head: EagleSpec | None = None
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """Of its layers."""
+        if self.model is not None:
+            return self.model.spec
+        assert self.head is not None
+        return self.head.layer
+
+    @property
+    def shown_layers(self) -> tuple[int, ...]:
+        """Of the target, whose inputs it must be shown."""
+        return () if self.head is None else self.head.shown_layers
+
+
+def describe_draft(config: SpeculationConfig, target: DecoderSpec) -> DraftDescription | None:
+    """None: drafts come from elsewhere. Raises ConfigError, UnsupportedModelError or WeightsError for what is no draft
+    of this target."""
+    if config.method not in ("draft_model", "eagle3") or config.model is None:
+        return None
+    try:
+        if config.method == "eagle3":
+            return DraftDescription(path=config.model, head=read_eagle_spec(config.model, target))
+        draft = describe(config.model)
+    except (ConfigError, UnsupportedModelError, WeightsError) as error:
+        raise type(error)(f"speculative_config: {error}") from error
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: model: {config.model} knows {draft.vocab_size} tokens and the target "
+            f"{target.vocab_size}: a draft model must have the target's vocabulary"
+        )
+    return DraftDescription(path=config.model, model=draft)
+
+
+def check_length(draft: DraftDescription, max_model_len: int) -> None:
+    """Raises ConfigError: the draft model was made for shorter sequences. (A head's config says how long those were
+    that it was trained on, which forbids nothing.)"""
+    if draft.model is not None and draft.model.max_position < max_model_len:
+        raise ConfigError(
+            f"speculative_config: model: {draft.path} was made for {draft.model.max_position} positions; set "
+            f"max_model_len to at most that (now {max_model_len})"
+        )

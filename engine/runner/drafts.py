@@ -1,0 +1,85 @@
+"""A draft model or head on its way into a runner: its weights, its layers behind the target's, its proposer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention_backends.interface import AttentionBackend
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.drafts import DraftDescription, check_length, describe_draft
+from engine.models.eagle import EagleHead
+from engine.models.spec import DecoderSpec
+from engine.runner.draft_model import DraftModelProposer
+from engine.runner.eagle import EagleProposer
+from engine.runner.proposals import Proposer
+from engine.weights.eagle_loader import load_eagle
+from engine.weights.loader import load_weights
+
+if TYPE_CHECKING:
+    from engine.runner.draft_passes import DraftPasses
+    from engine.weights.packing import Packer
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    model: Decoder | EagleHead
+    spec: DecoderSpec
+    """of its layers"""
+    weight_bytes: int
+    """less what it shares with the target"""
+
+
+def draft_of(config: EngineConfig, target: DecoderSpec) -> DraftDescription | None:
+    """Raises what `describe_draft` and `check_length` do."""
+    draft = describe_draft(config.scheduler.speculation, target)
+    if draft is not None:
+        check_length(draft, config.model.max_model_len)
+    return draft
+
+
+def check_backend(backend: AttentionBackend, draft: DecoderSpec, target: DecoderSpec, device: torch.device) -> None:
+    """Raises ConfigError: it must be told what only the device knows when drafts are made, or its kernels are built for
+    the target's heads and do not serve the draft's."""
+    if backend.needs_host_lengths and device.type != "cpu":
+        raise ConfigError(
+            f"speculative_config: attention backend {backend.name!r} must be told exact lengths by the host, and those "
+            "of drafts from a model are the device's; set attention_backend='cuda', or use method 'ngram'"
+        )
+    dims = backend.capabilities().head_dims
+    if draft.head_dim == target.head_dim or (device.type == "cpu" and (dims is None or draft.head_dim in dims)):
+        return
+    raise ConfigError(
+        f"speculative_config: model: its heads have {draft.head_dim} dimensions, and attention backend "
+        f"{backend.name!r} serves those of the target, {target.head_dim}"
+    )
+
+
+def load_draft(
+    config: EngineConfig, description: DraftDescription, target: Decoder, packer: Packer | None
+) -> DraftParts:
+    """Raises WeightsError."""
+    dtype, device = target.dtype, target.norm.weight.device if target.norm is not None else torch.device("cpu")
+    length = config.model.max_model_len
+    if description.model is not None:
+        model = Decoder(description.spec, dtype=dtype, device=device, max_position=length)
+        weight_bytes = load_weights(
+            model, description.model, load_format=config.model.load_format, seed=config.model.seed, packer=packer
+        )
+        return DraftParts(model, description.spec, weight_bytes)
+    assert description.head is not None
+    head = EagleHead(description.head, target.embed_tokens, dtype=dtype, max_position=length, device=device)
+    return DraftParts(head, description.spec, load_eagle(head, description.path, packer))
+
+
+def draft_proposer(draft: DraftParts, passes: DraftPasses, first_layer: int) -> Proposer:
+    """`first_layer`: the draft's, counted behind the target's."""
+    if isinstance(draft.model, EagleHead):
+        return EagleProposer(draft.model, first_layer, passes)
+    attend = passes.attention.attend
+    draft.model.set_attention(lambda q, k, v, out, layer: attend(q, k, v, out, first_layer + layer))
+    return DraftModelProposer(draft.model, passes)
