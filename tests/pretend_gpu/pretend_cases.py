@@ -22,22 +22,22 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end
 import torch  # noqa: E402 - the path comes first
 from pretend_gpu import Machine, pretend_gpu  # noqa: E402
 from pretend_workloads import (  # noqa: E402
-    EXACT,
     GREEDY,
     HALF_TIE_NATS,
     PROMPTS,
     ROOMY,
     SCORED,
-    SMALL_POOL,
     TIE_NATS,
     Oracles,
+    exact,
     generate,
     loaded,
     mixed_params,
     run_mixed,
     run_samples,
     same_but_for_ties,
-    save_model,
+    save_models,
+    small_pool,
     tokens,
 )
 
@@ -82,10 +82,20 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-def mixed_equals_cpu(folder: Path, oracles: Oracles, graphs: str, compile: str, **options: Any) -> None:
+def with_model(case: Callable[..., None], method: str, folder: Path, oracles: Oracles, **options: Any) -> None:
+    """The case with drafts from a model; its layer beside the target's three takes a quarter of the pool."""
+    target, name = folder / "deep", "head" if method == "eagle3" else "model"
+    config = {"method": method, "model": str(target / name), "num_speculative_tokens": 3}
+    case(target, Oracles(target, 3), layers=4, speculative_config=config, **options)
+
+
+def mixed_equals_cpu(
+    folder: Path, oracles: Oracles, graphs: str, compile: str, layers: int = 2, **options: Any
+) -> None:
     """By the same arithmetic, so token for token: what differs is everything but the matrix products."""
     oracle = oracles.mixed()
-    options |= {"attention_backend": "reference", "graphs": graphs, "compile": compile, **SMALL_POOL, **EXACT}
+    pool = exact(small_pool(layers))
+    options |= {"attention_backend": "reference", "graphs": graphs, "compile": compile, **pool}
     with pretend_gpu(inductor=False) as machine:
         with loaded(folder, device="cuda", **options) as llm:
             ours = run_mixed(llm)
@@ -133,9 +143,11 @@ def same_logprobs(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
                 assert abs(mine[token].logprob - wanted[token].logprob) < 1e-5
 
 
-def mixed_runs(folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str, **options: Any) -> None:
+def mixed_runs(
+    folder: Path, oracles: Oracles, backend: str, graphs: str, compile: str, layers: int = 2, **options: Any
+) -> None:
     """Every feature on a native backend; a request of the same kind gives the same tokens in another batch."""
-    settings = {"attention_backend": backend, "graphs": graphs, "compile": compile, **SMALL_POOL}
+    settings = {"attention_backend": backend, "graphs": graphs, "compile": compile, **small_pool(layers)}
     with pretend_gpu(inductor=False) as machine:
         with loaded(folder, device="cuda", **settings, **options) as llm:
             first, second = run_mixed(llm)
@@ -301,6 +313,18 @@ CASES: dict[str, Case] = {
     },
     "mixed equals the CPU, with drafts": partial(mixed_equals_cpu, graphs="piecewise", compile="pieces", **DRAFTS),
     **{
+        f"mixed equals the CPU, with {method}": partial(
+            with_model, mixed_equals_cpu, method, graphs="piecewise", compile="pieces"
+        )
+        for method in ("draft_model", "eagle3")
+    },
+    **{
+        f"mixed with {method} on cuda": partial(
+            with_model, mixed_runs, method, backend="cuda", graphs="both", compile="pieces"
+        )
+        for method in ("draft_model", "eagle3")
+    },
+    **{
         f"mixed with drafts on {backend}": partial(
             mixed_runs, backend=backend, graphs="both", compile="pieces", **DRAFTS
         )
@@ -332,7 +356,7 @@ def main() -> int:
     folder, names = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
     torch.set_num_threads(1)
     if not (folder / "config.json").exists():
-        save_model(folder)
+        save_models(folder)
     oracles = Oracles(folder)
     failed = 0
     for name in names:

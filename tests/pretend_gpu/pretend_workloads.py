@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dense_eagle import DenseEagle
 from tiny_families import save_tokenizer
 
 from engine import LLM, SamplingParams
@@ -22,16 +23,30 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs
 Outputs = list[RequestOutput]
 
 
-def save_model(path: Path) -> None:
-    """Two layers in the smallest shape that the GPU kernels serve."""
+def save_models(path: Path) -> None:
+    """Two layers in the smallest shape that the GPU kernels serve. In `deep` three of them, and a model and a head that
+    draft for those, badly."""
+    save_model(path, layers=2, seed=3)
+    deep = path / "deep"
+    save_model(deep, layers=3, seed=3)
+    save_model(deep / "model", layers=1, seed=4)
+    config = {
+        "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "num_hidden_layers": 1, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }  # fmt: skip
+    DenseEagle(config, torch.arange(0, VOCAB, 2)).save(deep / "head")
+
+
+def save_model(path: Path, layers: int, seed: int) -> None:
     import transformers
 
     config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=512, initializer_range=0.15,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     transformers.Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
     save_tokenizer(path)
 
@@ -70,8 +85,8 @@ def tokens(outputs: Outputs) -> list[list[int]]:
 class Oracles:
     """What a CPU says, by torch's own operations; computed once for each dtype, before a GPU is pretended."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, layers: int = 2) -> None:
+        self._folder, self._layers = folder, layers
         self._greedy: dict[str, Outputs] = {}
         self._mixed: tuple[Outputs, Outputs] | None = None
         self._samples: Outputs | None = None
@@ -84,7 +99,8 @@ class Oracles:
 
     def mixed(self) -> tuple[Outputs, Outputs]:
         if self._mixed is None:
-            with loaded(self._folder, device="cpu", attention_backend="reference", **SMALL_POOL | EXACT) as llm:
+            options = exact(small_pool(self._layers))
+            with loaded(self._folder, device="cpu", attention_backend="reference", **options) as llm:
                 self._mixed = run_mixed(llm)
         return self._mixed
 
@@ -115,10 +131,14 @@ def same_but_for_ties(ours: Outputs, theirs: Outputs, tolerance: float) -> int:
     return differing
 
 
-SMALL_POOL: dict[str, Any] = {"kv_cache_memory": 16 * 16 * 2 * 2 * 2 * 64 * 2, "max_num_batched_tokens": 32}
-"""16 blocks of 16 tokens"""
-EXACT: dict[str, Any] = {"kv_cache_memory": 2 * SMALL_POOL["kv_cache_memory"], "dtype": "float32"}
-"""the same in float32, where matrix products of other batch sizes round alike as far as tokens can tell"""
+def small_pool(layers: int) -> dict[str, Any]:
+    """16 blocks of 16 tokens."""
+    return {"kv_cache_memory": 16 * 16 * layers * 2 * 2 * 64 * 2, "max_num_batched_tokens": 32}
+
+
+def exact(pool: dict[str, Any]) -> dict[str, Any]:
+    """The same in float32, where matrix products of other batch sizes round alike as far as tokens can tell."""
+    return pool | {"kv_cache_memory": 2 * pool["kv_cache_memory"], "dtype": "float32"}
 
 
 def mixed_params() -> tuple[list[list[int]], list[SamplingParams]]:
