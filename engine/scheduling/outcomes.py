@@ -136,8 +136,8 @@ class Outcomes:
             cached_tokens=cached_tokens,
             finish_reason="error",
             error=result.reasons.get(row.row)
-            or f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed (by grammar, "
-            "allowed_token_ids, bad_words, logit_bias and min_tokens together)",
+            or f"the logits at position {row.computed + row.query_len - 1} held NaN, or no token was allowed by "
+            "grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together",
             error_kind="fault",
         )
         return [delta] if seq.group is None else [replace(delta, request_id=each) for each in seq.group.request_ids]
