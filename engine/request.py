@@ -21,11 +21,15 @@ class StructuredOutputsParams(
 ):
     """What an output must be; names are vLLM's. Exactly one of the first six.
 
-    ``json``: a JSON schema, as text or parsed. ``grammar``: Lark or GBNF. ``structural_tag``: ``{"type":
-    "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. ``strict``: keywords of a schema
-    that are not known are refused; else they have no effect, and ``oneOf`` is read as ``anyOf``. Whitespace in JSON is
-    bounded unless ``whitespace_pattern`` says otherwise. An output that can only end has ended, whatever ``min_tokens``
-    and ``ignore_eos`` say; where it may go on, ``min_tokens`` makes it. ``backend``: "auto" is llguidance; xgrammar is
+    ``json``: a JSON schema, as text or parsed, or a pydantic model. Objects are as open as it says, which by default is
+    open: ``disable_additional_properties`` closes those that name properties. ``strict``: JSON Schema's keywords and
+    formats that cannot be enforced are refused by name; else they have no effect, and ``oneOf`` is read as ``anyOf``.
+    Words that JSON Schema does not know say nothing. Whitespace in JSON is bounded unless ``whitespace_pattern``, which
+    may stand wherever some may, says otherwise. ``regex``: Rust's, without look-around and back-references; ``\\w`` and
+    ``\\d`` are Unicode's. ``grammar``: GBNF if a rule is written with ``::=``, else Lark. ``structural_tag``:
+    ``{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. Beams are sequences
+    of tokens: several may spell the same text. An output that can only end has ended, whatever ``min_tokens`` and
+    ``ignore_eos`` say; where it may go on, ``min_tokens`` makes it. ``backend``: "auto" is llguidance; xgrammar is
     an extra. Raises `InvalidRequestError` naming the field.
     """
 
@@ -42,6 +46,9 @@ class StructuredOutputsParams(
     backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
 
     def __post_init__(self) -> None:
+        schema_of = getattr(self.json, "model_json_schema", None)
+        if schema_of is not None:
+            msgspec.structs.force_setattr(self, "json", schema_of())
         kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         given = [name for name in kinds if getattr(self, name) not in (None, False)]
         if len(given) != 1:

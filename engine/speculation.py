@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import msgspec
 
 from engine.config import EngineArgs, SpeculationConfig
@@ -10,10 +12,17 @@ from engine.errors import ConfigError
 
 def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
     """Raises `ConfigError` naming the field."""
+    given = dict(args.speculative_config)
+    methods = get_args(get_args(get_type_hints(SpeculationConfig)["method"])[0])
+    if given.get("method") not in (None, *methods):
+        raise ConfigError(f"speculative_config: method must be one of {', '.join(methods)}, got {given['method']!r}")
+    if isinstance(longest := given.get("prompt_lookup_max"), int):
+        given.setdefault("prompt_lookup_min", min(longest, SpeculationConfig().prompt_lookup_min))
     try:
-        config = msgspec.convert(args.speculative_config, SpeculationConfig)
+        config = msgspec.convert(given, SpeculationConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"speculative_config: {error}") from None
+        fields = ", ".join(SpeculationConfig.__struct_fields__)
+        raise ConfigError(f"speculative_config: {error}; it may have {fields}") from None
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(
             f"speculative_config: prompt_lookup_min ({config.prompt_lookup_min}) exceeds prompt_lookup_max "

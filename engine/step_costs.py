@@ -8,6 +8,10 @@ _FORGETS = 0.99
 _PRIOR_SLOPE = 0.05
 """what a position more costs of a step with one, before steps of several sizes were seen"""
 _PRIOR_WEIGHT = 4.0
+_LEAST_SLOPE = 0.1
+"""of the prior: nothing is free, whatever a disturbed step says"""
+_MOST_TIMES = 3.0
+"""what a step may have taken of a mean one, as far as is learnt from it: more is the machine's"""
 _MEMORY = 0.8
 """weight of the past in running means"""
 
@@ -23,17 +27,18 @@ class StepCosts:
     def observe(self, rows: Rows, drafts: int, seconds: float) -> None:
         """A step has taken as long, with as many drafts. What a token of a prompt costs is what a step takes longer for
         it: beside sequences that decode, a step reads the weights anyway."""
-        num_tokens, num_rows = rows.num_tokens, len(rows)
-        num_decodes = int((rows.query_lens == rows.samples).sum())
+        num_rows, prompts = len(rows), rows.query_lens != rows.samples
+        num_decodes, prompt_tokens = num_rows - int(prompts.sum()), int(rows.query_lens[prompts].sum())
         if num_decodes == num_rows:
+            seconds = min(seconds, _MOST_TIMES * self._decodes_s or seconds)
             self._decodes_s = _mean(self._decodes_s, seconds)
             n = num_rows + drafts
             new = (1, n, n * n, seconds, n * seconds)
             ones, n1, nn, s, ns = (_FORGETS * past + each for past, each in zip(self._sums, new))
             self._sums = ones, n1, nn, s, ns
-        elif num_tokens >= 2 * num_rows:
+        elif prompt_tokens + num_decodes >= 2 * num_rows:
             extra = seconds - self._decodes_s if num_decodes else seconds
-            self.prompt_token_s = _mean(self.prompt_token_s, max(extra, 0.0) / (num_tokens - num_decodes))
+            self.prompt_token_s = _mean(self.prompt_token_s, max(extra, 0.0) / prompt_tokens)
 
     def relative(self) -> tuple[float, float]:
         """(a, b): a step of n tokens that all sample takes a + b · n, in units of what one of one token takes (least
@@ -44,7 +49,7 @@ class StepCosts:
         mean_n, mean_s = n / ones, s / ones
         prior = _PRIOR_SLOPE * mean_s / (1 + _PRIOR_SLOPE * (mean_n - 1))
         spread, together = nn - n * mean_n, ns - n * mean_s
-        slope = max((together + _PRIOR_WEIGHT * prior) / (spread + _PRIOR_WEIGHT), 0.0)
+        slope = max((together + _PRIOR_WEIGHT * prior) / (spread + _PRIOR_WEIGHT), _LEAST_SLOPE * prior)
         first = max(mean_s - slope * (mean_n - 1), 1e-9)
         return max(1 - slope / first, 0.0), slope / first
 

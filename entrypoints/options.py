@@ -35,7 +35,7 @@ def json_object(text: str) -> dict[str, object]:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
-            f'cannot read {text[:100]!r} as a JSON object; write for example {{"top_p": 0.9}}'
+            f"cannot read {text[:100]!r} as a JSON object; write for example '{{\"name\": 1}}'"
         )
     return value
 

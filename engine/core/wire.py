@@ -162,6 +162,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafts: int = 0
+    """steps of sequences that computed some"""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """of the drafts, those that were right"""

@@ -24,6 +24,9 @@ WHITESPACE = r"( |\n[ \t]{0,32})?"
 with whitespace for as long as they may."""
 
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
 def parser_limits() -> LLParserLimits:
     """For the check and for the core: what one takes the other takes. Memory is bounded to about 100 MB a grammar, and
     objects to about 4000 optional properties, each of which is four items of a row."""
@@ -45,7 +48,9 @@ def grammar_of(params: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, params.choice)))
-        return grammar_from("grammar", params.grammar or "")
+        if _GBNF_RULE.search(params.grammar or ""):
+            return grammar_from("grammar", params.grammar or "")
+        return LLMatcher.grammar_from_lark(params.grammar or "")
     except InvalidRequestError:
         raise
     except RecursionError:
@@ -58,6 +63,7 @@ def _of_json(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     schema = {"type": "object"} if params.json is None else parsed(params.json, "json")
+    schema = {} if schema is True else schema
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"{FIELD}.json: a JSON schema is an object, not {type(schema).__name__}", FIELD)
     if params.disable_additional_properties:
@@ -72,14 +78,24 @@ def _options(params: StructuredOutputsParams) -> Any:
     return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE, **lenient}
 
 
+_VALUES = ("enum", "const", "default", "examples")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
 def _closed(schema: Any) -> Any:
     """Objects have no properties but those that their schema names."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    values = ("enum", "const", "default", "examples")
-    closed = {key: each if key in values else _closed(each) for key, each in schema.items()}
+    closed = {
+        key: {name: _closed(each) for name, each in value.items()}
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict)
+        else value
+        if key in _VALUES
+        else _closed(value)
+        for key, value in schema.items()
+    }
     if isinstance(closed.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed
@@ -117,7 +133,8 @@ def _of_tags(params: StructuredOutputsParams) -> str:
         trigger = next((each for each in tags.triggers if each and tag.begin.startswith(each)), None)
         if trigger is None:
             raise InvalidRequestError(f"{FIELD}.structural_tag: no trigger begins {tag.begin!r}", FIELD)
-        schema = {**tag.schema, "x-guidance": _options(params)}
+        schema = _closed(tag.schema) if params.disable_additional_properties else tag.schema
+        schema = {**schema, "x-guidance": _options(params)}
         structures.append(StructTag(trigger=trigger, begin=tag.begin, grammar=schema, end=tag.end))
     return StructTag.to_grammar(structures, assume_special=False)
 

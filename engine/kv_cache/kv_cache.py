@@ -69,6 +69,13 @@ class Growth(msgspec.Struct, frozen=True, gc=False):
     copies: list[tuple[int, int]]
     """(source, destination): copy-on-write, before the step that writes"""
 
+    def with_more(self, growth: Growth) -> Growth:
+        """Both, of which the other came right behind."""
+        if self is NO_GROWTH or growth is NO_GROWTH:
+            return self if growth is NO_GROWTH else growth
+        ids = [one + other for one, other in zip(self.block_ids, growth.block_ids, strict=True)]
+        return Growth(self.start, ids, self.copies + growth.copies)
+
 
 NO_GROWTH = Growth(start=0, block_ids=[], copies=[])
 

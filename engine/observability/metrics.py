@@ -14,6 +14,7 @@ All names carry the label ``model_name``.
 | pageloom_prefix_cache_hits_total | counter | of those, tokens that were found |
 | pageloom_prompt_tokens_total | counter | prompt tokens processed |
 | pageloom_generation_tokens_total | counter | tokens generated |
+| pageloom_spec_decode_num_drafts_total | counter | steps of sequences that computed drafts |
 | pageloom_spec_decode_num_draft_tokens_total | counter | drafts computed |
 | pageloom_spec_decode_num_accepted_tokens_total | counter | of those, drafts that were right |
 | pageloom_spec_decode_num_accepted_tokens_per_pos_total | counter | the same by ``position`` among a step's drafts |
@@ -117,6 +118,7 @@ class _CoreCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generated_tokens),
+            ("spec_decode_num_drafts", "Steps of sequences that computed drafts", stats.drafts),
             ("spec_decode_num_draft_tokens", "Drafts computed", stats.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts that were right", stats.accepted_tokens),
             ("preemptions", "Sequences preempted", stats.preemptions),

@@ -52,7 +52,7 @@ class RequestTable:
         self.tokens = torch.zeros(max_rows, max_model_len + 1, dtype=torch.int32, device=device)
         """int32 [rows, max_model_len + 1]; the last column takes the token sampled at the context's very end"""
         self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        """int32 [rows]: tokens that a row knows, written with every token that is sampled; nothing before the first"""
+        """int32 [rows]: tokens that a row knows, written when it is added and with every token that is sampled"""
         self.block_tables = torch.zeros(num_groups, max_rows, self.max_blocks, dtype=torch.int32, device=device)
         """int32 [groups, rows, max_blocks]"""
         self.prompt_len: dict[int, int] = {}
@@ -64,11 +64,11 @@ class RequestTable:
 
     def staged_tables(self) -> list[torch.Tensor]:
         """The tables in the order in which `stage` numbers them; the sampler's follow."""
-        return [self.tokens, self.block_tables.view(-1, self.max_blocks)]
+        return [self.tokens, self.block_tables.view(-1, self.max_blocks), self.lengths.view(-1, 1)]
 
     @property
     def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in [*self.staged_tables(), self.lengths])
+        return sum(t.numel() * t.element_size() for t in self.staged_tables())
 
     def stage(self, plan: StepPlan, sampler: SamplerColumns, writes: StagedWrites) -> None:
         """Stage the plan's differences: released, added, tokens, block appends. Raises ValueError on a plan that breaks
@@ -85,11 +85,12 @@ class RequestTable:
                 self.failed[new.row] = in_words(error)
                 sampler.add(new.row, _ANYHOW, new.token_ids, new.prompt_len)
             writes.write(0, new.row, 0, new.token_ids)
+            writes.write(2, new.row, 0, [len(new.token_ids)])
         for table, many in ((0, plan.rewrites), (0, plan.drafts), (1, plan.block_appends)):
             if len(many):
                 writes.write_all(table, many, self.max_rows)
         for table, row, start, values in sampler.drain_writes():
-            writes.write(2 + table, row, start, values)
+            writes.write(3 + table, row, start, values)
 
     def _release(self, row: int) -> None:
         if self.prompt_len.pop(row, None) is None:

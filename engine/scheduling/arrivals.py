@@ -28,7 +28,7 @@ class Arrivals:
     @property
     def num_waiting(self) -> int:
         """Those that wait for their grammar, too."""
-        return self._held.num_waiting + len(self._constrained)
+        return len(self._held.waiting) + self._held.following + len(self._constrained)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""

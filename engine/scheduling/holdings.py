@@ -33,10 +33,6 @@ class Holdings:
         self.preemptions = self.swapped = 0
         """sequences since the start; those of them that went to the host tier"""
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) + self.following
-
     def queue(self, leader: Sequence, others: list[Sequence]) -> None:
         leader.status = Status.WAITING
         self.following += line_up(leader, others)
@@ -106,12 +102,6 @@ class Holdings:
         elif seq.blocks.on_host:
             self.kv.trim(seq.blocks, seq.blocks.num_tokens - (samples - brought))
 
-    def leave_device(self, seq: Sequence, findable: bool = True) -> None:
-        self.rows.leave(seq)
-        if findable:
-            self.make_findable(seq)
-        self.kv.free(seq.blocks)
-
     def forget(self, seq: Sequence) -> None:
         """What it computed cannot be found. What it found itself can: others, who did not fail, have computed that."""
         if seq.cached_tokens is not None:
@@ -164,7 +154,9 @@ class Holdings:
     def _stop(self, seq: Sequence, findable: bool) -> None:
         before, seq.status = seq.status, Status.FINISHED
         if before is Status.RUNNING:
-            self.leave_device(seq, findable)
+            self.rows.leave(seq)
+            if findable:
+                self.make_findable(seq)
         elif before is Status.WAITING:
             self.waiting.discard()
         elif seq.leader is not None:

@@ -108,20 +108,15 @@ class Outcomes:
             if row.samples > 1:
                 self._held.reconcile(seq, row.samples, len(tokens))
                 self._speculation.learn(seq, len(tokens) - 1, drafted)
-            return self._of_one(seq, row, tokens, logprobs.get(row.row, []), result)
+            if row.row in result.faults:
+                return self._fault(seq, row, result)
+            found = logprobs.get(row.row, [])
+            if seq.group is None:
+                return self._advance(seq, row, tokens, found, result)
+            if found and seq.status is Status.RUNNING and seq.group.bring(seq, found[0]):
+                return self._choose(seq.group)
         except Exception as error:
             self._held.failures.note(seq, error)
-        return []
-
-    def _of_one(
-        self, seq: Sequence, row: ScheduledRow, tokens: list[int], found: list[TokenLogprobs], result: StepResult
-    ) -> list[SequenceDelta]:
-        if row.row in result.faults:
-            return self._fault(seq, row, result)
-        if seq.group is None:
-            return self._advance(seq, row, tokens, found, result)
-        if found and seq.status is Status.RUNNING and seq.group.bring(seq, found[0]):
-            return self._choose(seq.group)
         return []
 
     def _fault(self, seq: Sequence, row: ScheduledRow, result: StepResult) -> list[SequenceDelta]:

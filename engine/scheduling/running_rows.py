@@ -45,6 +45,8 @@ class RunningRows:
         """how many its owner's next step computes"""
         self.unsure = np.zeros(num_rows, dtype=np.int32)
         """drafts in flight: `computed` and `known` are that much too large if all are wrong"""
+        self.pause = np.zeros(num_rows, dtype=np.int32)
+        """steps for which no drafts are looked for"""
         self.looks = np.zeros((num_rows, 2))
         """of its owner's latest drafts: how many were right, of how many it is known"""
         self.stop_tokens: Counter[int] = Counter()
@@ -78,7 +80,7 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
-        self.drafts[row] = self.unsure[row] = self.looks[row] = 0
+        self.drafts[row] = self.unsure[row] = self.pause[row] = self.looks[row] = 0
         self.detailed[row] = seq.params.logprobs is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)

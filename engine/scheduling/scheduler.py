@@ -142,13 +142,15 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in others:
             (decoding if self._rows.remaining(seq) == 1 else prefilling).append(seq)
-        preempted = self._share(draft, decoding, [1 + int(self._rows.drafts[seq.row]) for seq in decoding])
-        if draft.tentative or len(draft.plain):
-            self._spare_those_who_decode(draft)
+        preempted = self._share(draft, decoding, [1] * len(decoding))
+        most = self._config.max_mixed_prefill_tokens
+        if most is not None and (draft.tentative or len(draft.plain)):
+            draft.budget = min(draft.budget, most)  # those who decode wait for the whole step
         if prefilling and draft.budget > 0:
             needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
-            budget = self._for_prompts(draft, prefilling[0])
+            budget = max(self._for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
             preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
+        self._add_drafts(draft, decoding)
         draft.place_plain()
         for seq, (query_len, growth) in draft.tentative.items():
             with self._held.failures.isolate(seq):
@@ -165,9 +167,6 @@ class Scheduler:
                 growth = None
                 with self._held.failures.isolate(seq):
                     growth = self._append(seq, query_len)
-                    if growth is None and self._rows.remaining(seq) == 1 < query_len:
-                        query_len = 1  # drafts preempt nobody
-                        growth = self._append(seq, query_len)
                     if growth is None:
                         preempted = True
                         growth = self._make_room(draft, seq, query_len)
@@ -175,6 +174,17 @@ class Scheduler:
                     draft.tentative[seq] = (query_len, growth)
                     draft.budget -= query_len
         return preempted
+
+    def _add_drafts(self, draft: StepDraft, decoding: list[Sequence]) -> None:
+        """Behind everybody's certain tokens, as far as there is room: they preempt nobody."""
+        for seq in decoding:
+            drafts = min(int(self._rows.drafts[seq.row]), draft.budget) if seq in draft.tentative else 0
+            if drafts > 0:
+                with self._held.failures.isolate(seq):
+                    more = self._append(seq, 1 + drafts)
+                    if more is not None:
+                        draft.tentative[seq] = (1 + drafts, draft.tentative[seq][1].with_more(more))
+                        draft.budget -= drafts
 
     def _for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
         """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
@@ -221,11 +231,6 @@ class Scheduler:
             growth = self._append(seq, query_len)
             if growth is not None:
                 return growth
-
-    def _spare_those_who_decode(self, draft: StepDraft) -> None:
-        """They wait for the whole step, so prompts get less of it."""
-        if self._config.max_mixed_prefill_tokens is not None:
-            draft.budget = min(draft.budget, self._config.max_mixed_prefill_tokens)
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
@@ -344,10 +349,6 @@ class Scheduler:
             return bool(self._live or self._steps)
         return bool(self._steps) or any(seq.status is not Status.PREPARING for seq in self._live.values())
 
-    @property
-    def num_waiting(self) -> int:
-        return self._arrivals.num_waiting
-
     def unpin(self, name: str) -> None:
         """A pinned prefix becomes an ordinary cached one; unknown names are ignored."""
         self._held.pins.release(name)
@@ -361,7 +362,7 @@ class Scheduler:
         kv, host = self._kv.stats(), self._kv.host
         return CoreStats(
             running=len(self._running),
-            waiting=self.num_waiting,
+            waiting=self._arrivals.num_waiting,
             kv_blocks_total=kv.total,
             kv_blocks_used=kv.used,
             kv_blocks_pinned=self._held.pins.num_blocks,
@@ -377,6 +378,7 @@ class Scheduler:
             prefix_hit_tokens=kv.hit_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._outcomes.generated_tokens,
+            drafts=self._speculation.drafts,
             drafted_tokens=self._speculation.drafted,
             accepted_tokens=self._speculation.accepted,
             accepted_at=self._speculation.accepted_at,

@@ -24,6 +24,10 @@ _HOPE = 0.95
 """drafts are thought of at all where ones that are right as often would pay"""
 _PROMPTS_TO_DRAFTS = 8
 """where there are prompts, drafts may take one in as many tokens of what they would have"""
+_PAUSE = 3
+"""steps for which nothing is looked for where nothing was found"""
+_LOOKED_UP, _MOST_LOOKUPS = 4096, 8
+"""what the host looks up for rows with a grammar: in so many tokens, for as many rows of a step"""
 _FORCED_RATE = 0.98
 """what a grammar forces is nearly always what is sampled; it might be spelled in other tokens"""
 
@@ -36,7 +40,7 @@ class Speculation:
         self._proposes = config.method is not None
         self._max_drafts = max_drafts
         self._costs = costs
-        self.drafted = self.accepted = 0
+        self.drafts = self.drafted = self.accepted = 0
         """since the start"""
         self.accepted_at = [0] * self._most
         """drafts that were right, by their position"""
@@ -52,9 +56,10 @@ class Speculation:
         if not num_ready or not self._are_worth(num_ready):
             return
         rows.looks *= _AGES
+        rows.pause -= 1
         may = rows.ready & ~rows.alone
         known, forced = self._known_to_host(may)
-        counts = np.where(may & ~rows.masked, self._most if self._proposes else 0, known)
+        counts = np.where(may & ~rows.masked & (rows.pause <= 0), self._most if self._proposes else 0, known)
         counts = np.minimum(counts, rows.limits - rows.known - 1)
         places = np.flatnonzero(counts > 0)
         if not len(places):
@@ -76,16 +81,17 @@ class Speculation:
         """Those of rows with a grammar, whose masks the host makes before the device has proposed: what it forces, or
         else what came after the same tokens, from behind the tokens in flight on, which are thought to be the first
         ones. How many each row has, and whether they are forced."""
-        rows, config = self._rows, self._config
+        rows, config, left = self._rows, self._config, _MOST_LOOKUPS
         counts, forced = np.zeros(len(may), dtype=np.int32), np.zeros(len(may), dtype=bool)
         for seq in rows.owners[rows.masked & may].tolist():
             with self._held.failures.isolate(seq):
                 first = rows.in_flight(seq)
                 drafts = seq.matcher.forced()
                 forced[seq.row] = bool(drafts)
-                if not drafts and self._proposes:
-                    bounds = config.prompt_lookup_max, config.prompt_lookup_min
-                    drafts = continuation(seq.tokens, *bounds, first + self._most)
+                if not drafts and self._proposes and left and rows.pause[seq.row] <= 0:
+                    left, bounds = left - 1, (config.prompt_lookup_max, config.prompt_lookup_min)
+                    drafts = continuation(seq.tokens[-_LOOKED_UP:], *bounds, first + self._most)
+                    rows.pause[seq.row] = 0 if drafts else _PAUSE
                 seq.drafts = drafts[first : first + self._most]
                 counts[seq.row] = len(seq.drafts)
         return counts, forced
@@ -94,7 +100,9 @@ class Speculation:
         """Drafts of each: tokens that are expected of a step, over its cost, are most with them."""
         k = np.arange(1, self._most + 1)
         gains = np.where(k <= counts[:, None], rates[:, None] ** k, 0.0)
-        order = np.argsort(-gains, axis=None, kind="stable")[: min(self._max_drafts, room)]
+        most = min(self._max_drafts, room, gains.size)
+        order = np.argpartition(-gains, max(most - 1, 0), axis=None)[:most]
+        order = order[np.lexsort((order, -gains.ravel()[order]))]
         sizes = np.arange(len(order) + 1)
         a, b = self._costs.relative()
         expected = num_decodes + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))
@@ -103,12 +111,13 @@ class Speculation:
 
     def learn(self, seq: Sequence, accepted: int, drafted: int) -> None:
         """So many of the drafts that the sequence has computed were right."""
+        self.drafts += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
-        for position in range(accepted):
-            self.accepted_at[position] += 1
+        self.accepted_at[:accepted] = [count + 1 for count in self.accepted_at[:accepted]]
         if seq.row >= 0:
             looks = self._rows.looks[seq.row]
             looks += (accepted, min(accepted + 1, drafted))
+            self._rows.pause[seq.row] = 0 if drafted else _PAUSE
             if looks[1] > _REMEMBERED_TRIES:
                 looks *= 0.5

@@ -184,7 +184,7 @@ class Loop:
         assert self.kv.host is None or self.kv.host.pool.num_used == 0
         assert sorted(scheduler._rows._free) == list(range(self.executor.num_rows))
         assert not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
-        assert not scheduler._live and not scheduler._steps and scheduler.num_waiting == 0
+        assert not scheduler._live and not scheduler._steps and scheduler.stats().waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
         still_on_device = set(self.executor.rows)
         assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"

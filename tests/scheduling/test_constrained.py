@@ -15,7 +15,7 @@ def test_who_waits_for_a_grammar_holds_up_nobody_and_is_counted_as_waiting() -> 
     loop = Loop(depth=1)
     loop.add("slow", [1, 2, 3], 6, grammar="a:0:8", followers=["slow.1"], alike=False)
     loop.add("quick", [1, 2, 3], 4)
-    assert loop.scheduler.num_waiting == 3 and loop.scheduler.stats().waiting == 3
+    assert loop.scheduler.stats().waiting == 3 and loop.scheduler.stats().waiting == 3
     for _ in range(6):
         loop.turn()
     assert loop.reason("quick") == "length" and not loop.tokens["slow"]

@@ -43,7 +43,6 @@ POINTS: list[tuple[Any, str]] = [
     (BeamGroup, "choose"),
     (BeamGroup, "follow"),
     (beam_group, "_take_over"),
-    (Outcomes, "_of_one"),
     (Outcomes, "_advance"),
     (Outcomes, "_deliver"),
     (Sequence, "ends_with"),

@@ -50,9 +50,9 @@ def test_samples_without_a_row_wait_for_one() -> None:
     loop = Loop(rows=2, budget=64)
     names = list("abcde")
     loop.add("a", PROMPT, 4, followers=names[1:])
-    assert loop.scheduler.num_waiting == 5
+    assert loop.scheduler.stats().waiting == 5
     loop.turn()
-    assert loop.scheduler.num_waiting == 3
+    assert loop.scheduler.stats().waiting == 3
     loop.run()
     for name in names:
         assert loop.tokens[name] == generate(PROMPT, len(PROMPT) + 4, set())[0]

@@ -22,7 +22,7 @@ def test_followers_count_as_waiting() -> None:
     with pytest.raises(QueueFullError, match="--max-waiting 3"):
         loop.add("b", [3], 2, followers=["b1", "b2"])
     loop.add("c", [4], 2, followers=["c1"])
-    assert loop.scheduler.num_waiting == 3
+    assert loop.scheduler.stats().waiting == 3
     loop.run()
     loop.assert_nothing_leaked()
 

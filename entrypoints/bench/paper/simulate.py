@@ -152,7 +152,7 @@ class Simulation:
                 self.now = coming[0][1].arrival_s
                 continue
             seconds, result = execute(plan)
-            if self.now >= self.warm_up_s and (coming or self.scheduler.num_waiting):
+            if self.now >= self.warm_up_s and (coming or self.scheduler.stats().waiting):
                 self.meter.observe(plan, self.kv, seconds)
             self.now += seconds
             for delta in each_delta(self.scheduler.complete(result, seconds)):
