@@ -167,7 +167,9 @@ class Scheduler:
                 growth = None
                 with self._held.failures.isolate(seq):
                     growth = self._append(seq, query_len)
-                    if growth is None:
+                    if growth is None and self._rows.unsure.any():
+                        self._rows.drafts[:] = 0  # what wrong ones hold comes back before anybody is preempted
+                    elif growth is None:
                         preempted = True
                         growth = self._make_room(draft, seq, query_len)
                 if growth is not None:

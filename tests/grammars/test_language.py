@@ -75,6 +75,28 @@ def test_properties_that_nobody_named_can_be_forbidden() -> None:
     nested = {"type": "object", "properties": {"x": PERSON, "properties": {"const": {"properties": 1}}}}
     assert not takes(params(json=nested, disable_additional_properties=True), '{"x":{"a":1,"c":2}}')
     assert takes(params(json=nested, disable_additional_properties=True), '{"properties":{"properties":1}}')
+    for name in ("default", "enum", "const", "examples"):
+        inside = {"type": "object", "properties": {name: PERSON}, "required": [name]}
+        assert not takes(params(json=inside, disable_additional_properties=True), f'{{"{name}":{{"a":1,"c":2}}}}')
+    tag = {**TAGS, "structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f>"]}
+    for closed in (True, False):
+        text = '<f>{"a":1,"c":2}</f>'
+        assert takes(params(structural_tag=tag, disable_additional_properties=closed), text) is not closed
+
+
+def test_lark_is_told_from_gbnf_by_how_rules_are_written() -> None:
+    assert takes(params(grammar='?start: "a" | "b"'), "b") and not takes(params(grammar='?start: "a" | "b"'), "c")
+    assert takes(params(grammar='root ::= "a" | b\nb ::= "b"'), "b")
+
+
+def test_a_pydantic_model_is_its_schema() -> None:
+    class Model:
+        @staticmethod
+        def model_json_schema() -> dict[str, object]:
+            return {"enum": ["x"]}
+
+    asked = params(json=Model)
+    assert takes(asked, '"x"') and not takes(asked, '"y"')
 
 
 @pytest.mark.parametrize(

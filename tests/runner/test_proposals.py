@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ngram_oracle import expected_ngram, expected_suffix
+from plan_driver import tiny_runner
 
 from engine.config import SpeculationConfig
 from engine.runner.kernels.ngram_host import HostDraftKernels
 from engine.runner.proposals import NgramProposer, Proposer, SuffixProposer
 from engine.runner.request_table import RequestTable
+from engine.step import NewRow, RowParams, StepPlan
 
 
 def a_table() -> RequestTable:
@@ -71,3 +75,17 @@ def test_what_came_most_often_after_the_same_tokens(
     know(table, 1, own)
     texts = [output for output in outputs if len(output) > 1]
     assert drafts_of(proposer, table, [1], [most]) == [expected_suffix(texts, own, config, most)]
+
+
+def test_who_leaves_before_the_first_token_leaves_nothing_of_those_before(tmp_path: Path) -> None:
+    """A row that was another's: neither its prompt nor its output counts again."""
+    runner = tiny_runner(tmp_path)
+    table = runner._table
+    new = NewRow(row=1, token_ids=[5] * 20, prompt_len=20, params=RowParams(seed=0, temperature=0.0))
+    runner.execute(StepPlan(step_id=0, added=[new])).wait()
+    assert table.lengths[1] == 20
+    new = NewRow(row=1, token_ids=[7] * 4, prompt_len=4, params=RowParams(seed=0, temperature=0.0))
+    runner.execute(StepPlan(step_id=1, released=[1], added=[new])).wait()
+    proposer = SuffixProposer(SpeculationConfig(method="suffix"), table, HostDraftKernels())
+    proposer.end(1)
+    assert table.lengths[1] == 4 and len(proposer._recent) == 0

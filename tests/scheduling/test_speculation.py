@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from replaying_executor import POISON, generate
@@ -64,6 +66,29 @@ def test_drafts_take_the_last_block_but_preempt_nobody() -> None:
     for name, prompt in (("a", PROMPT), ("b", PROMPT[::-1])):
         assert loop.tokens[name] == generate(prompt, 12, set())[0]
     loop.assert_nothing_leaked()
+
+
+def test_drafts_push_out_nobody_s_certain_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the smallest pool in which nobody is preempted without drafts nobody is with wrong ones."""
+    monkeypatch.setattr(StepCosts, "relative", lambda self: (1.0, 0.0001))
+
+    def run(drafts: int, num_blocks: int, seed: int) -> int:
+        rng = random.Random(seed)
+        loop = Loop(
+            num_blocks=num_blocks, rows=8, budget=256, max_model_len=128, drafts=drafts, pads=True, caching=False
+        )
+        loop.executor._guess = lambda state, most: [99] * most  # type: ignore[method-assign]
+        for index in range(4):
+            prompt = [rng.randrange(11) for _ in range(rng.randint(3, 9))]
+            loop.add(str(index), prompt, 100, stop=[rng.randrange(11)], min_tokens=rng.randint(10, 40))
+            for _ in range(rng.randint(1, 6)):
+                loop.turn()
+        loop.run()
+        return loop.scheduler.stats().preemptions
+
+    for seed in range(12):
+        enough = next(num_blocks for num_blocks in range(33, 99) if not run(0, num_blocks, seed))
+        assert run(32, enough, seed) == 0
 
 
 def test_a_step_has_no_more_drafts_than_its_budget_and_its_places() -> None:
@@ -157,6 +182,31 @@ def test_costs_are_those_of_the_steps_seen() -> None:
         costs.observe(Rows.of([ScheduledRow(0, 9, n, n)]), n - 1, 0.010 + 0.002 * n)
     a, b = costs.relative()
     assert (a, b) == (pytest.approx(10 / 12, rel=0.05), pytest.approx(2 / 12, rel=0.05))
+
+
+@pytest.mark.parametrize("disturbed", [2, 30])
+def test_one_slow_step_makes_drafts_neither_free_nor_dear(disturbed: int) -> None:
+    costs = StepCosts()
+    for index, n in enumerate([1, 2, 4, 8] * 30):
+        costs.observe(Rows.of([ScheduledRow(0, 9, n, n)]), n - 1, 0.006 + 0.001 * n)
+        if index == 60:
+            costs.observe(Rows.of([ScheduledRow(0, 9, disturbed, disturbed)]), disturbed - 1, 1.0)
+        assert index < 70 or 0.03 < costs.relative()[1] < 0.4
+
+
+def test_prompts_beside_drafts_cost_what_their_own_tokens_do() -> None:
+    costs, decode = StepCosts(), ScheduledRow(0, 9, 64, 64)
+    costs.observe(Rows.of([ScheduledRow(0, 9, 1, 1)]), 0, 0.01)
+    costs.observe(Rows.of([decode, ScheduledRow(1, 0, 100, 1)]), 0, 0.02)
+    assert costs.prompt_token_s == pytest.approx(1e-4)
+
+
+def test_who_finds_nothing_is_left_alone_for_a_while() -> None:
+    loop = Loop(depth=0, drafts=4, num_blocks=200, max_model_len=200)
+    loop.executor._guess = lambda state, most: []  # type: ignore[method-assign]
+    loop.add("a", PROMPT, 100)
+    loop.run()
+    assert 0 < len(drafted(loop)) < 50 and loop.scheduler.stats().drafts == 0
 
 
 @pytest.mark.parametrize(("slope", "most"), [(1.0, 0), (0.0, 8)])
