@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "end_to_end")]
 
-from grammar_bombs import BOMBS  # noqa: E402
+from grammar_bombs import BOMBS  # type: ignore[import-not-found]  # noqa: E402  # of the tests
 
 from engine import AsyncEngine, EngineArgs, SamplingParams, StructuredOutputsParams  # noqa: E402
 from engine.errors import EngineError  # noqa: E402

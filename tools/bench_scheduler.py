@@ -107,7 +107,7 @@ def measure(rows: int, steps: int, *, waiting: int, context: int) -> float:
         scheduler.complete(result)
         costs.append(time.thread_time() - start)
         pending = following
-    if scheduler.num_waiting != waiting or len(pending.rows) != rows:
+    if scheduler.stats().waiting != waiting or len(pending.rows) != rows:
         raise SystemExit("the measured steps were not the steady decode steps that they should be")
     return statistics.median(costs) * 1e6
 
