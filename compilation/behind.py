@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,6 @@ import psutil
 from compilation.errors import CompileError
 
 THREAD_PREFIX = "compile-"
-LOW_PRIORITY = 10
-"""niceness: a tenth of a busy core, so that a server that is busy from its first second on gets its pieces too"""
 _POLL_S = 0.02
 
 
@@ -38,16 +34,6 @@ def check_stop(stop: threading.Event | None) -> None:
     """Between the parts of a compilation: raises CompileStoppedError once `stop` is set."""
     if stop is not None and stop.is_set():
         raise CompileStoppedError("compilation was stopped")
-
-
-def give_way() -> None:
-    """Let others go first: for this thread, the threads and the compilers that it starts from now on.
-
-    A thread's own priority is Linux'; elsewhere this does nothing.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def stop_compilers(thread: threading.Thread, timeout_s: float) -> bool:

@@ -34,6 +34,8 @@ from engine.limits import Limits  # noqa: E402
 SETTLING_S = 0.3
 """behind the beginning of a phase, what is not counted"""
 BOMB_TOKENS = 8
+_STREAM_TOKENS = 256
+"""of one answer: short beside a phase, and they do not end together, so that phases have contexts of equal lengths"""
 PHASES = ("alone", "bombs", "plain")
 
 
@@ -74,8 +76,9 @@ class Bench:
         await asyncio.sleep(SETTLING_S)
 
     async def _stream(self, number: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, detokenize=False)
-        while True:
+        lengths = itertools.chain([32 * number + 32], itertools.repeat(_STREAM_TOKENS))
+        for length in lengths:
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
             last, known = 0.0, 0
             async for output in self._engine.generate({"prompt_token_ids": [100 + number] * 16}, params):
                 now, tokens = time.perf_counter(), len(output.outputs[0].token_ids)

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from compilation.behind import THREAD_PREFIX, CompileJob, Swap, give_way, interrupt, stop_compilers
+from compilation.behind import THREAD_PREFIX, CompileJob, Swap, interrupt, stop_compilers
+from compilation.priority import LOW, lower_thread
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class CompilationBehind:
     def _run(
         self, job: CompileJob, prepare: Callable[[], None], deliver: Callable[[Swap | BaseException], None]
     ) -> None:
-        give_way()
+        lower_thread(threading.get_native_id(), LOW)  # and the threads and compilers that it starts
         began = time.monotonic()
         result: Swap | BaseException
         try:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -20,7 +21,7 @@ import torch
 from compilation.behind import CompileJob, Swap
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.affinity import bind_thread
+from engine.executor.affinity import Places, bind_thread
 from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
@@ -101,6 +102,8 @@ class InProcessExecutor:
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         """for the steps that wait for them; None: none will come"""
         self._uncollected = 0
+        self._places: AbstractContextManager[None] = nullcontext()
+        """where the thread that computes does so"""
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
         self._steps_since_idle_work = 0
@@ -112,8 +115,7 @@ class InProcessExecutor:
 
     def load(self) -> LoadReport:
         def load() -> LoadReport:
-            self._bind()
-            self._prepare_thread()
+            self._settle()
             self._runner = self._load_runner(self._config)
             return self._runner.report
 
@@ -237,10 +239,13 @@ class InProcessExecutor:
             self._compile_state = "done"
         self._compile_watcher()
 
-    def _bind(self) -> None:
-        """Before the first computation: the threads that OpenMP starts from the calling thread inherit its CPUs."""
+    def _settle(self) -> None:
+        """Before the calling thread's first computation: the threads that OpenMP starts from it inherit its CPUs."""
         if (cores := self._config.device.cores) is not None:
             bind_thread(cores)
+        self._prepare_thread()
+        if self._config.device.kind == "cpu":
+            self._places = Places(self._config.device.threads)
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self._config.device.threads)  # OpenMP keeps the number for each thread
@@ -272,7 +277,8 @@ class InProcessExecutor:
             skipped.__cause__ = cause
             return _Failure(skipped)
         try:
-            return self._loaded().execute(plan, lambda: self._masks_of(plan))
+            with self._places:
+                return self._loaded().execute(plan, lambda: self._masks_of(plan))
         except BaseException as error:
             self._failed = f"step {plan.step_id}", error
             return _Failure(error)

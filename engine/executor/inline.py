@@ -65,8 +65,7 @@ class InlineExecutor(InProcessExecutor):
                 "the model was loaded in another thread, and each keeps compute threads: small steps will be slow; "
                 "make an LLM and use it in one thread"
             )
-            self._bind()
-            self._prepare_thread()
+            self._settle()
         self._home = here
         with self._turn:
             return function()

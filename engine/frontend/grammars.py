@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import msgspec
 from tokenizers import Tokenizer
 
+from compilation.priority import LOW
 from engine.errors import InvalidRequestError
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.turns import Turns
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _FIELD = "structured_outputs"
 _HELPERS = 2
-_PRIORITY = 10
-"""niceness: a tenth of a busy core, so that running requests hardly notice who wants a grammar checked"""
 _PATIENCE_S = 0.05
 _SLOW_HELPERS = 4
 """checks that took longer and go on at the lowest priority"""
@@ -90,7 +89,7 @@ class GrammarChecks:
             turns=Turns(_HELPERS, limits.waiting_s, limits.message("waiting_s")),
             patience_s=_PATIENCE_S,
             slow_turns=Turns(_SLOW_HELPERS, limits.waiting_s, limits.message("waiting_s")),
-            priority=_PRIORITY,
+            priority=LOW,
         )
 
     def _question(self, params: StructuredOutputsParams) -> tuple[bytes, Helpers]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
+from compilation.priority import LOWEST, lower_session
 from engine.errors import EngineError, RequestFailedError
 from engine.frontend.helper_main import HEADER_BYTES, frame
 from engine.frontend.turns import Turns
@@ -28,7 +27,8 @@ from engine.frontend.turns import Turns
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 1 << 20
-_LOWEST_PRIORITY = 19
+_AGAIN_S = 0.1
+"""until a priority that the kernel would not take is told once more"""
 # As the core's: the child imports from where the parent does, and not from the user's directory (-P).
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -57,11 +57,10 @@ class Helper:
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), make, str(memory_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                # Ctrl-C is for the parent. In a session of its own a helper's low priority would mean nothing:
-                # Linux shares the CPUs out by session first (autogroup).
-                process_group=0,
+                start_new_session=True,  # Ctrl-C is for the parent; and its share can be lowered
             )
-        self._set_priority(priority)
+        if priority:
+            lower_session(self.pid, priority)
         self._to_send = frame(setup)
         self._unread = 1  # the answer to the setup
         self.demoted = False
@@ -129,12 +128,11 @@ class Helper:
         self.demoted = True
         if news is not None:
             news.set()
-        self._set_priority(_LOWEST_PRIORITY)
+        self._lower()
 
-    def _set_priority(self, priority: int) -> None:
-        if priority:
-            with suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, self.pid, priority)
+    def _lower(self) -> None:
+        if self.alive and not lower_session(self.pid, LOWEST):
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._lower)
 
     @property
     def pid(self) -> int:

@@ -6,17 +6,13 @@ thread takes its place.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 
-from compilation.behind import give_way
+from compilation.priority import LOW, LOWEST, lower_thread
 
 _PATIENCE_S = 0.05
-_LOWEST_PRIORITY = 19
 _MOST = 4
 """threads, the slow ones included"""
 
@@ -51,8 +47,8 @@ class Threads:
             threading.Thread(target=self._run, args=(_Worker(),), name="grammars", daemon=True).start()
 
     def _run(self, worker: _Worker) -> None:
-        give_way()
         worker.native_id = threading.get_native_id()
+        lower_thread(worker.native_id, LOW)
         while True:
             grammar = self._waiting.get()
             worker.busy = True
@@ -73,9 +69,7 @@ class Threads:
             if not worker.busy:
                 return
             worker.slow = True
-            if sys.platform == "linux":
-                with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, worker.native_id, _LOWEST_PRIORITY)
+            lower_thread(worker.native_id, LOWEST)
             self._quick -= 1
             self._slow += 1
             self._start_another()

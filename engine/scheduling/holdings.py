@@ -97,7 +97,7 @@ class Holdings:
         """Of its drafts all but `brought` - 1 were wrong: what the others held is given back, and it may go on."""
         if seq.status is Status.RUNNING:
             self.rows.reconcile(seq, samples, brought)
-            self.kv.trim(seq.blocks, self.rows.computed_of(seq))
+            self.kv.trim(seq.blocks, int(self.rows.computed[seq.row]))
             self.rows.room[seq.row] = seq.blocks.quiet_until
         elif seq.blocks.on_host:
             self.kv.trim(seq.blocks, seq.blocks.num_tokens - (samples - brought))

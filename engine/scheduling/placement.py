@@ -20,7 +20,7 @@ class Placement:
         rows, followers = self._rows, seq.followers
         may_fork = bool(followers and rows.num_free) and any(is_twin(each, seq) for each in followers)
         draft.tell(seq, growth)
-        computed, unsure = rows.computed_of(seq), int(rows.unsure[seq.row])
+        computed, unsure = int(rows.computed[seq.row]), int(rows.unsure[seq.row])
         samples = rows.advance(seq, query_len)
         draft.add(seq, ScheduledRow(seq.row, computed, query_len, samples, unsure), may_fork)
         if growth is not NO_GROWTH or query_len > 1:

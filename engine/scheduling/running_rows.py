@@ -80,7 +80,6 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
-        self.drafts[row] = self.unsure[row] = self.pause[row] = self.looks[row] = 0
         self.detailed[row] = seq.params.logprobs is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)
@@ -100,6 +99,7 @@ class RunningRows:
         self.entries[row] = 0
         self.owners[row] = self.request_ids[row] = None
         self.ready[row] = False
+        self.drafts[row] = self.unsure[row] = self.pause[row] = self.looks[row] = 0
         for token in seq.stop_token_ids:
             self.stop_tokens[token] -= 1
             if not self.stop_tokens[token]:
@@ -126,9 +126,6 @@ class RunningRows:
 
     # -- one of them -------------------------------------------------------------------------------------------------
 
-    def computed_of(self, seq: Sequence) -> int:
-        return int(self.computed[seq.row])
-
     def remaining(self, seq: Sequence) -> int:
         """Tokens to compute until the next one can be sampled."""
         return int(self.known[seq.row] - self.computed[seq.row])
@@ -152,7 +149,7 @@ class RunningRows:
 
     def settle_blocks(self, seq: Sequence) -> None:
         """Its blocks hold what it has computed: those that decode are not told at every step."""
-        seq.blocks.num_tokens, seq.blocks.unsure = self.computed_of(seq), int(self.unsure[seq.row])
+        seq.blocks.num_tokens, seq.blocks.unsure = int(self.computed[seq.row]), int(self.unsure[seq.row])
 
     def advance(self, seq: Sequence, query_len: int) -> int:
         """The sequence is in the step that is planned with as many tokens, drafts behind those that are known. Returns
@@ -180,7 +177,7 @@ class RunningRows:
     def watch(self, seq: Sequence) -> None:
         """The device knows of it; when is it to be looked at again?"""
         self.room[seq.row] = seq.blocks.quiet_until
-        half_way = self.computed_of(seq) < len(seq.tokens)  # its first token brings more than others do
+        half_way = self.computed[seq.row] < len(seq.tokens)  # its first token brings more than others do
         self.alone[seq.row] = half_way or seq.group is not None or bool(seq.followers)
 
     # -- all of them -------------------------------------------------------------------------------------------------

@@ -153,8 +153,10 @@ class Scheduler:
         self._add_drafts(draft, decoding)
         draft.place_plain()
         for seq, (query_len, growth) in draft.tentative.items():
-            with self._held.failures.isolate(seq):
+            try:
                 self._placement.place(draft, seq, query_len, growth)
+            except Exception as error:
+                self._held.failures.note(seq, error)
         return preempted
 
     def _share(self, draft: StepDraft, sequences: list[Sequence], shares: list[int]) -> bool:
@@ -164,17 +166,18 @@ class Scheduler:
             query_len = min(share, draft.budget)
             # Those that a sequence before them has preempted run no more.
             if query_len > 0 and seq.status is Status.RUNNING:
-                growth = None
-                with self._held.failures.isolate(seq):
+                try:
                     growth = self._append(seq, query_len)
                     if growth is None and self._rows.unsure.any():
                         self._rows.drafts[:] = 0  # what wrong ones hold comes back before anybody is preempted
                     elif growth is None:
                         preempted = True
                         growth = self._make_room(draft, seq, query_len)
-                if growth is not None:
-                    draft.tentative[seq] = (query_len, growth)
-                    draft.budget -= query_len
+                    if growth is not None:
+                        draft.tentative[seq] = (query_len, growth)
+                        draft.budget -= query_len
+                except Exception as error:
+                    self._held.failures.note(seq, error)
         return preempted
 
     def _add_drafts(self, draft: StepDraft, decoding: list[Sequence]) -> None:

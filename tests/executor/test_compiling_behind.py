@@ -21,9 +21,10 @@ from test_in_process import FakeRunner, loaded, nothing, plan
 from test_in_process_serves_a_model import config  # noqa: F401 (a fixture)
 
 from attention_backends.op import ATTENTION_OP
-from compilation.behind import LOW_PRIORITY, CompileJob, Swap, check_stop
+from compilation.behind import CompileJob, Swap, check_stop
 from compilation.errors import CompileError
 from compilation.interface import CompiledModel, CompileReport
+from compilation.priority import LOW
 from engine.config import EngineConfig
 from engine.core.start import build_core
 from engine.core.wire import Shutdown
@@ -167,7 +168,7 @@ def test_compilers_run_at_a_low_priority_and_end_with_the_engine(
         executor = started(CompilingRunner(compile_with_children))
         until(lambda: bool(children) and bool(psutil.Process(children[0].pid).children()))
         family = [psutil.Process(children[0].pid), *psutil.Process(children[0].pid).children()]
-        assert [os.getpriority(os.PRIO_PROCESS, one.pid) for one in family] == [LOW_PRIORITY] * 2
+        assert [os.getpriority(os.PRIO_PROCESS, one.pid) for one in family] == [LOW] * 2
         executor.close()
         until(lambda: all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in family))
         assert parts == ["first"] and mine.poll() is None, "nobody else's child is touched"

@@ -7,11 +7,12 @@ import threading
 
 import msgspec
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
-from engine.executor.affinity import bind_thread
+from engine.executor.affinity import Places, _cores, bind_thread
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, make_executor
 from engine.step import LoadReport, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
@@ -225,3 +226,31 @@ def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(
     executor.close()
     with pytest.raises(ConfigError, match="cores"):
         bind_thread([ALLOWED[0], 100_000])
+
+
+@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+def test_each_compute_thread_has_a_core_of_its_own_while_it_computes() -> None:
+    """And whoever starts in between may run everywhere."""
+    cores = _cores(ALLOWED)
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        torch.set_num_threads(len(cores))
+        places = Places(len(cores))
+        with places:
+            seen.append(os.sched_getaffinity(0))
+        seen.append(os.sched_getaffinity(0))
+        threads = {int(name) for name in os.listdir("/proc/self/task")}
+        bound = [os.sched_getaffinity(thread) for thread in threads]
+        seen.extend(core for core in cores[1:] if core in bound)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert seen == [cores[0], set(ALLOWED), *cores[1:]]
+
+
+def test_fewer_threads_than_cores_are_left_to_the_system() -> None:
+    before = os.sched_getaffinity(0)
+    with Places(len(_cores(ALLOWED)) + 1), Places(1):
+        assert os.sched_getaffinity(0) == before

@@ -7,11 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from compilation.priority import LOWEST
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.frontend.helpers import Helpers
 from engine.frontend.tokenizer import Tokenizer
@@ -48,12 +51,35 @@ def refusal(call: Callable[[], object]) -> InvalidRequestError:
     return caught.value
 
 
-def test_a_helper_is_a_group_of_its_own_in_its_parents_session(tokenizer: Tokenizer) -> None:
-    """Else its low priority would mean nothing to the core (autogroup)."""
+def test_a_helper_is_a_session_of_its_own(tokenizer: Tokenizer) -> None:
+    """Ctrl-C is not for it, and its share of the CPUs can be lowered."""
     asyncio.run(tokenizer.apply_chat_template_async(MESSAGES))
     [helper, *_] = tokenizer._renderers._idle
-    assert os.getpgid(helper.pid) == helper.pid
-    assert os.getsid(helper.pid) == os.getsid(0)
+    assert os.getsid(helper.pid) == helper.pid
+
+
+def _share(pid: int) -> int:
+    """The niceness of its session, or its own where sessions have none (containers)."""
+    try:
+        return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+    except OSError:
+        return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def test_a_helper_that_takes_long_gives_way_to_everything(tokenizer: Tokenizer) -> None:
+    async def run() -> int:
+        slow = asyncio.create_task(tokenizer.apply_chat_template_async(MESSAGES, chat_template=LOOP))
+        shares = 0
+        while not slow.done():
+            await asyncio.sleep(0.01)
+            for child in psutil.Process().children():
+                with suppress(OSError):  # it has ended
+                    shares = max(shares, _share(child.pid))
+        with pytest.raises(InvalidRequestError):
+            await slow
+        return shares
+
+    assert asyncio.run(run()) == LOWEST
 
 
 @pytest.mark.parametrize(

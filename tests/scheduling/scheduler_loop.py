@@ -45,6 +45,7 @@ class Loop:
     ) -> None:
         """`drafts`: of each sequence in a step, at most; 0: nobody proposes any. `pads`: the device computes as many as
         planned. `exact`: nothing is planned behind them."""
+        self._asked = {name: value for name, value in locals().items() if name != "self"}
         speculation = SpeculationConfig(method="ngram" if drafts else None, num_speculative_tokens=drafts or 10)
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -77,6 +78,10 @@ class Loop:
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.ends: dict[str, list[SequenceDelta]] = defaultdict(list)
         self.deltas: dict[str, list[SequenceDelta]] = defaultdict(list)
+
+    def __repr__(self) -> str:
+        """As hypothesis shows what it has found."""
+        return f"Loop({', '.join(f'{name}={value!r}' for name, value in self._asked.items())})"
 
     def add(
         self,

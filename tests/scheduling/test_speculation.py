@@ -230,3 +230,18 @@ def test_who_has_wrong_drafts_computes_fewer_and_fewer() -> None:
     right = loop.scheduler.stats().accepted_tokens
     assert sum(drafts[:5]) > 0 and right < sum(drafts) / 3
     assert sum(drafts[50:]) < 0.5 * 4 * len(drafts[50:])
+
+
+def test_drafts_of_who_has_ended_hold_up_nobody() -> None:
+    """A request ends while drafts of it are in flight; later two others need all blocks, and one must go."""
+    loop = Loop(num_blocks=26, block_size=1, rows=3, budget=11, max_model_len=23, caching=False, min_shared_chunk=1)
+    loop.add("forced", [0] * 5, 3, grammar="b:1:0")
+    for name in ("short", "as short"):
+        loop.add(name, [1] * 5, 1)
+    loop.run()
+    assert drafted(loop)
+    for name in ("first", "second"):
+        loop.add(name, [0] * 5, 10)
+    loop.run()
+    assert loop.scheduler.stats().preemptions
+    assert [loop.tokens[name] for name in ("first", "second")] == [generate([0] * 5, 15, set())[0]] * 2
