@@ -262,6 +262,9 @@ class LLM:
             finally:
                 bar.close()
                 self._session.forget(self._session.processor.request_ids())
+        for request in admitted:
+            outputs = done[request.request_id].outputs
+            self._session.grammars.validate(request.params, [(output, output.text) for output in outputs])
         return [done[request.request_id] for request in admitted]
 
     def _token_ids(self, prompts: Sequence[ParsedPrompt]) -> Iterator[list[int]]:

@@ -23,8 +23,9 @@ class StructuredOutputsParams(
 
     ``json``: a JSON schema, as text or parsed, or a pydantic model. Objects are as open as it says, which by default is
     open: ``disable_additional_properties`` closes those that name properties. ``strict``: JSON Schema's keywords and
-    formats that cannot be enforced are refused by name; else they have no effect, and ``oneOf`` is read as ``anyOf``.
-    Words that JSON Schema does not know say nothing. Whitespace in JSON is bounded unless ``whitespace_pattern``, which
+    formats that cannot be enforced are refused by name; else they have no effect, ``oneOf`` is read as ``anyOf``, and
+    the text is validated when it has ended (`CompletionOutput.schema_error`; not without ``detokenize``). Words that
+    JSON Schema does not know say nothing. Whitespace in JSON is bounded unless ``whitespace_pattern``, which
     may stand wherever some may, says otherwise. ``regex``: Rust's, without look-around and back-references; ``\\w`` and
     ``\\d`` are Unicode's. ``grammar``: GBNF if a rule is written with ``::=``, else Lark. ``structural_tag``:
     ``{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. Beams are sequences
@@ -206,6 +207,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     score: float | None = None
     """beam search: what it was ranked by, cumulative_logprob / length ** length_penalty"""
+    schema_error: str | None = None
+    """structured_outputs with ``strict=False``: where the text does not keep its JSON schema"""
 
     @property
     def finished(self) -> bool:

@@ -87,6 +87,7 @@ class Serving(Session):
                     finished = output.finished
                     if self.death is not None:
                         news.set()
+                    await self.grammars.validate_async(admitted.params, self.processor.texts(output))
                     yield output
         finally:
             del self.streams[name]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 
 import msgspec
 from tokenizers import Tokenizer
 
 from compilation.priority import LOW
-from engine.errors import InvalidRequestError
+from engine.errors import EngineError, InvalidRequestError
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.turns import Turns
 from engine.grammars.checking import MAKE, GrammarAnswer, names_tokens
+from engine.grammars.validation import MAKE as VALIDATION
+from engine.grammars.validation import Written, has_schema
 from engine.grammars.vocabularies import ModelVocabulary, check_decoder
 from engine.grammars.xgrammar_checking import MAKE as XGRAMMAR
 from engine.limits import Limits
-from engine.request import StructuredOutputsParams
+from engine.request import CompletionOutput, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class GrammarChecks:
             self._with_tokens = self._new(MAKE, self._setup)
             if find_spec("xgrammar") is not None:
                 self._xgrammar = self._new(XGRAMMAR, self._setup)
+        self._validators = self._new(VALIDATION, bytes)
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """the grammars of what was asked before"""
 
@@ -72,8 +75,31 @@ class GrammarChecks:
         except HelperEndedError as error:
             raise self._refusal(error) from None
 
+    def validate(self, params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]) -> None:
+        """Says of outputs that have ended, each with all of its text, where they do not keep their schema: under
+        `strict=False` a grammar may have passed over it."""
+        for output, question in _to_validate(params, ended):
+            try:
+                answer = self._validators.ask(question, self._limits.grammar_s).decode()
+            except EngineError as error:
+                answer = self._not_validated(error)
+            output.schema_error = answer or None
+
+    async def validate_async(self, params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]) -> None:
+        """As `validate`; being cancelled ends the work."""
+        for output, question in _to_validate(params, ended):
+            try:
+                answer = (await self._validators.ask_async(question, self._limits.grammar_s)).decode()
+            except EngineError as error:
+                answer = self._not_validated(error)
+            output.schema_error = answer or None
+
+    def _not_validated(self, error: EngineError) -> str:
+        why = self._refusal(error) if isinstance(error, HelperEndedError) else error
+        return f"$: not validated: {why}"
+
     def close(self) -> None:
-        for helpers in (self._helpers, self._with_tokens, self._xgrammar):
+        for helpers in (self._helpers, self._with_tokens, self._xgrammar, self._validators):
             if helpers is not None:
                 helpers.close()
 
@@ -136,3 +162,15 @@ class GrammarChecks:
         if error.too_large:
             return InvalidRequestError(self._limits.message("grammar_bytes", None, _FIELD), _FIELD)
         return InvalidRequestError(f"{_FIELD}: it could not be checked: {error}", _FIELD)
+
+
+def _to_validate(
+    params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]
+) -> Iterator[tuple[CompletionOutput, bytes]]:
+    asked = params.structured_outputs
+    if isinstance(asked, dict):
+        asked = msgspec.convert(asked, StructuredOutputsParams)
+    if asked is not None and not asked.strict and has_schema(asked) and params.detokenize:
+        for output, text in ended:
+            if output.finish_reason in ("stop", "length"):
+                yield output, msgspec.msgpack.encode(Written(asked, text))

@@ -9,7 +9,7 @@ Whatever one request's deltas raise here ends that request (`engine.frontend.fai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec.structs import replace
@@ -134,6 +134,13 @@ class OutputProcessor:
         request.news = False
         with fails_alone("rendering an output"):
             return self._render(request)
+
+    def texts(self, output: RequestOutput) -> Iterator[tuple[CompletionOutput, str]]:
+        """Of what `take` has returned each part that comes for the last time, with all of its text so far."""
+        request = self._requests[output.request_id]
+        for each in output.outputs if request.delta or output.finished else ():
+            whole = not request.delta or request.admitted.params.chooses
+            yield each, each.text if whole else request.samples[each.index].text
 
     def take_failed(self, request_id: str, error: EngineError) -> RequestOutput:
         """What there is of a request that failed, with finish_reason "error"; nothing of it is rendered anew."""

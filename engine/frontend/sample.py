@@ -90,6 +90,11 @@ class Sample:
         )
 
     @property
+    def text(self) -> str:
+        """As far as somebody has looked."""
+        return self._text
+
+    @property
     def score(self) -> float:
         """Sum of the log-probabilities of its tokens, where they were asked for."""
         return sum(entry.logprobs[0] for entry in self._raw_logprobs)

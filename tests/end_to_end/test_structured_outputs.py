@@ -241,3 +241,26 @@ def test_streams_with_a_grammar_beside_others_and_those_who_leave(model: Path) -
     free, constrained = asyncio.run(go())
     assert free.outputs[0].finish_reason == "length"
     assert re.fullmatch("[a-z]{9}", constrained.outputs[0].text)
+
+
+def test_what_a_lenient_grammar_passes_over_is_validated(model: Path) -> None:
+    """The schema cannot be kept: all three are the same, and are to differ."""
+    schema = {"type": "array", "items": {"const": 7}, "minItems": 3, "maxItems": 3, "uniqueItems": True}
+    params = SamplingParams(
+        max_tokens=60, n=2, structured_outputs=StructuredOutputsParams(json=schema, strict=False), seed=1
+    )
+    with LLM.from_args(args_of(model)) as llm:
+        with pytest.raises(InvalidRequestError, match="uniqueItems"):
+            llm.generate(prompts(1), SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+        [output] = llm.generate(prompts(1), params, use_tqdm=False)
+    assert ["non-unique" in (one.schema_error or "") for one in output.outputs] == [True, True]
+
+    async def streamed(delta: bool) -> list[str]:
+        async with AsyncEngine.from_args(args_of(model)) as engine:
+            parts = [
+                one async for output in engine.generate(prompts(1)[0], params, delta=delta) for one in output.outputs
+            ]
+        return [one.schema_error for one in parts if one.schema_error is not None]
+
+    for delta in (True, False):
+        assert asyncio.run(streamed(delta)) == [one.schema_error for one in output.outputs]

@@ -1,0 +1,100 @@
+"""Under `strict=False` an output may break its schema: it is said where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.frontend.grammars import GrammarChecks
+from engine.grammars.validation import schema_error
+from engine.limits import Limits
+from engine.request import CompletionOutput, FinishReason, SamplingParams, StructuredOutputsParams
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+CATASTROPHE = {"type": "string", "pattern": "^(a|a)*$"}
+
+
+def lenient(**asked: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(strict=False, **asked)
+
+
+def output(text: str, reason: FinishReason | None = "stop") -> CompletionOutput:
+    return CompletionOutput(index=0, text=text, token_ids=[], finish_reason=reason)
+
+
+@pytest.fixture
+def checks() -> Iterator[GrammarChecks]:
+    checks = GrammarChecks(Limits(grammar_s=1.0))
+    yield checks
+    checks.close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "says"),
+    [
+        (UNIQUE, "[1, 2]", None),
+        (json.dumps(UNIQUE), "[1, 2, 1]", "$: [1, 2, 1] has non-unique elements"),
+        (UNIQUE, "[1, 2", "$: not JSON"),
+        (UNIQUE, "[NaN]", "$: not JSON: NaN"),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "4", "is valid under each of"),
+        ({"properties": {"a": {"items": {"not": {"const": 1}}}}}, '{"a": [0, 1]}', "$.a[1]: "),
+        ({"format": "ipv4", "type": "string"}, '"1.2.3"', "is not a 'ipv4'"),
+        ({"$ref": "http://127.0.0.1:9/schema"}, "1", "refers to what is not there"),
+        ({"type": "integers"}, "1", "cannot be validated: UnknownType"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}, "3", "3"),
+        ({"const": "x" * 1000}, '"y"', "xxx..."),
+        (True, "1", None),
+        (False, "1", "False schema"),
+        ({"type": "array"}, "[" * 100_000 + "]" * 100_000, "nests too deep"),
+    ],
+)
+def test_what_is_broken_is_named(schema: Any, text: str, says: str | None) -> None:
+    params = lenient(json={} if isinstance(schema, bool) else schema)
+    if isinstance(schema, bool):
+        params = lenient(json=json.dumps(schema))
+    error = schema_error(params, text)
+    assert error is None if says is None else says in (error or "")
+
+
+def test_each_tag_keeps_its_own_schema() -> None:
+    tags = {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<a>", "schema": UNIQUE, "end": "</a>"},
+            {"begin": "<b>", "schema": {"type": "integer"}, "end": "</b>"},
+        ],
+        "triggers": ["<"],
+    }
+    params = lenient(structural_tag=tags)
+    assert schema_error(params, "so <a>[1, 2]</a> and <b>3</b>, <a>[]</a>") is None
+    assert "non-unique" in (schema_error(params, "<b>3</b> <a>[1, 2]</a><a>[1, 1]</a>") or "")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_outputs_are_told_and_none_costs_more_than_its_time(checks: GrammarChecks, asynchronous: bool) -> None:
+    def told(params: StructuredOutputsParams, *outputs: CompletionOutput, **more: Any) -> list[str | None]:
+        asked, ended = SamplingParams(structured_outputs=params, **more), [(one, one.text) for one in outputs]
+        if asynchronous:
+            asyncio.run(checks.validate_async(asked, ended))
+        else:
+            checks.validate(asked, ended)
+        return [one.schema_error for one in outputs]
+
+    right, wrong = "[1]", "[1, 1]"
+    assert told(lenient(json=UNIQUE), output(right), output(wrong)) == [
+        None,
+        "$: [1, 1] has non-unique elements",
+    ]
+    assert told(lenient(json=UNIQUE), output(wrong, "abort"), output(wrong, None)) == [None, None]
+    assert told(StructuredOutputsParams(json=UNIQUE), output(wrong)) == [None], "a grammar that is strict is kept"
+    assert told(lenient(regex="a"), output("b")) == [None]
+    assert told(lenient(json=UNIQUE), output(""), detokenize=False) == [None], "there is no text"
+    [says] = told(lenient(json=CATASTROPHE), output(json.dumps("a" * 40 + "b")))
+    assert says is not None
+    assert says.startswith("$: not validated: ")
+    assert "grammar_s" in says
+    assert told(lenient(json=UNIQUE), output(right)) == [None], "and the next is served"
