@@ -22,10 +22,9 @@ Defaults that are choices
   who arrives would wait for one step more.
 - served_model_name: the directory's name, or the file's without ".gguf".
 - threads: physical cores, since a second hyper-thread shares the vector units of the first.
-- who computes on which core: each compute thread on one of its own while a step computes, where there are as many cores
-  as threads; else wherever the operating system puts them. `cores` names the CPUs; then there are as many threads, and
-  what the core's loop does between steps is bound to them, too. The front end is never bound. It works in one burst a
-  step, and gives way through the scheduler's fairness alone.
+- who computes on which core: each compute thread has one while a step computes, where there are as many; else it runs
+  wherever the operating system puts it. `cores` names the CPUs of as many threads, also for what is between steps.
+  The front end is never bound. It works in one burst a step, and gives way through the scheduler's fairness alone.
 """
 
 from __future__ import annotations
