@@ -208,7 +208,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     score: float | None = None
     """beam search: what it was ranked by, cumulative_logprob / length ** length_penalty"""
     schema_error: str | None = None
-    """structured_outputs with ``strict=False``: where the text does not keep its JSON schema"""
+    """structured_outputs with ``strict=False``: where the text does not keep its JSON schema, or "not validated: " and
+    why it cannot be told"""
 
     @property
     def finished(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,7 +39,8 @@ class Places:
 
     Threads that wait for each other at a barrier must not share a core, and when others want to compute, too, Linux
     puts them there, for seconds: a step of 150 barriers takes 500 ms instead of 12. Where there are more cores than
-    threads, they are left to the system, which has somewhere better to go.
+    threads, they are left to the system, which has somewhere better to go; and where it does not let us, or takes a
+    core away, too: no step fails for that.
 
     The thread that calls is bound while it computes only: what it starts at other times inherits where it may run.
     """
@@ -46,31 +48,62 @@ class Places:
     def __init__(self, threads: int) -> None:
         """For the calling thread and torch's that help it, which are `threads` together: where the caller may run."""
         self._everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self._before: set[int] | None = None
+        """where the calling thread may run when it does not compute; None: it has not been bound"""
         places = _cores(self._everywhere)
-        self._places = places if len(places) == threads > 1 else []
-        if self._places:
-            self._spread()
+        self._places = places if len(places) == threads > 1 and _bind_team(places) else []
 
     def __enter__(self) -> None:
         if self._places:
-            os.sched_setaffinity(0, self._places[0])
-
-    def __exit__(self, *_: object) -> None:
-        if self._places:
-            os.sched_setaffinity(0, self._everywhere)
-
-    def _spread(self) -> None:
-        @_Body
-        def bind(begin: int, end: int, _: object) -> None:
             try:
-                os.sched_setaffinity(0, self._places[begin])
-            except OSError:  # forbidden: all stay where they are
+                before = os.sched_getaffinity(0)
+                if self._places[0] <= before:
+                    os.sched_setaffinity(0, self._places[0])
+                    self._before = before
+            except OSError:
                 self._places = []
 
-        count = len(self._places)
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        library.torch_parallel_for(ctypes.c_int64(0), ctypes.c_int64(count), ctypes.c_int64(1), bind, None)
-        os.sched_setaffinity(0, self._everywhere)
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            with suppress(OSError):
+                os.sched_setaffinity(0, self._before)
+            self._before = None
+
+    def close(self) -> None:
+        """In the thread that has made it: its helpers may run everywhere again."""
+        if self._places:
+            _bind_team([self._everywhere] * len(self._places))
+            self._places = []
+
+
+def _bind_team(places: list[set[int]]) -> bool:
+    """The calling thread and those of torch's that help it, each to its own of as many places. False, and all may run
+    where the caller may: not all of them could be."""
+    everywhere = os.sched_getaffinity(0)
+    bound = [False] * len(places)
+
+    def to(wanted: list[set[int]]) -> None:
+        @_Body
+        def bind(begin: int, end: int, _: object) -> None:
+            with suppress(OSError):
+                os.sched_setaffinity(0, wanted[begin])
+                bound[begin] = end == begin + 1
+
+        # Its symbols are looked for in all that it needs, wherever that lies.
+        run = ctypes.CDLL(torch._C.__file__).torch_parallel_for
+        run(ctypes.c_int64(0), ctypes.c_int64(len(wanted)), ctypes.c_int64(1), bind, None)
+
+    try:
+        to(places)
+        if all(bound):
+            return True
+        to([everywhere] * len(places))
+    except (OSError, AttributeError):  # no such library, or nothing of this name in it
+        pass
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, everywhere)
+    return False
 
 
 def _cores(cpus: Iterable[int]) -> list[set[int]]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -102,7 +102,7 @@ class InProcessExecutor:
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         """for the steps that wait for them; None: none will come"""
         self._uncollected = 0
-        self._places: AbstractContextManager[None] = nullcontext()
+        self._places: Places | nullcontext[None] = nullcontext()
         """where the thread that computes does so"""
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False

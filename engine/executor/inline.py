@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.executor.affinity import Places
 from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
 from engine.executor.interface import Executor
 from engine.runner.model_runner import ModelRunner
@@ -52,6 +53,8 @@ class InlineExecutor(InProcessExecutor):
     def _stop(self) -> None:
         with self._turn:
             self._runner = None
+            if isinstance(self._places, Places) and self._home == threading.get_ident():
+                self._places.close()
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         with self._turn:
@@ -65,7 +68,8 @@ class InlineExecutor(InProcessExecutor):
                 "the model was loaded in another thread, and each keeps compute threads: small steps will be slow; "
                 "make an LLM and use it in one thread"
             )
-            self._settle()
+            with self._turn:
+                self._settle()
         self._home = here
         with self._turn:
             return function()

@@ -16,7 +16,7 @@ from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.turns import Turns
 from engine.grammars.checking import MAKE, GrammarAnswer, names_tokens
 from engine.grammars.validation import MAKE as VALIDATION
-from engine.grammars.validation import Written, has_schema
+from engine.grammars.validation import UNKNOWN, Written, has_schema
 from engine.grammars.vocabularies import ModelVocabulary, check_decoder
 from engine.grammars.xgrammar_checking import MAKE as XGRAMMAR
 from engine.limits import Limits
@@ -77,26 +77,30 @@ class GrammarChecks:
 
     def validate(self, params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]) -> None:
         """Says of outputs that have ended, each with all of its text, where they do not keep their schema: under
-        `strict=False` a grammar may have passed over it."""
+        `strict=False` a grammar may have passed over it. Where one cannot be validated, nor are those behind it."""
+        unknown: str | None = None
         for output, question in _to_validate(params, ended):
-            try:
-                answer = self._validators.ask(question, self._limits.grammar_s).decode()
-            except EngineError as error:
-                answer = self._not_validated(error)
-            output.schema_error = answer or None
+            if unknown is None:
+                try:
+                    output.schema_error = self._validators.ask(question, self._limits.grammar_s).decode() or None
+                except EngineError as error:
+                    unknown = self._not_validated(error)
+            output.schema_error = unknown or output.schema_error
 
     async def validate_async(self, params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]) -> None:
         """As `validate`; being cancelled ends the work."""
+        unknown: str | None = None
         for output, question in _to_validate(params, ended):
-            try:
-                answer = (await self._validators.ask_async(question, self._limits.grammar_s)).decode()
-            except EngineError as error:
-                answer = self._not_validated(error)
-            output.schema_error = answer or None
+            if unknown is None:
+                try:
+                    answer = await self._validators.ask_async(question, self._limits.grammar_s)
+                    output.schema_error = answer.decode() or None
+                except EngineError as error:
+                    unknown = self._not_validated(error)
+            output.schema_error = unknown or output.schema_error
 
     def _not_validated(self, error: EngineError) -> str:
-        why = self._refusal(error) if isinstance(error, HelperEndedError) else error
-        return f"$: not validated: {why}"
+        return f"{UNKNOWN}{self._refusal(error) if isinstance(error, HelperEndedError) else error}"
 
     def close(self) -> None:
         for helpers in (self._helpers, self._with_tokens, self._xgrammar, self._validators):

@@ -59,8 +59,9 @@ class Helper:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the parent; and its share can be lowered
             )
-        if priority:
-            lower_session(self.pid, priority)
+        self._wanted = priority
+        """its priority, until the kernel has taken it"""
+        self._take_priority()
         self._to_send = frame(setup)
         self._unread = 1  # the answer to the setup
         self.demoted = False
@@ -96,7 +97,12 @@ class Helper:
                 late.cancel()
         return answer
 
+    def _take_priority(self) -> None:
+        if self._wanted and lower_session(self.pid, self._wanted):
+            self._wanted = 0
+
     def _take_question(self, question: bytes, seconds: float) -> bytes:
+        self._take_priority()
         to_send, self._to_send = self._to_send + frame(question, max(1, round(1000 * seconds))), b""
         self._unread += 1
         return to_send
@@ -125,7 +131,7 @@ class Helper:
 
     def _demote(self, news: asyncio.Event | None) -> None:
         """From now on it gives way to everything else; it cannot be raised again."""
-        self.demoted = True
+        self.demoted, self._wanted = True, 0
         if news is not None:
             news.set()
         self._lower()

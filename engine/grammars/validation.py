@@ -4,16 +4,22 @@ a grammar passes over what it cannot enforce."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from functools import cache
 from typing import Any, NoReturn
 
 import msgspec
 
-from engine.grammars.language import Tags, parsed
+from engine.grammars.language import Tag, Tags, parsed
 from engine.request import StructuredOutputsParams
 
 MAKE = "engine.grammars.validation:validator"
+UNKNOWN = "not validated: "
+"""how it begins if it cannot be told whether the schema is kept"""
 _MOST_CHARS = 300
+_MOST_DIGITS = 30
 
 
 class Written(msgspec.Struct):
@@ -26,24 +32,29 @@ def has_schema(params: StructuredOutputsParams) -> bool:
 
 
 def validator(setup: bytes) -> Callable[[bytes], bytes]:
+    sys.set_int_max_str_digits(0)  # an alarm bounds what it may take
+    schema_error(StructuredOutputsParams(json={}), "{}")  # imports, before anybody waits
     decode = msgspec.msgpack.Decoder(Written).decode
 
     def answer(question: bytes) -> bytes:
         asked = decode(question)
-        return (schema_error(asked.params, asked.text) or "").encode()
+        return (schema_error(asked.params, asked.text) or "").encode("utf-8", "backslashreplace")
 
     return answer
 
 
 def schema_error(params: StructuredOutputsParams, text: str) -> str | None:
-    """Where `text` does not keep the schemas of `params`, and how; None: it keeps them."""
+    """Where `text` does not keep the schemas of `params`, and how; None: it keeps them. See `UNKNOWN`."""
+    error = None
     try:
         for schema, part in _parts(params, text):
-            if (error := _broken(schema, part)) is not None:
-                return error if len(error) <= _MOST_CHARS else f"{error[:_MOST_CHARS]}..."
+            if (error := _broken(_exact(json.dumps(schema)), part)) is not None:
+                break
     except RecursionError:
-        return "it nests too deep to be validated"
-    return None
+        error = f"{UNKNOWN}it nests too deep"
+    except Exception as wrong:  # a schema may be anything, and its validator is a library's
+        error = f"{UNKNOWN}{type(wrong).__name__}: {wrong}"
+    return error if error is None or len(error) <= _MOST_CHARS else f"{error[:_MOST_CHARS]}..."
 
 
 def _parts(params: StructuredOutputsParams, text: str) -> Iterator[tuple[Any, str]]:
@@ -51,32 +62,67 @@ def _parts(params: StructuredOutputsParams, text: str) -> Iterator[tuple[Any, st
     if params.structural_tag is None:
         yield parsed(params.json, "json"), text
         return
-    for tag in Tags.of(params.structural_tag).structures:
-        for part in text.split(tag.begin)[1:]:
-            yield tag.schema, part.partition(tag.end)[0]
+    tags, at = Tags.of(params.structural_tag).structures, 0
+    while found := _next_tag(tags, text, at):
+        tag, start = found
+        try:  # what ends the tag, or begins another, may stand within a string
+            at = json.JSONDecoder().raw_decode(text, start)[1]
+        except ValueError:
+            ends = text.find(tag.end, start) if tag.end else -1
+            at = len(text) if ends < 0 else ends
+        yield tag.schema, text[start:at]
+
+
+def _next_tag(tags: list[Tag], text: str, at: int) -> tuple[Tag, int] | None:
+    """The first that begins, of several the longest, and where what it holds begins."""
+    places = [(place, -len(tag.begin), i) for i, tag in enumerate(tags) if (place := text.find(tag.begin, at)) >= 0]
+    if not places:
+        return None
+    place, length, index = min(places)
+    start = place - length
+    return tags[index], start + len(text[start:]) - len(text[start:].lstrip(" \t\r\n"))
 
 
 def _broken(schema: Any, text: str) -> str | None:
-    from jsonschema import Draft202012Validator, FormatChecker
+    from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for
     from referencing import Registry
-    from referencing.exceptions import Unresolvable
 
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = _exact(text)
     except ValueError as error:
         return f"$: not JSON: {error}"
-    kind = validator_for(schema, default=Draft202012Validator)
+    kind = _with_unicode(validator_for(schema, default=Draft202012Validator))
     # A registry that is empty fetches nothing.
-    checks = kind(schema, registry=Registry(), format_checker=FormatChecker())
-    try:
-        found = best_match(checks.iter_errors(value))
-    except Unresolvable as error:
-        return f"$: its schema refers to what is not there: {error}"
-    except Exception as error:
-        return f"$: its schema cannot be validated: {type(error).__name__}: {error}"
+    checks = kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
+    found = best_match(checks.iter_errors(value))
     return None if found is None else f"{found.json_path}: {found.message}"
+
+
+@cache
+def _with_unicode(kind: Any) -> Any:
+    """Patterns as grammars read them: with classes of Unicode, which Python's own do not know."""
+    import regex
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.validators import extend
+
+    def pattern(_: Any, wanted: str, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(value, str) and not regex.search(wanted, value):
+            yield ValidationError(f"{value!r} does not match {wanted!r}")
+
+    return extend(kind, {"pattern": pattern})
+
+
+def _exact(text: str) -> Any:
+    """Numbers as they are written: 0.07 is a multiple of 0.01."""
+    return json.loads(text, parse_float=_number, parse_constant=_refuse)
+
+
+def _number(text: str) -> int | Decimal:
+    number = Decimal(text)
+    whole = number.adjusted() < _MOST_DIGITS and number == number.to_integral_value()
+    return int(number) if whole else number
 
 
 def _refuse(name: str) -> NoReturn:

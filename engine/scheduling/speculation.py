@@ -56,7 +56,7 @@ class Speculation:
         if not num_ready or not self._are_worth(num_ready):
             return
         rows.looks *= _AGES
-        rows.pause -= 1
+        np.maximum(rows.pause - 1, 0, out=rows.pause)
         may = rows.ready & ~rows.alone
         known, forced = self._known_to_host(may)
         counts = np.where(may & ~rows.masked & (rows.pause <= 0), self._most if self._proposes else 0, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
@@ -248,6 +249,50 @@ def test_each_compute_thread_has_a_core_of_its_own_while_it_computes() -> None:
     thread.start()
     thread.join(30)
     assert seen == [cores[0], set(ALLOWED), *cores[1:]]
+
+
+@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+@pytest.mark.parametrize("error", [PermissionError, OSError(errno.EINVAL, "not in the cpuset")])
+def test_no_step_fails_where_threads_may_not_be_bound(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError] | OSError
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    def run() -> None:
+        torch.set_num_threads(len(_cores(ALLOWED)))
+        before = Places(len(_cores(ALLOWED)))
+        monkeypatch.setattr(os, "sched_setaffinity", refuse)
+        for places in (before, Places(len(_cores(ALLOWED)))):
+            with places:
+                done.append(os.sched_getaffinity(0))
+        monkeypatch.undo()
+        before.close()
+
+    done: list[set[int]] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert done == [set(ALLOWED)] * 2
+
+
+@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+def test_what_a_caller_says_of_its_own_thread_stays() -> None:
+    def run() -> None:
+        torch.set_num_threads(len(_cores(ALLOWED)))
+        places = Places(len(_cores(ALLOWED)))
+        last = _cores(ALLOWED)[-1]
+        os.sched_setaffinity(0, last)
+        with places:
+            seen.append(os.sched_getaffinity(0))
+        seen.append(os.sched_getaffinity(0))
+        assert last == _cores(ALLOWED)[-1]
+
+    seen: list[set[int]] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert seen == [_cores(ALLOWED)[-1]] * 2
 
 
 def test_fewer_threads_than_cores_are_left_to_the_system() -> None:

@@ -11,14 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from compilation.priority import LOWEST
 from engine.errors import InvalidRequestError, RequestFailedError
-from engine.frontend.helpers import Helpers
+from engine.frontend.helpers import Helper, Helpers
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import Limits
+from engine.request import StructuredOutputsParams
 
 pytestmark = pytest.mark.timeout(60)
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -64,6 +66,23 @@ def _share(pid: int) -> int:
         return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
     except OSError:
         return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def test_a_priority_that_the_kernel_does_not_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def lower(pid: int, niceness: int) -> bool:
+        told.append(niceness)
+        return len(told) > 1
+
+    monkeypatch.setattr("engine.frontend.helpers.lower_session", lower)
+    helper = Helper("engine.grammars.checking:checker", b"", 1 << 30, priority=7)
+    try:
+        for _ in range(2):
+            helper.ask(msgspec.msgpack.encode(StructuredOutputsParams(regex="a")), 30)
+    finally:
+        helper.end()
+    assert told == [7, 7]
 
 
 def test_a_helper_that_takes_long_gives_way_to_everything(tokenizer: Tokenizer) -> None:

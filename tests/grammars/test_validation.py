@@ -43,13 +43,24 @@ def checks() -> Iterator[GrammarChecks]:
         ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "4", "is valid under each of"),
         ({"properties": {"a": {"items": {"not": {"const": 1}}}}}, '{"a": [0, 1]}', "$.a[1]: "),
         ({"format": "ipv4", "type": "string"}, '"1.2.3"', "is not a 'ipv4'"),
-        ({"$ref": "http://127.0.0.1:9/schema"}, "1", "refers to what is not there"),
-        ({"type": "integers"}, "1", "cannot be validated: UnknownType"),
+        ({"$ref": "http://127.0.0.1:9/schema"}, "1", "not validated: _WrappedReferencingError"),
+        ({"type": "integers"}, "1", "not validated: UnknownType"),
+        ({"$id": 5}, "1", "not validated: "),
+        ({"$schema": ["x"]}, "1", "not validated: "),
+        ({"format": "date"}, '"2024-02-30"', "is not a 'date'"),
+        ({"format": "time"}, '"12:30:00Z"', None),
+        ({"multipleOf": 0.01}, "4.35", None),
+        ({"multipleOf": 0.01}, "4.355", "is not a multiple of"),
+        ({"type": "integer", "maximum": 2}, "1.0", None),
+        ({"maximum": 0.1}, "1e400000000", "is greater than the maximum"),
+        ({"pattern": "^\\p{L}+$"}, '"né"', None),
+        ({"pattern": "^\\p{L}+$"}, '"n1"', "does not match"),
+        ({"additionalProperties": {"const": 1}}, '{"\ud800": 2}', "1 was expected"),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}, "3", "3"),
         ({"const": "x" * 1000}, '"y"', "xxx..."),
         (True, "1", None),
         (False, "1", "False schema"),
-        ({"type": "array"}, "[" * 100_000 + "]" * 100_000, "nests too deep"),
+        ({"type": "array"}, "[" * 100_000 + "]" * 100_000, "not validated: it nests too deep"),
     ],
 )
 def test_what_is_broken_is_named(schema: Any, text: str, says: str | None) -> None:
@@ -74,6 +85,17 @@ def test_each_tag_keeps_its_own_schema() -> None:
     assert "non-unique" in (schema_error(params, "<b>3</b> <a>[1, 2]</a><a>[1, 1]</a>") or "")
 
 
+def test_what_begins_and_ends_tags_may_stand_in_strings() -> None:
+    text = {"type": "string"}
+    structures = [
+        {"begin": begin, "schema": text, "end": end} for begin, end in [("<a>", "</a>"), ("<a>b", ""), ("<c>", "")]
+    ]
+    params = lenient(structural_tag={"type": "structural_tag", "structures": structures, "triggers": ["<"]})
+    assert schema_error(params, 'x <a> "</a> <c> <a>b" </a><a>b"1" <c>"<a>"') is None
+    assert schema_error(params, 'x <a> "</a>" </a><a>b1 <c>"<a>"') == "$: 1 is not of type 'string'"
+    assert "not JSON" in (schema_error(params, '<c>"') or "")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_outputs_are_told_and_none_costs_more_than_its_time(checks: GrammarChecks, asynchronous: bool) -> None:
     def told(params: StructuredOutputsParams, *outputs: CompletionOutput, **more: Any) -> list[str | None]:
@@ -95,6 +117,6 @@ def test_outputs_are_told_and_none_costs_more_than_its_time(checks: GrammarCheck
     assert told(lenient(json=UNIQUE), output(""), detokenize=False) == [None], "there is no text"
     [says] = told(lenient(json=CATASTROPHE), output(json.dumps("a" * 40 + "b")))
     assert says is not None
-    assert says.startswith("$: not validated: ")
+    assert says.startswith("not validated: ")
     assert "grammar_s" in says
     assert told(lenient(json=UNIQUE), output(right)) == [None], "and the next is served"
