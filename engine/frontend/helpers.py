@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from compilation.priority import LOWEST, lower_session
+from compilation.priority import LOWEST, lower_session, lower_thread
 from engine.errors import EngineError, RequestFailedError
 from engine.frontend.helper_main import HEADER_BYTES, frame
 from engine.frontend.turns import Turns
@@ -57,8 +57,12 @@ class Helper:
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), make, str(memory_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the parent; and its share can be lowered
+                # Ctrl-C is for the parent. Linux shares the CPUs out by session first: in a session of its own a helper
+                # weighs as much as the core until its share is lowered, so only those are that begin with a low one.
+                start_new_session=priority > 0,
+                process_group=None if priority > 0 else 0,
             )
+        self._leads = priority > 0
         self._wanted = priority
         """its priority, until the kernel has taken it"""
         self._take_priority()
@@ -137,7 +141,11 @@ class Helper:
         self._lower()
 
     def _lower(self) -> None:
-        if self.alive and not lower_session(self.pid, LOWEST):
+        if not self.alive:
+            return
+        if not self._leads:
+            lower_thread(self.pid, LOWEST)  # its only one
+        elif not lower_session(self.pid, LOWEST):
             asyncio.get_running_loop().call_later(_AGAIN_S, self._lower)
 
     @property

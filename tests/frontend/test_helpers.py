@@ -53,11 +53,22 @@ def refusal(call: Callable[[], object]) -> InvalidRequestError:
     return caught.value
 
 
-def test_a_helper_is_a_session_of_its_own(tokenizer: Tokenizer) -> None:
-    """Ctrl-C is not for it, and its share of the CPUs can be lowered."""
+def test_a_helper_is_a_group_of_its_own_in_its_parents_session(tokenizer: Tokenizer) -> None:
+    """In a session of its own it would weigh as much as the core."""
     asyncio.run(tokenizer.apply_chat_template_async(MESSAGES))
     [helper, *_] = tokenizer._renderers._idle
-    assert os.getsid(helper.pid) == helper.pid
+    assert os.getpgid(helper.pid) == helper.pid
+    assert os.getsid(helper.pid) == os.getsid(0)
+
+
+def test_one_with_a_low_priority_is_a_session_of_its_own() -> None:
+    """Its niceness would mean nothing to the core elsewhere."""
+    helper = Helper("engine.grammars.checking:checker", b"", 1 << 30, priority=7)
+    try:
+        assert os.getsid(helper.pid) == helper.pid
+        assert _share(helper.pid) == 7
+    finally:
+        helper.end()
 
 
 def _share(pid: int) -> int:
@@ -93,7 +104,7 @@ def test_a_helper_that_takes_long_gives_way_to_everything(tokenizer: Tokenizer) 
             await asyncio.sleep(0.01)
             for child in psutil.Process().children():
                 with suppress(OSError):  # it has ended
-                    shares = max(shares, _share(child.pid))
+                    shares = max(shares, os.getpriority(os.PRIO_PROCESS, child.pid))
         with pytest.raises(InvalidRequestError):
             await slow
         return shares
