@@ -87,7 +87,8 @@ class Serving(Session):
                     finished = output.finished
                     if self.death is not None:
                         news.set()
-                    await self.grammars.validate_async(admitted.params, self.processor.texts(output))
+                    if admitted.params.structured_outputs is not None:
+                        await self.grammars.validate_async(admitted.params, self.processor.texts(output))
                     yield output
         finally:
             del self.streams[name]
