@@ -87,7 +87,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         96 * 1024 * 1024
     )
     body_timeout_s: Annotated[float, _limit("seconds until a request's body is complete", 0.1, 408)] = 60.0
-    read_timeout_s: Annotated[float, _limit("seconds until a client reads some of what was written", 0.1, 408)] = 60.0
+    read_timeout_s: Annotated[float, _limit("seconds in which a client that is behind reads 64 KiB", 0.1, 408)] = 60.0
     drained_bodies: Annotated[
         int, _limit("times body_bytes that are read and dropped behind an early answer, so that its client gets to it")
     ] = 8

@@ -29,6 +29,8 @@ LINGER_S = 2.0
 OTHER_DESCRIPTORS = 256
 """sockets to the core, files, libraries"""
 MAX_BACKLOG = 2048
+READ_BYTES = 64 * 1024
+"""of what was written, that a client takes in each `read_timeout_s` while it is behind"""
 
 Part = Literal["headers", "body", "answer", "idle", "closing"]
 """what a connection is at: whose headers or body is arriving, whose answer is owed, between requests, or refused"""
@@ -102,9 +104,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read: its place is not for ever."""
+        """The client is behind: while it takes READ_BYTES in each timeout it keeps its place."""
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self._limits.read_timeout_s, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()  # nothing is added to it before writing resumes
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() > unread - READ_BYTES:
+                self.transport.abort()
+            else:
+                self._expect_reading()
+
+        self._unread_timer = self.loop.call_later(self._limits.read_timeout_s, look)
 
     def resume_writing(self) -> None:
         self._stop_unread_timer()

@@ -113,6 +113,21 @@ def test_who_does_not_read_his_answer_loses_his_place() -> None:
     run(scenario, Limits(read_timeout_s=0.5))
 
 
+def test_who_reads_slowly_keeps_his_place() -> None:
+    """A large answer takes longer than the timeout; only standing still ends it."""
+
+    async def scenario(door: Door, app: Recorder) -> None:
+        caller = await door.connect(GET.replace(b"/x", b"/large"))
+        await caller.reader.readuntil(b"\r\n\r\n")
+        left = (64 << 20) + len(b"/large ")
+        while left:
+            piece = await caller.reader.readexactly(min(left, 2 << 20))
+            left -= len(piece)
+            await asyncio.sleep(0.08)
+
+    run(scenario, Limits(read_timeout_s=1.0))
+
+
 def test_a_body_that_does_not_come_is_408_and_its_application_is_told() -> None:
     async def scenario(door: Door, app: Recorder) -> None:
         caller = await door.connect(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
