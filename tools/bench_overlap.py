@@ -84,6 +84,9 @@ class SleepingDevice:
     def compiles_after_ready(self) -> int:
         return 0
 
+    def team(self) -> None:
+        return None
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()

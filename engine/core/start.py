@@ -63,7 +63,7 @@ def build_core(
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
     notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
-    grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify)
+    grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
     loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)
     compiling = executor.compile_state() == "running"

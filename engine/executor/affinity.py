@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from engine.errors import ConfigError
+from engine.executor.team import team_of
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-_Body = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 
 
 def bind_thread(cores: Sequence[int]) -> None:
@@ -80,26 +78,25 @@ def _bind_team(places: list[set[int]]) -> bool:
     """The calling thread and those of torch's that help it, each to its own of as many places. False, and all may run
     where the caller may: not all of them could be."""
     everywhere = os.sched_getaffinity(0)
-    bound = [False] * len(places)
+    team = team_of(len(places))
+    if team is None:
+        return False
 
-    def to(wanted: list[set[int]]) -> None:
-        @_Body
-        def bind(begin: int, end: int, _: object) -> None:
+    def to(wanted: list[set[int]]) -> bool:
+        bound: list[int] = []
+
+        def bind(part: int) -> None:
             with suppress(OSError):
-                os.sched_setaffinity(0, wanted[begin])
-                bound[begin] = end == begin + 1
+                os.sched_setaffinity(0, wanted[part])
+                bound.append(threading.get_native_id())
 
-        # Its symbols are looked for in all that it needs, wherever that lies.
-        run = ctypes.CDLL(torch._C.__file__).torch_parallel_for
-        run(ctypes.c_int64(0), ctypes.c_int64(len(wanted)), ctypes.c_int64(1), bind, None)
+        team.run(bind)
+        return len(set(bound)) == len(wanted)
 
     try:
-        to(places)
-        if all(bound):
+        if to(places):
             return True
         to([everywhere] * len(places))
-    except (OSError, AttributeError):  # no such library, or nothing of this name in it
-        pass
     finally:
         with suppress(OSError):
             os.sched_setaffinity(0, everywhere)

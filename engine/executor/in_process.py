@@ -25,6 +25,7 @@ from engine.executor.affinity import Places, bind_thread
 from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
+from engine.executor.team import Team
 from engine.runner.model_runner import ModelRunner
 from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
 
@@ -182,6 +183,9 @@ class InProcessExecutor:
     def compiles_after_ready(self) -> int:
         # A counter's value; it needs no turn in the worker's queue behind a running step.
         return self._loaded().compiles_after_ready()
+
+    def team(self) -> Team | None:
+        return None
 
     def close(self) -> None:
         """Lets the running steps end, drops those behind them, joins the threads."""

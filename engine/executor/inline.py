@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.executor.affinity import Places
 from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
 from engine.executor.interface import Executor
+from engine.executor.team import Team, team_of
 from engine.runner.model_runner import ModelRunner
 from engine.step import StepPlan, StepResult
 
@@ -43,6 +44,9 @@ class InlineExecutor(InProcessExecutor):
             raise EngineError("collect without a submitted step: every step that was submitted has been collected")
         plan = self._plans.popleft()
         return self._call(lambda: _unwrap(self._result(plan.step_id, self._step(plan))))
+
+    def team(self) -> Team | None:
+        return team_of(self._config.device.threads)
 
     def _start(self) -> None:
         self._plans: deque[StepPlan] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from engine.executor.team import Team
 from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
 
 CompileState = Literal["done", "running", "failed"]
@@ -56,6 +57,10 @@ class Executor(Protocol):
 
     def compiles_after_ready(self) -> int:
         """Compilations since compiled pieces took over (or `warm_up` returned, where there are none); stays 0."""
+        ...
+
+    def team(self) -> Team | None:
+        """The threads that compute a step, for the caller's work between two. None: they are not the caller's."""
         ...
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ import numpy as np
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
+from engine.executor.team import Team
+from engine.grammars.filling import MaskFiller
 from engine.grammars.interface import Matcher
 from engine.grammars.language import FIELD, first_line, parser_limits
 from engine.grammars.threads import Threads
@@ -28,7 +30,7 @@ from engine.grammars.xgrammar_language import PREFIX, reason_of
 from engine.grammars.xgrammar_matcher import Xgrammar, XgrammarCompiled, XgrammarMatcher
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -137,19 +139,23 @@ class GrammarCompiler:
     compiled. Without one, `begin` waits itself."""
 
     def __init__(
-        self, vocab_size: int, most_kept: int, threads: int | None, notify: Callable[[str], None] | None = None
+        self,
+        vocab_size: int,
+        most_kept: int,
+        threads: int | None,
+        notify: Callable[[str], None] | None = None,
+        team: Team | None = None,
     ) -> None:
-        """`most_kept`: compiled grammars. `threads`: that fill masks; None: llguidance chooses."""
+        """`most_kept`: compiled grammars. `threads`, `team`: see `MaskFiller`."""
         self._vocab_size = vocab_size
         self._words = self._wide_words = -(-vocab_size // 32)
         """of the model's vocabulary, and of its tokenizer's, which may have more"""
         self._most_kept = most_kept
-        self._threads = threads
+        self._filler = MaskFiller(threads, team)
         self._num_bases = min(threads or _MOST_BASES, _MOST_BASES)
         self._notify = notify
         self._tokenizer: LLTokenizer | None = None
         self._no_tokenizer = "the core knows no vocabulary"
-        self._executor: LLExecutor | None = None
         self._xgrammar: Xgrammar | None = None
         self._compiled: OrderedDict[str, _Compiled | XgrammarCompiled | str] = OrderedDict()
         """or why it is not"""
@@ -229,32 +235,18 @@ class GrammarCompiler:
     def _fill_known(self, known: dict[int, _Asked], masks: np.ndarray) -> dict[int, str]:
         """Rows of `masks`; those that failed, and why."""
         # Threads take parts of the list: neighbours may share a lock.
-        self._fill_all(sorted(known.values(), key=lambda one: one.matcher.share), masks)
+        neighbours = sorted(known.values(), key=lambda one: one.matcher.share)
+        self._filler.fill([(one.matcher.inner, one.place, one.drafts) for one in neighbours], masks)
         failed = {}
         for index, one in known.items():
             matcher = one.matcher
             if matcher.inner.is_error():
                 if matcher.renew():
-                    self._fill_all([one], masks)
+                    self._filler.fill([(matcher.inner, one.place, one.drafts)], masks)
                 if matcher.inner.is_error():
                     masks[one.place : one.place + 1 + len(one.drafts)] = _EVERYTHING
                     failed[index] = f"{FIELD}: {first_line(matcher.inner.get_error())}"
         return failed
-
-    def _fill_all(self, asked: list[_Asked], masks: np.ndarray) -> None:
-        from llguidance import LLExecutor
-
-        if len(asked) == 1 and not asked[0].drafts:
-            mask = masks[asked[0].place]
-            asked[0].matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            return
-        if self._executor is None:
-            self._executor = LLExecutor(self._threads)
-        where = (masks.ctypes.data, masks.strides[0], len(masks))
-        if drafted := [(one.matcher.inner, one.place, one.drafts) for one in asked if one.drafts]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        if others := [(one.matcher.inner, one.place) for one in asked if not one.drafts]:
-            self._executor.unsafe_compute_mask_ptr(others, *where)
 
     def _compile_for(self, grammar: str) -> None:
         """Whoever asks for it; once more for each thread that fills masks, where others have it already."""

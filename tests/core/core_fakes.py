@@ -115,6 +115,9 @@ class FakeExecutor:
     def compiles_after_ready(self) -> int:
         return 0
 
+    def team(self) -> None:
+        return None
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
+from engine.executor.team import Team
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.language import grammar_of
 from engine.grammars.threads import _MOST, Threads
@@ -41,9 +42,9 @@ def vocabulary() -> Vocabulary:
 TOKENS = {index: word for word, index in Tokenizer.from_str(vocabulary().tokenizer).get_vocab().items()}
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    made = GrammarCompiler(VOCAB, 256, 2)
+@pytest.fixture(scope="module", params=[None, 2, 3], ids=["llguidance's threads", "team of 2", "team of 3"])
+def compiler(request: pytest.FixtureRequest) -> GrammarCompiler:
+    made = GrammarCompiler(VOCAB, 256, 2, team=request.param and Team(request.param))
     made.set_vocabulary(vocabulary())
     return made
 
@@ -343,9 +344,9 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model_and_an_eos_too_many() -
 def test_what_raises_while_masks_are_filled_is_the_failure_of_those_with_a_grammar(compiler: GrammarCompiler) -> None:
     grammar = grammar_of(StructuredOutputsParams(regex="a+"))
     compiler.begin(grammar)
-    same = compiler.start(grammar)
-    bits, failed = compiler.fill([None, same, same])  # the library refuses one that is there twice
-    assert list(failed) == [1, 2] and all("borrowed" in reason for reason in failed.values())
+    outputs = [None, compiler.start(grammar), compiler.start(grammar)]
+    bits, failed = compiler.fill(outputs, [(), (-1,), ()])  # no token of the library's
+    assert list(failed) == [1, 2] and all(failed.values())
     assert (bits == -1).all()
 
 
