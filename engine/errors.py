@@ -11,15 +11,21 @@ class ConfigError(EngineError, ValueError):
     """A setting that cannot hold on this machine or with this model."""
 
 
+TOO_LONG = "context_length_exceeded"
+"""the code of what the context does not hold"""
+
+
 class InvalidRequestError(EngineError, ValueError):
     """A request that can never be served as written.
 
-    ``field`` names the parameter at fault (OpenAI's ``param``), or is None when no single one is.
+    ``field`` names the parameter at fault (OpenAI's ``param``), or is None when no single one is. ``code`` is OpenAI's,
+    where there is one that clients look for.
     """
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
 
 
 class QueueFullError(EngineError):

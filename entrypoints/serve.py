@@ -45,6 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="prefixes to compute and keep from the start: JSON lines, each with name and prompt or messages",
     )
+    parser.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse requests with fields that the server does not know, instead of ignoring these",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)
     return parser

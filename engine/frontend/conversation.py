@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequestError
+from engine.errors import TOO_LONG, InvalidRequestError
 from engine.limits import Limits
 
 MAKE = "engine.frontend.conversation:renderer"
@@ -46,6 +46,7 @@ class RenderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     error: str = ""
     field: str | None = None
+    code: str | None = None
 
 
 def question(
@@ -93,6 +94,7 @@ def question(
             f"messages and tools take {len(encoded)} bytes; what is rendered of them may have {max_chars} characters "
             f"(--limit template_output_factor={limits.template_output_factor})",
             "messages",
+            TOO_LONG,
         )
     return encoded
 
@@ -149,7 +151,7 @@ def renderer(setup: bytes) -> Callable[[bytes], bytes]:
         try:
             return msgspec.msgpack.encode(RenderAnswer(text=render_question(asked)))
         except InvalidRequestError as error:
-            refusal = RenderAnswer(error=str(error), field=error.field)
+            refusal = RenderAnswer(error=str(error), field=error.field, code=error.code)
         except UnicodeError:
             refusal = RenderAnswer(error="the chat template writes half of a surrogate pair", field=asked.blamed)
         except RecursionError:
@@ -167,6 +169,7 @@ def render_question(question: RenderQuestion) -> str:
     import jinja2
 
     from engine.frontend.chat_template import TooLongError, render
+    from engine.frontend.messages import plain_message
 
     given = (question.messages, question.tools, question.chat_template_kwargs)
     for field, value in zip(("messages", "tools", "chat_template_kwargs"), given, strict=True):
@@ -174,7 +177,7 @@ def render_question(question: RenderQuestion) -> str:
     try:
         return render(
             question.template,
-            [_plain_message(i, message) for i, message in enumerate(question.messages)],
+            [plain_message(i, message, question.template) for i, message in enumerate(question.messages)],
             tools=question.tools,
             add_generation_prompt=question.add_generation_prompt,
             continue_final_message=question.continue_final_message,
@@ -188,29 +191,12 @@ def render_question(question: RenderQuestion) -> str:
             f"the rendered messages exceed {question.max_chars} characters; fewer fit into the context "
             f"(--limit template_output_factor={question.limits.template_output_factor})",
             question.blamed,
+            TOO_LONG,
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(f"the chat template does not parse: {error}", "chat_template") from error
     except Exception as error:  # a template is a program
         raise InvalidRequestError(f"the chat template refuses these messages: {error}", "messages") from error
-
-
-def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Text parts become one string, joined by newlines, since most templates know only strings."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"messages[{index}] must be an object with a role, which is a string", "messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"messages[{index}].content must be a string or a list of text parts", "messages")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
-            raise InvalidRequestError(f"messages[{index}].content holds a part that is not text", "messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
 
 
 def _check_depth(value: object, field: str, limits: Limits) -> None:

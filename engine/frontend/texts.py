@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidRequestError
+from engine.errors import TOO_LONG, InvalidRequestError
 from engine.limits import Limits
 from engine.request import SamplingParams
 
@@ -21,12 +21,14 @@ def check_text(text: object, field: str) -> str:
 
 
 def too_many_tokens(count: int, max_model_len: int | None, field: str) -> InvalidRequestError:
-    """Of a prompt."""
+    """Of a prompt. OpenAI's words, which clients look for."""
     limit = (max_model_len or 0) - 1
     return InvalidRequestError(
-        f"the prompt has {count} tokens; at most {limit} fit, leaving room for one to generate "
-        f"(max_model_len is {max_model_len})",
+        f"This model's maximum context length is {max_model_len} tokens (max_model_len). However, your {field} "
+        f"resulted in {count} tokens; at most {limit} leave room for one to generate. Please reduce the length of "
+        f"the {field}.",
         field,
+        TOO_LONG,
     )
 
 

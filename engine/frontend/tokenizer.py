@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.errors import InvalidRequestError, RequestFailedError
+from engine.errors import TOO_LONG, InvalidRequestError, RequestFailedError
 from engine.frontend import conversation, long_texts
 from engine.frontend.conversation import ChatMessage, RenderAnswer
 from engine.frontend.failures import fails_alone
@@ -201,7 +201,9 @@ class Tokenizer:
             return too_many_tokens(count, self._max_model_len, field)
         times = self._limits.contexts_translated
         return InvalidRequestError(
-            f"{field}: {count} tokens; at most {max_ids} are counted (--limit contexts_translated={times})", field
+            f"{field}: {count} tokens; at most {max_ids} are counted (--limit contexts_translated={times})",
+            field,
+            TOO_LONG,
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -329,7 +331,7 @@ class Tokenizer:
     def _text_of(self, reply: bytes) -> str:
         answer = _answers.decode(reply)
         if answer.text is None:
-            raise InvalidRequestError(answer.error, answer.field)
+            raise InvalidRequestError(answer.error, answer.field, answer.code)
         return answer.text
 
     def _not_rendered(self, error: HelperEndedError, field: str) -> Exception:

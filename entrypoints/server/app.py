@@ -18,7 +18,7 @@ from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
-from entrypoints.server.context import ServerContext
+from entrypoints.server.context import IGNORED, ServerContext
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.streaming import ClientLeftError, Unanswered, answer
@@ -32,9 +32,14 @@ class Application(FastAPI):
 
 
 def create_app(
-    engine: AsyncEngine, served_name: str, api_key: str | None = None, allowed_origins: Sequence[str] = ()
+    engine: AsyncEngine,
+    served_name: str,
+    api_key: str | None = None,
+    allowed_origins: Sequence[str] = (),
+    strict_fields: bool = False,
 ) -> FastAPI:
-    """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call."""
+    """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
+    `strict_fields`: unknown fields of bodies are refused."""
 
     async def on_client_left(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -51,7 +56,7 @@ def create_app(
     app.state.draining = False
     errors.install(app)
     app.add_exception_handler(ClientLeftError, on_client_left)
-    context = ServerContext(engine, served_name)
+    context = ServerContext(engine, served_name, strict_fields)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
     prefixes.add_routes(app, context)
@@ -64,7 +69,7 @@ def create_app(
             allow_origins=allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", IGNORED],
         )
     return app
 
@@ -91,10 +96,12 @@ def _openai_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        context.take_note(body, request)
         return await create_completion(context, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        context.take_note(body, request)
         return await create_chat_completion(context, body, request)
 
 
@@ -115,6 +122,7 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, object]:
+        context.take_note(body, request)
         context.check_model(body.model)
         ids = await answer(request, token_ids(body))
         reply: dict[str, object] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
@@ -123,6 +131,7 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
         return reply
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+        context.take_note(body, request)
         context.check_model(body.model)
         return {"prompt": await engine.detokenize(body.tokens)}

@@ -8,9 +8,11 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
+from engine.frontend.texts import too_many_tokens
 from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.context import Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
@@ -28,6 +30,7 @@ from entrypoints.server.responses import (
     now,
 )
 from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event
+from entrypoints.server.structured import blamed_on
 
 
 class ChatHandler:
@@ -44,7 +47,8 @@ class ChatHandler:
             )
         max_tokens = body.token_limit(context.recommended_max_tokens)
         defaults = context.engine.default_sampling_params()
-        self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs)
+        self.structured_by, structure = body.structure()
+        self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs, structure)
         self.echoed = ""
         self.usage = UsageCount()
 
@@ -57,6 +61,8 @@ class ChatHandler:
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )
+        if len(token_ids) >= self.context.engine.max_model_len:
+            raise too_many_tokens(len(token_ids), self.context.engine.max_model_len, "messages")
         if body.echo:  # rendered, so it is a message
             self.echoed = _answer_so_far(body.messages[-1])
         prompt = {"prompt_token_ids": token_ids}
@@ -81,20 +87,30 @@ class ChatHandler:
                 self.logprobs(part),
                 part.finish_reason,
                 part.stop_reason,
+                part.schema_error or UNSET,
             )
             for part in output.outputs
         ]
-        reply = ChatCompletion(self.id, self.created, self.context.served_name, choices, usage=self.usage.usage())
+        reply = ChatCompletion(
+            self.id,
+            self.created,
+            self.context.served_name,
+            choices,
+            system_fingerprint=self.context.fingerprint,
+            usage=self.usage.usage(),
+        )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
         return reply
 
     def envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(self.id, self.created, self.context.served_name, choices)
+        fingerprint = self.context.fingerprint
+        return ChatChunk(self.id, self.created, self.context.served_name, choices, system_fingerprint=fingerprint)
 
     def chunk(self, part: CompletionOutput) -> ChatChunk:
         delta = Delta(content=part.text) if part.text or not part.finished else Delta()
-        choice = ChatChunkChoice(part.index, delta, self.logprobs(part), part.finish_reason, part.stop_reason)
+        reasons = part.finish_reason, part.stop_reason, part.schema_error or UNSET
+        choice = ChatChunkChoice(part.index, delta, self.logprobs(part), *reasons)
         return self.envelope([choice])
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -134,6 +150,7 @@ def _answer_so_far(message: dict[str, Any]) -> str:
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
     context.check_model(body.model)
     handler = ChatHandler(context, body)
-    if body.stream:
-        return EventStream(await answer(request, Primed(handler.chunks()).prime()))
-    return json_response(await answer(request, handler.whole()))
+    with blamed_on(handler.structured_by):
+        if body.stream:
+            return EventStream(await answer(request, Primed(handler.chunks()).prime()))
+        return json_response(await answer(request, handler.whole()))

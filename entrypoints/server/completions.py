@@ -17,6 +17,7 @@ from entrypoints.server.logprobs import CompletionLogprobs, CompletionScores, Pr
 from entrypoints.server.protocol import CompletionRequest
 from entrypoints.server.responses import Completion, CompletionChoice, UsageCount, new_id, now
 from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event, merge
+from entrypoints.server.structured import blamed_on
 
 
 class CompletionHandler:
@@ -29,11 +30,13 @@ class CompletionHandler:
         """echo with max_tokens 0 scores the prompt: one token is generated and not sent"""
         self.echo_scores = bool(body.echo) and body.logprobs is not None
         wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+        self.structured_by, structure = body.structure()
         self.params = body.sampling_params(
             context.engine.default_sampling_params(),
             1 if self.score_only else body.token_limit(context.recommended_max_tokens),
             body.logprobs,
             max(wanted, default=None),
+            structure,
             body.best_of,
         )
         self.prompts = body.prompts()
@@ -70,6 +73,8 @@ class CompletionHandler:
             text = echoed + text
         self.started.add(index)
         choice = CompletionChoice(index, text, None, part.finish_reason, part.stop_reason)
+        if part.schema_error is not None:
+            choice.schema_error = part.schema_error
         if self.score_only and part.finished:
             choice.finish_reason, choice.stop_reason = "length", None
         if self.body.logprobs is not None:
@@ -105,7 +110,8 @@ class CompletionHandler:
         return parts
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(self.id, self.created, self.context.served_name, choices)
+        fingerprint = self.context.fingerprint
+        return Completion(self.id, self.created, self.context.served_name, choices, system_fingerprint=fingerprint)
 
     def _event(self, prompt_index: int, output: RequestOutput, part: CompletionOutput, with_usage: bool) -> bytes:
         with fails_alone("making a part of the answer"):
@@ -161,6 +167,7 @@ class CompletionHandler:
 async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:
     context.check_model(body.model)
     handler = CompletionHandler(context, body)
-    if body.stream:
-        return EventStream(await answer(request, Primed(handler.chunks()).prime()))
-    return json_response(await answer(request, handler.whole()))
+    with blamed_on(handler.structured_by):
+        if body.stream:
+            return EventStream(await answer(request, Primed(handler.chunks()).prime()))
+        return json_response(await answer(request, handler.whole()))

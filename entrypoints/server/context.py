@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
+from importlib.metadata import version
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 
 from engine import AsyncEngine, SamplingParams
+from engine.errors import InvalidRequestError
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
+from entrypoints.server.fields import Body
 from entrypoints.server.protocol import SamplingFields
+from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.token_text import TokenTexts
 
 EnginePrompt = str | Mapping[str, object]
 Outputs = AsyncGenerator[RequestOutput, None]
 
+IGNORED = "x-pageloom-ignored"
+_MOST_TOLD = 20
+_MOST_CHARS = 64
+_PLAIN = re.compile(r"[^A-Za-z0-9_.\-]")
+
+logger = logging.getLogger("pageloom.server")
+
 
 class ServerContext:
     """The engine must be started."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, served_name: str, strict_fields: bool = False) -> None:
+        """`strict_fields`: what no field is known for is refused, not ignored."""
         self.engine = engine
         self.served_name = served_name
+        self._strict_fields = strict_fields
+        config = engine.config
+        settings = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
+        self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
+        """OpenAI's `system_fingerprint`: the same while answers are made in the same way"""
         self.texts = TokenTexts(engine.tokenizer)
         recommended = engine.model.generation_defaults.get("max_new_tokens")
         self.recommended_max_tokens = None if recommended is None else int(recommended)
@@ -32,6 +52,17 @@ class ServerContext:
         """OpenAI clients must name a model; a wrong name is a 404, none means the one served."""
         if name is not None and name != self.served_name:
             raise HTTPException(404, model_not_found(name, self.served_name))
+
+    def take_note(self, body: Body, request: Request) -> None:
+        """Of fields that nobody knows: a line in the log and a header, or `InvalidRequestError`."""
+        unknown = body.unknown_fields()
+        if not unknown:
+            return
+        if self._strict_fields:
+            raise InvalidRequestError(f"{unknown[0][:_MOST_CHARS]}: unrecognized request argument", unknown[0])
+        names = ", ".join(_PLAIN.sub("?", name[:_MOST_CHARS]) for name in unknown[:_MOST_TOLD])
+        add_header(request.scope, IGNORED, names)
+        logger.info("request %s: fields that nobody knows are ignored: %s", request_id_of(request.scope), names)
 
     def generate(
         self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool

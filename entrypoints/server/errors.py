@@ -32,7 +32,7 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
     """(HTTP status, body, headers) for an exception of the engine. What is not the client's doing goes to the log under
     the request's id; the client gets that id and a line without details."""
     if isinstance(error, InvalidRequestError):
-        return 400, error_body(str(error), "invalid_request_error", error.field), {}
+        return 400, error_body(str(error), "invalid_request_error", error.field, error.code), {}
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
@@ -67,10 +67,7 @@ def _validation_body(errors: Sequence[Mapping[str, Any]], content_type: str) -> 
     if not path:
         hint = "" if "json" in content_type else "; send it with Content-Type: application/json"
         return error_body(f"the body must be a JSON object{hint}", "invalid_request_error")
-    if first["type"] == "extra_forbidden":
-        text = "unrecognized request argument"
-    else:
-        text = " or ".join(dict.fromkeys(str(e["msg"]) for e in errors if e["loc"][:2] == first["loc"][:2]))
+    text = " or ".join(dict.fromkeys(str(e["msg"]) for e in errors if e["loc"][:2] == first["loc"][:2]))
     where = ".".join(str(part) for part in path if not _names_an_alternative(part))
     return error_body(f"{where}: {text}", "invalid_request_error", str(path[0]))
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 
 from engine import AsyncEngine
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, InvalidRequestError
 from entrypoints.server.context import ServerContext
 from entrypoints.server.protocol import PinRequest
 from entrypoints.server.streaming import answer
@@ -42,7 +42,10 @@ async def pin_file(engine: AsyncEngine, path: Path) -> int:
         if not line.strip():
             continue
         try:
-            await pin(engine, PinRequest.model_validate(json.loads(line)))
+            body = PinRequest.model_validate(json.loads(line))
+            if unknown := body.unknown_fields():
+                raise InvalidRequestError(f"{unknown[0]}: unrecognized request argument", unknown[0])
+            await pin(engine, body)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -59,6 +62,7 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/v1/prefixes")
     async def pin_prefix(body: PinRequest, request: Request) -> dict[str, object]:
         """Whoever leaves before the answer has nothing pinned."""
+        context.take_note(body, request)
         return {"object": "prefix", "name": body.name, "tokens": await answer(request, pin(engine, body))}
 
     @app.get("/v1/prefixes")

@@ -1,38 +1,64 @@
-"""The OpenAI request bodies that the server reads, as pydantic models: unknown fields are refused, known ones act.
+"""The OpenAI request bodies that the server reads, as pydantic models; `fields` says how tolerant they are.
 
-Fields past OpenAI's own (`top_k`, `min_p`, `ignore_eos`, …) carry vLLM's names. What OpenAI defines and this server
-cannot do is accepted only at its neutral value, and otherwise refused by name.
+Fields past OpenAI's own (`top_k`, `min_p`, `ignore_eos`, …) carry vLLM's names.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from engine import SamplingParams
 from engine.errors import InvalidRequestError
+from engine.request import StructuredOutputsParams
+from entrypoints.server.fields import Body, Ids, NoEffect, Objects, Texts, refusal
+from entrypoints.server.structured import StructuredFields
 
 T = TypeVar("T")
-Ids = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-"""one wrong item is named, not each of a million"""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: NoEffect = None
 
 
-class SamplingFields(BaseModel):
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "web_search_options": (),
+    # vLLM's
+    "chat_template": (),
+    "documents": (),
+    "kv_transfer_params": (),
+    "logits_processors": (),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "return_token_ids": (),
+    "return_tokens_as_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "vllm_xargs": (),
+    # llama.cpp's and others'
+    "dry_multiplier": (),
+    "dynatemp_range": (),
+    "mirostat": (),
+    "repeat_penalty": (1,),
+    "tfs_z": (1,),
+    "top_a": (),
+    "typical_p": (1,),
+    "xtc_probability": (),
+}
+
+
+class SamplingFields(StructuredFields, Body):
     """What completions and chat share."""
 
-    model_config = ConfigDict(extra="forbid")
+    UNSUPPORTED: ClassVar = _UNSUPPORTED
 
     model: str | None = None
     n: int | None = 1
@@ -45,10 +71,17 @@ class SamplingFields(BaseModel):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """an opaque end-user name; OpenAI defines no effect on the answer"""
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    guided_decoding_backend: NoEffect = None
+    metadata: NoEffect = None
+    prediction: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    reasoning_effort: NoEffect = None
+    safety_identifier: NoEffect = None
+    service_tier: NoEffect = None
+    store: NoEffect = None
+    user: NoEffect = None
+    verbosity: NoEffect = None
 
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -71,9 +104,9 @@ class SamplingFields(BaseModel):
     @model_validator(mode="after")
     def _check_streaming(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "stream_options is only allowed when stream is true")
+            raise refusal("stream_options", "stream_options is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
-            raise _refusal("prompt_logprobs", "prompt_logprobs are only given when stream is false")
+            raise refusal("prompt_logprobs", "prompt_logprobs are only given when stream is false")
         return self
 
     def sampling_params(
@@ -82,6 +115,7 @@ class SamplingFields(BaseModel):
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        structure: StructuredOutputsParams | None,
         best_of: int | None = None,
     ) -> SamplingParams:
         """Where the client left out what a model's authors may recommend, `defaults` hold (as vLLM). Raises
@@ -114,6 +148,7 @@ class SamplingFields(BaseModel):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=structure,
         )
 
 
@@ -122,6 +157,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(SamplingFields):
+    NULLS: ClassVar = frozenset({"max_tokens"})
+
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: int | None = None
     """left out: what is recommended, else `DEFAULT_MAX_TOKENS`; null: what the context holds"""
@@ -133,9 +170,9 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
         if self.stream and self.best_of is not None and self.best_of > _or(self.n, 1):
-            raise _refusal("best_of", "best_of can only exceed n when stream is false: the best is known at the end")
+            raise refusal("best_of", "best_of can only exceed n when stream is false: the best is known at the end")
         if self.suffix:
-            raise _refusal("suffix", "suffix is not supported")
+            raise refusal("suffix", "suffix is not supported")
         return self
 
     def token_limit(self, recommended: int | None) -> int | None:
@@ -164,7 +201,6 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -173,16 +209,14 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise _refusal("response_format", 'response_format is supported only as {"type": "text"}')
         if self.tools:
-            raise _refusal("tools", "tools are not supported")
+            raise refusal("tools", "tools are not supported")
         if self.tool_choice not in (None, "none", "auto"):
-            raise _refusal("tool_choice", "tool_choice needs tools, which are not supported")
+            raise refusal("tool_choice", "tool_choice needs tools, which are not supported")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+            raise refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         if self.add_generation_prompt and self.continue_final_message:
-            raise _refusal("continue_final_message", "continue_final_message needs add_generation_prompt to be false")
+            raise refusal("continue_final_message", "continue_final_message needs add_generation_prompt to be false")
         return self
 
     def token_limit(self, recommended: int | None) -> int | None:
@@ -197,10 +231,9 @@ class ChatCompletionRequest(SamplingFields):
         return self.max_completion_tokens
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """Either `prompt` or `messages`."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
@@ -213,14 +246,13 @@ class TokenizeRequest(BaseModel):
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise _refusal("prompt", "give either prompt or messages")
+            raise refusal("prompt", "give either prompt or messages")
         return self
 
 
-class PinRequest(BaseModel):
+class PinRequest(Body):
     """A name, and either `prompt` (text or token ids) or the `messages` that conversations begin with."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str
     prompt: str | Ids | None = None
     messages: Objects | None = None
@@ -230,19 +262,13 @@ class PinRequest(BaseModel):
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise _refusal("prompt", "give either prompt or messages")
+            raise refusal("prompt", "give either prompt or messages")
         return self
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Ids
-
-
-def _refusal(param: str, message: str) -> PydanticCustomError:
-    """A validation error of the whole body that names the field at fault."""
-    return PydanticCustomError("refused", "{reason}", {"reason": message, "param": param})
 
 
 def _or(value: T | None, default: T) -> T:

@@ -1,5 +1,5 @@
-"""Every answer carries `x-request-id`: the client's own where it is sane, else one that is made here. The server's log
-names it, so that whoever got "internal error" can be helped."""
+"""Headers of answers. All have `x-request-id`: the client's own where it is sane, else one that is made here. The
+server's log names it, so that whoever got "internal error" can be helped. Others by `add_header`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "x-request-id"
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "pageloom.request_id"
+_MORE = "pageloom.headers"
 
 
 def new_request_id() -> str:
@@ -20,6 +21,11 @@ def new_request_id() -> str:
 
 def request_id_of(scope: Scope) -> str:
     return str(scope.get(_KEY, "-"))
+
+
+def add_header(scope: Scope, name: str, value: str) -> None:
+    """To the answer, whatever it will be; ASCII."""
+    scope.setdefault(_MORE, {})[name] = value
 
 
 class RequestIds:
@@ -38,7 +44,7 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
+                MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -35,6 +35,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    schema_error: str | UnsetType = UNSET
+    """where the text does not keep a schema that is not strict"""
 
 
 class Completion(msgspec.Struct):
@@ -43,6 +45,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     object: str = "text_completion"
+    system_fingerprint: str | None = None
     usage: Usage | None = None
 
 
@@ -58,6 +61,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    schema_error: str | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -66,6 +70,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     object: str = "chat.completion"
+    system_fingerprint: str | None = None
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -81,6 +86,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    schema_error: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -89,6 +95,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
+    system_fingerprint: str | None = None
     usage: Usage | None = None
 
 

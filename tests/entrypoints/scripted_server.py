@@ -235,12 +235,13 @@ class Server:
         args = EngineArgs(model=str(model), served_model_name="tiny", device="cpu", compile="none")
         self.engine = AsyncEngine(args, client_factory=lambda config: self.core)
         self._app_options = app_options
+        self.answer = ANSWER
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         """An HTTP client of the application, which runs in this event loop."""
         await self.engine.start()
-        self.script.answer = self.ids(ANSWER)
+        self.script.answer = self.ids(self.answer)
         self.script.eos = self.engine.tokenizer.eos_token_id or 0
         app = create_app(self.engine, self.engine.served_name, **self._app_options)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

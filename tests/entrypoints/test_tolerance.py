@@ -1,0 +1,130 @@
+"""What real clients send and what does no harm is taken; what nobody knows is told of; what would change the answer and
+is not supported is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripted_server import CONTEXT, Server
+
+from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+IGNORED = "x-pageloom-ignored"
+WITHOUT_EFFECT = {
+    "metadata": {"a": "b"},
+    "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "safety_identifier": "s",
+    "service_tier": "flex",
+    "store": True,
+    "user": "u",
+    "verbosity": "low",
+}
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def replies(server: Server, *requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
+    async def go() -> list[httpx.Response]:
+        async with server.client() as client:
+            return [await client.post(path, json=body) for path, body in requests]
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def post(server: Server, body: dict[str, Any], path: str = CHATS) -> httpx.Response:
+    return replies(server, (path, body))[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_fields_without_effect_are_taken_in_silence(server: Server, path: str) -> None:
+    stream = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    body = {**CHAT, **WITHOUT_EFFECT, **stream} if "chat" in path else {"prompt": "x", **WITHOUT_EFFECT, **stream}
+    neutral = {"functions": [], "tools": [], "audio": None, "typical_p": 1.0, "mirostat": 0, "function_call": "none"}
+    reply = post(server, body | (neutral if "chat" in path else {"typical_p": 1, "mirostat": 0}), path)
+    assert reply.status_code == 200, reply.text
+    assert IGNORED not in reply.headers and reply.headers["x-request-id"]
+
+
+def test_null_is_the_same_as_leaving_out(server: Server) -> None:
+    asked = []
+    for kind, body, path in ((ChatCompletionRequest, CHAT, CHATS), (CompletionRequest, {"prompt": "x"}, COMPLETIONS)):
+        optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
+        assert len(optional) > 40
+        asked.append((path, {**dict.fromkeys(optional), **body}))
+    for reply in replies(server, *asked):
+        assert reply.status_code == 200 and IGNORED not in reply.headers, reply.text
+
+
+def test_unknown_fields_are_ignored_and_told_of(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    body = {**CHAT, "frobnicate": 1, "a\r\nb: c": 2, "stream": True, "stream_options": {"more": 3}}
+    lots = {**CHAT, **{f"{'x' * 200}{i}": 1 for i in range(500)}}
+    wrong = {**CHAT, "frobnicate": 1, "temperature": -1}
+    with caplog.at_level(logging.INFO, logger="pageloom.server"):
+        reply, many, refused = replies(server, (CHATS, body), (CHATS, lots), (CHATS, wrong))
+    assert reply.status_code == 200
+    assert reply.headers[IGNORED] == "frobnicate, a??b??c, stream_options.more"
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert len(told) == 3 and "frobnicate" in told[0] and "\n" not in told[0]
+    assert many.status_code == 200 and len(many.headers[IGNORED]) < 2000
+    assert refused.status_code == 400 and refused.headers[IGNORED] == "frobnicate"
+
+
+def test_unknown_fields_are_refused_where_the_server_is_strict(tiny_server_model: Path) -> None:
+    server = Server(tiny_server_model, strict_fields=True)
+    bodies = [{"frobnicate": 1}, {"stream_options": {"x": 1}}, WITHOUT_EFFECT]
+    plain, inner, known = replies(server, *((CHATS, {**CHAT, "stream": True, **body}) for body in bodies))
+    for reply, param in ((plain, "frobnicate"), (inner, "stream_options.x")):
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    assert known.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10**5}]}, "messages"),
+        ("/v1/completions", {"prompt": "x" * CONTEXT}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * CONTEXT}, "prompt"),
+    ],
+)
+def test_what_the_context_does_not_hold_is_said_in_openais_words(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    reply = post(server, body, path)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param), error
+    if len(str(body)) < 10**4:
+        assert "maximum context length is 256 tokens" in error["message"]
+
+
+def test_answers_name_what_made_them(server: Server) -> None:
+    one, other = (reply.json() for reply in replies(server, (CHATS, CHAT), (COMPLETIONS, {"prompt": "x"})))
+    assert one["system_fingerprint"] == other["system_fingerprint"]
+    assert one["system_fingerprint"].startswith("fp_")
+
+
+@pytest.mark.parametrize(
+    ("given", "rendered"),
+    [
+        ([{"role": "developer", "content": "d"}], "<|system|>d"),
+        ([{"role": "function", "name": "f", "content": "r"}], "<|tool|>r"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], "<|assistant|>"),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "<|assistant|>"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, "b"]}], "<|user|>a\nb"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "<|assistant|>no"),
+    ],
+)
+def test_messages_of_all_kinds_render(server: Server, given: list[dict[str, Any]], rendered: str) -> None:
+    assert post(server, {"messages": given}).status_code == 200
+    prompt = server.engine.tokenizer.decode(server.core.added[0].prompt_token_ids)
+    assert prompt == rendered + "<|assistant|>"
