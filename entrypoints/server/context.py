@@ -38,7 +38,7 @@ class ServerContext:
         """`strict_fields`: what no field is known for is refused, not ignored."""
         self.engine = engine
         self.served_name = served_name
-        self._strict_fields = strict_fields
+        self.strict_fields = strict_fields
         config = engine.config
         settings = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
         self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
@@ -49,7 +49,9 @@ class ServerContext:
         """for requests that leave it out"""
 
     def check_model(self, name: str | None) -> None:
-        """OpenAI clients must name a model; a wrong name is a 404, none means the one served."""
+        """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""
+        if name is None and self.strict_fields:
+            raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
         if name is not None and name != self.served_name:
             raise HTTPException(404, model_not_found(name, self.served_name))
 
@@ -58,8 +60,10 @@ class ServerContext:
         unknown = body.unknown_fields()
         if not unknown:
             return
-        if self._strict_fields:
-            raise InvalidRequestError(f"{unknown[0][:_MOST_CHARS]}: unrecognized request argument", unknown[0])
+        if self.strict_fields:
+            raise InvalidRequestError(
+                f"{unknown[0][:_MOST_CHARS]}: unrecognized request argument (--strict-fields)", unknown[0]
+            )
         names = ", ".join(_PLAIN.sub("?", name[:_MOST_CHARS]) for name in unknown[:_MOST_TOLD])
         add_header(request.scope, IGNORED, names)
         logger.info("request %s: fields that nobody knows are ignored: %s", request_id_of(request.scope), names)

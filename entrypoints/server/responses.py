@@ -53,6 +53,7 @@ class ChatMessage(msgspec.Struct):
     content: str
     role: str = "assistant"
     refusal: str | None = None
+    annotations: list[object] = []
 
 
 class ChatChoice(msgspec.Struct):

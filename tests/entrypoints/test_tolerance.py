@@ -81,9 +81,10 @@ def test_unknown_fields_are_ignored_and_told_of(server: Server, caplog: pytest.L
 
 def test_unknown_fields_are_refused_where_the_server_is_strict(tiny_server_model: Path) -> None:
     server = Server(tiny_server_model, strict_fields=True)
-    bodies = [{"frobnicate": 1}, {"stream_options": {"x": 1}}, WITHOUT_EFFECT]
-    plain, inner, known = replies(server, *((CHATS, {**CHAT, "stream": True, **body}) for body in bodies))
-    for reply, param in ((plain, "frobnicate"), (inner, "stream_options.x")):
+    bodies = [{"frobnicate": 1}, {"stream_options": {"x": 1}}, {"model": None}, WITHOUT_EFFECT]
+    asked = [(CHATS, {**CHAT, "model": "tiny", "stream": True, **body}) for body in bodies]
+    plain, inner, nameless, known = replies(server, *asked)
+    for reply, param in ((plain, "frobnicate"), (inner, "stream_options.x"), (nameless, "model")):
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param
     assert known.status_code == 200
 
