@@ -48,8 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict-fields",
         action="store_true",
-        help="refuse requests with fields that the server does not know, instead of ignoring these, and those without a "
-        "model",
+        help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)

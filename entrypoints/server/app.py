@@ -19,6 +19,7 @@ from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext
+from entrypoints.server.openapi import add_document
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.streaming import ClientLeftError, Unanswered, answer
@@ -50,7 +51,14 @@ def create_app(
         await engine.shutdown()
 
     # A redirect would name the host that the client claims to have asked.
-    app = Application(title="Pageloom", version=version("pageloom"), lifespan=lifespan, redirect_slashes=False)
+    app = Application(
+        title="Pageloom",
+        version=version("pageloom"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.router.route_class = bounded_route(engine.config.limits)
     app.state.unanswered = Unanswered()
     app.state.draining = False
@@ -61,6 +69,7 @@ def create_app(
     _tokenizer_routes(app, context)
     prefixes.add_routes(app, context)
     operation.add_routes(app, context)
+    add_document(app, keyed=api_key is not None)
     if api_key is not None:
         app.add_middleware(ApiKeyGuard, key=api_key)
     if allowed_origins:  # outermost: a browser's preflight carries no key

@@ -61,9 +61,8 @@ class ServerContext:
         if not unknown:
             return
         if self.strict_fields:
-            raise InvalidRequestError(
-                f"{unknown[0][:_MOST_CHARS]}: unrecognized request argument (--strict-fields)", unknown[0]
-            )
+            name = unknown[0][:_MOST_CHARS]
+            raise InvalidRequestError(f"{name}: unrecognized request argument (--strict-fields)", name)
         names = ", ".join(_PLAIN.sub("?", name[:_MOST_CHARS]) for name in unknown[:_MOST_TOLD])
         add_header(request.scope, IGNORED, names)
         logger.info("request %s: fields that nobody knows are ignored: %s", request_id_of(request.scope), names)

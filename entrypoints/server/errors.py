@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +21,15 @@ class ServerEndsError(Exception):
     """The server was told to end, and does not wait for this request."""
 
 
-ErrorBody = dict[str, dict[str, str | None]]
+class ErrorInfo(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorInfo
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> ErrorBody:

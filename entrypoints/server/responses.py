@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -53,7 +54,7 @@ class ChatMessage(msgspec.Struct):
     content: str
     role: str = "assistant"
     refusal: str | None = None
-    annotations: list[object] = []
+    annotations: list[Any] = []
 
 
 class ChatChoice(msgspec.Struct):

@@ -1,0 +1,92 @@
+"""The OpenAPI document (`/openapi.json`): what routes read is for pydantic and FastAPI to say; here are the answers,
+errors and the key. `/docs` shows it, with scripts that this server sends itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
+from fastapi.staticfiles import StaticFiles
+from fastapi_offline.core import _STATIC_PATH
+
+from entrypoints.server.api_key import OPEN_PATHS
+from entrypoints.server.errors import ErrorBody
+from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
+
+_ANSWERS: Mapping[str, tuple[type, type]] = {
+    "/v1/completions": (Completion, Completion),
+    "/v1/chat/completions": (ChatCompletion, ChatChunk),
+}
+"""whole, and each event of a stream"""
+_ERRORS = {
+    "400": "the request cannot be served as it is written; `param` names the field",
+    "404": "there is no such model",
+    "408": "the request did not arrive in time",
+    "413": "the body is too large",
+    "431": "the headers are too large",
+    "500": "the server's fault; its log says more under the answer's `x-request-id`",
+    "503": "no room, or shutting down: send it again after `Retry-After` seconds",
+}
+_UNASKED = ("404",)
+"""of routes that name no model"""
+_REFERENCE = "#/components/schemas/{name}"
+_SCRIPTS = "/docs/static"
+
+
+def add_document(app: FastAPI, *, keyed: bool) -> None:
+    """Call it when all routes are there. `keyed`: requests carry a key."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, keyed)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url=app.openapi_url or "",
+            title=app.title,
+            swagger_js_url=f"{_SCRIPTS}/swagger-ui-bundle.js",
+            swagger_css_url=f"{_SCRIPTS}/swagger-ui.css",
+            swagger_favicon_url=f"{_SCRIPTS}/favicon.png",
+        )
+
+    app.mount(_SCRIPTS, StaticFiles(directory=_STATIC_PATH))
+
+
+def _document(app: FastAPI, keyed: bool) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    kinds = [kind for pair in _ANSWERS.values() for kind in pair]
+    references, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template=_REFERENCE)
+    described = dict(zip([*kinds, ErrorBody], references, strict=True))
+    components = document.setdefault("components", {})
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which nobody is sent
+        components.get("schemas", {}).pop(unused, None)
+    components.setdefault("schemas", {}).update(schemas)
+    error = {"application/json": {"schema": described[ErrorBody]}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            if path in _ANSWERS:
+                whole, event = (described[kind] for kind in _ANSWERS[path])
+                responses["200"] = {
+                    "description": "whole, or streamed as server-sent events, the last of which is `[DONE]`",
+                    "content": {"application/json": {"schema": whole}, "text/event-stream": {"schema": event}},
+                }
+            for status, about in _ERRORS.items():
+                if path not in OPEN_PATHS and ("requestBody" in operation or status not in _UNASKED):
+                    responses[status] = {"description": about, "content": error}
+            if keyed and path not in OPEN_PATHS:
+                operation["security"] = [{"key": []}]
+                responses["401"] = {"description": "the key is missing or wrong", "content": error}
+    if keyed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
