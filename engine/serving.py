@@ -73,7 +73,7 @@ class Serving(Session):
         self.submit(admitted, arrival, delta=delta, final_only=final_only)
         news = self.streams[name] = _News()
         try:
-            finished = False
+            finished, told = False, dict[int, str | None]()
             while not finished:
                 await news.next()
                 error = self.processor.error(name)
@@ -88,7 +88,7 @@ class Serving(Session):
                     if self.death is not None:
                         news.set()
                     if admitted.params.structured_outputs is not None:
-                        await self.grammars.validate_async(admitted.params, self.processor.texts(output))
+                        await self.grammars.validate_async(admitted.params, self.processor.texts(output), told)
                     yield output
         finally:
             del self.streams[name]

@@ -24,7 +24,7 @@ from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
 from engine.executor.interface import Executor
 from engine.executor.team import Team, team_of
 from engine.runner.model_runner import ModelRunner
-from engine.step import StepPlan, StepResult
+from engine.step import StepMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,12 @@ class InlineExecutor(InProcessExecutor):
 
     def team(self) -> Team | None:
         return team_of(self._config.device.threads)
+
+    def _masks_of(self, plan: StepPlan) -> StepMasks:
+        """Who is to send them is the one that would wait."""
+        if self._masks.empty():
+            raise EngineError(f"step {plan.step_id} waits for masks that did not come")
+        return super()._masks_of(plan)
 
     def _start(self) -> None:
         self._plans: deque[StepPlan] = deque()

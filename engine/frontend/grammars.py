@@ -87,17 +87,23 @@ class GrammarChecks:
                     unknown = self._not_validated(error)
             output.schema_error = unknown or output.schema_error
 
-    async def validate_async(self, params: SamplingParams, ended: Iterable[tuple[CompletionOutput, str]]) -> None:
-        """As `validate`; being cancelled ends the work."""
+    async def validate_async(
+        self, params: SamplingParams, parts: Iterable[tuple[CompletionOutput, str]], told: dict[int, str | None]
+    ) -> None:
+        """As `validate`, of those parts that have ended, each once: `told` keeps what was said of them, by their index.
+        Being cancelled ends the work."""
         unknown: str | None = None
-        for output, question in _to_validate(params, ended):
+        for output, question in _to_validate(params, parts):
+            if output.index in told:
+                output.schema_error = told[output.index]
+                continue
             if unknown is None:
                 try:
                     answer = await self._validators.ask_async(question, self._limits.grammar_s)
                     output.schema_error = answer.decode() or None
                 except EngineError as error:
                     unknown = self._not_validated(error)
-            output.schema_error = unknown or output.schema_error
+            told[output.index] = output.schema_error = unknown or output.schema_error
 
     def _not_validated(self, error: EngineError) -> str:
         return f"{UNKNOWN}{self._refusal(error) if isinstance(error, HelperEndedError) else error}"

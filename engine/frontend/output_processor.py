@@ -136,9 +136,9 @@ class OutputProcessor:
             return self._render(request)
 
     def texts(self, output: RequestOutput) -> Iterator[tuple[CompletionOutput, str]]:
-        """Of what `take` has returned each part that comes for the last time, with all of its text so far."""
+        """Each part of what `take` has returned, with all of its text so far."""
         request = self._requests[output.request_id]
-        for each in output.outputs if request.delta or output.finished else ():
+        for each in output.outputs:
             whole = not request.delta or request.admitted.params.chooses
             yield each, each.text if whole else request.samples[each.index].text
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
-from engine.executor.team import Team
 from engine.grammars.filling import MaskFiller
 from engine.grammars.interface import Matcher
 from engine.grammars.language import FIELD, first_line, parser_limits
@@ -31,6 +30,8 @@ from engine.grammars.xgrammar_matcher import Xgrammar, XgrammarCompiled, Xgramma
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from engine.executor.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ class _Compiled:
 
     def start(self) -> LlguidanceMatcher:
         self.started = True
+        if not self.bases:
+            self.add()
         return self.bases[next(self._starts) % len(self.bases)].copy()
 
     def again(self, spent: int) -> LlguidanceMatcher | None:

@@ -43,8 +43,8 @@ class Threads:
     def _start_another(self) -> None:
         """Under the lock: where no quick one is left."""
         if not self._quick and self._slow < _MOST:
-            self._quick += 1
             threading.Thread(target=self._run, args=(_Worker(),), name="grammars", daemon=True).start()
+            self._quick += 1
 
     def _run(self, worker: _Worker) -> None:
         worker.native_id = threading.get_native_id()

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Decimal, DecimalException, localcontext
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -20,6 +20,38 @@ UNKNOWN = "not validated: "
 """how it begins if it cannot be told whether the schema is kept"""
 _MOST_CHARS = 300
 _MOST_DIGITS = 30
+_PRECISION = 2000
+"""digits in which numbers are compared"""
+_FORMATS = frozenset(
+    [
+        "date-time",
+        "date",
+        "time",
+        "duration",
+        "email",
+        "idn-email",
+        "hostname",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ]
+)
+"""JSON Schema's own; others say nothing"""
+
+
+class _Exact(Decimal):
+    """Shown as it is written."""
+
+    __repr__ = Decimal.__str__
 
 
 class Written(msgspec.Struct):
@@ -47,11 +79,14 @@ def schema_error(params: StructuredOutputsParams, text: str) -> str | None:
     """Where `text` does not keep the schemas of `params`, and how; None: it keeps them. See `UNKNOWN`."""
     error = None
     try:
-        for schema, part in _parts(params, text):
-            if (error := _broken(_exact(json.dumps(schema)), part)) is not None:
-                break
+        with localcontext(prec=_PRECISION, Emax=MAX_EMAX, Emin=MIN_EMIN):
+            for schema, part in _parts(params, text):
+                if (error := _broken(_exact(json.dumps(schema)), part)) is not None:
+                    break
     except RecursionError:
         error = f"{UNKNOWN}it nests too deep"
+    except DecimalException:
+        error = f"{UNKNOWN}a number is beyond what can be compared"
     except Exception as wrong:  # a schema may be anything, and its validator is a library's
         error = f"{UNKNOWN}{type(wrong).__name__}: {wrong}"
     return error if error is None or len(error) <= _MOST_CHARS else f"{error[:_MOST_CHARS]}..."
@@ -97,7 +132,22 @@ def _broken(schema: Any, text: str) -> str | None:
     # A registry that is empty fetches nothing.
     checks = kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
     found = best_match(checks.iter_errors(value))
-    return None if found is None else f"{found.json_path}: {found.message}"
+    if found is not None:
+        return f"{found.json_path}: {found.message}"
+    unchecked = sorted((_FORMATS & set(_formats(schema))) - set(kind.FORMAT_CHECKER.checkers))
+    return f"{UNKNOWN}nothing here checks the format {unchecked[0]!r}" if unchecked else None
+
+
+def _formats(schema: Any) -> Iterator[str]:
+    """That it may mean: also one that stands within an example."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("format"), str):
+            yield schema["format"]
+        for value in schema.values():
+            yield from _formats(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _formats(value)
 
 
 @cache
@@ -111,7 +161,28 @@ def _with_unicode(kind: Any) -> Any:
         if isinstance(value, str) and not regex.search(wanted, value):
             yield ValidationError(f"{value!r} does not match {wanted!r}")
 
-    return extend(kind, {"pattern": pattern})
+    def by_pattern(checks: Any, wanted: dict[str, Any], value: Any, schema: Any) -> Iterator[ValidationError]:
+        for each, inner in wanted.items():
+            for name in value if isinstance(value, dict) else ():
+                if regex.search(each, name):
+                    yield from checks.descend(value[name], inner, path=name, schema_path=each)
+
+    def additional(checks: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        patterns, named = schema.get("patternProperties", {}), schema.get("properties", {})
+        for name in value if isinstance(value, dict) else ():
+            if name not in named and not any(regex.search(each, name) for each in patterns):
+                if wanted is False:
+                    yield ValidationError(f"{name!r} is a property too many")
+                elif wanted is not True:
+                    yield from checks.descend(value[name], wanted, path=name)
+
+    def integer(_: Any, value: Any) -> bool:
+        whole = isinstance(value, Decimal) and cast(int, value.as_tuple().exponent) >= 0
+        return whole or (isinstance(value, int) and not isinstance(value, bool))
+
+    checker = kind.TYPE_CHECKER.redefine("integer", integer)
+    keywords = {"pattern": pattern, "patternProperties": by_pattern, "additionalProperties": additional}
+    return extend(kind, keywords, type_checker=checker)
 
 
 def _exact(text: str) -> Any:
@@ -120,7 +191,7 @@ def _exact(text: str) -> Any:
 
 
 def _number(text: str) -> int | Decimal:
-    number = Decimal(text)
+    number = _Exact(text)
     whole = number.adjusted() < _MOST_DIGITS and number == number.to_integral_value()
     return int(number) if whole else number
 

@@ -75,4 +75,5 @@ class Constrained:
         for index, reason in failed.items():
             if owners[index].status is not Status.FINISHED:
                 self._held.failures.note(owners[index], InvalidRequestError(reason, "structured_outputs"))
+        self._steps.last_masked = step_id
         return StepMasks(step_id, bits)

@@ -41,7 +41,7 @@ class PlannedStep:
 class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, PlannedStep]] = deque()
-        self._last_masked = -1
+        self.last_masked = -1
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -50,10 +50,9 @@ class StepsInFlight:
         self._steps.append((step_id, step))
 
     def oldest_masked(self) -> tuple[int, PlannedStep] | None:
-        """The oldest step, once, if it has masked rows."""
-        if not self._steps or not self._steps[0][1].masked or self._steps[0][0] == self._last_masked:
+        """The oldest step, if it has masked rows that have not been told."""
+        if not self._steps or not self._steps[0][1].masked or self._steps[0][0] == self.last_masked:
             return None
-        self._last_masked = self._steps[0][0]
         return self._steps[0]
 
     def pop(self, result: StepResult) -> PlannedStep:

@@ -13,7 +13,9 @@ import resource
 from asyncio import TimerHandle
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
+from socket import IPPROTO_TCP
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +31,8 @@ LINGER_S = 2.0
 OTHER_DESCRIPTORS = 256
 """sockets to the core, files, libraries"""
 MAX_BACKLOG = 2048
+TCP_NOTSENT_LOWAT = 25
+"""Linux's; the socket module does not always name it"""
 READ_BYTES = 64 * 1024
 """of what was written, that a client takes in each `read_timeout_s` while it is behind"""
 
@@ -92,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        with suppress(OSError, AttributeError):  # else little of what is read is seen here, megabytes at a time
+            transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, READ_BYTES)
         if self._table.admit(self):
             self._await("headers", self._limits.header_timeout_s)
         else:
@@ -189,14 +195,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._part == "answer" and not self._answering:
             self._await("idle", self._limits.keep_alive_s)
+        if self.transport.is_closing():
+            self._close()
         self._note()
 
     def shutdown(self) -> None:
         """The server ends: who has not sent a whole request has none that could be answered."""
         if self._waits_for_client:
-            self.transport.close()
+            self._close()
         else:
             super().shutdown()
+            if self.transport.is_closing():
+                self._close()
 
     def send_400_response(self, msg: str) -> None:
         status, message = self._refusal or (400, "this is not HTTP/1.1")
@@ -246,15 +256,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _close(self) -> None:
+        """When all that was written has been read, or is not read in time."""
+        self._stop_timer()
+        self.transport.close()
+        self._timer = self.loop.call_later(self._limits.read_timeout_s, self.transport.abort)
+
     def _late(self, seconds: float) -> None:
         if self._part == "idle" or (self._part == "headers" and not self._begun and not self._answering):
-            self.transport.close()  # nothing was asked, so nothing is answered
+            self._close()  # nothing was asked, so nothing is answered
         elif self.pipeline or (self._part == "headers" and self._answering):
             self._timer = self.loop.call_later(seconds, self._late, seconds)  # we make it wait ourselves
         elif self._part == "headers":
             self._refuse(408, self._limits.message("header_timeout_s"))
         elif self.cycle.response_started:
-            self.transport.close()
+            self._close()
         else:
             self._refuse(408, self._limits.message("body_timeout_s"))
 
@@ -263,13 +279,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._part == "closing" or self.transport.is_closing():
             return
         if self._answering and self.cycle.response_started:
-            self.transport.close()
+            self._close()
             return
         self._disconnect_application()
         self._part = "closing"
         self.transport.write(_answer(status, message, self.server_state.default_headers))
         if not self.transport.can_write_eof():
-            self.transport.close()
+            self._close()
             return
         self.transport.write_eof()
         self._stop_timer()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,6 +43,8 @@ class Recorder:
                 break
         if scope["path"] == "/large":
             body = bytes(64 << 20)
+        if scope["path"].startswith("/zeros"):
+            body = bytes(int(scope["path"].removeprefix("/zeros")))
         if scope["path"] == "/wait":
             self.waiting += 1
             await self.released.wait()
@@ -126,6 +129,45 @@ def test_who_reads_slowly_keeps_his_place() -> None:
             await asyncio.sleep(0.08)
 
     run(scenario, Limits(read_timeout_s=1.0))
+
+
+async def _silent(door: Door, path: str, receive_bytes: int) -> socket.socket:
+    """A client that asks, reads nothing yet, and whose kernel takes little for it."""
+    caller = socket.socket()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    caller.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(caller, ("127.0.0.1", door.port))
+    await loop.sock_sendall(caller, GET.replace(b"/x", path.encode()))
+    await until(lambda: len(door.table) > 0)
+    return caller
+
+
+def test_a_connection_at_a_trickle_lives_on() -> None:
+    """Twice what it has to take in each timeout, a little at a time."""
+
+    async def scenario(door: Door, app: Recorder) -> None:
+        with await _silent(door, "/large", 16 * 1024) as caller:
+            loop = asyncio.get_running_loop()
+            for _ in range(60):
+                for _ in range(4):
+                    assert await loop.sock_recv(caller, 4096)
+                await asyncio.sleep(0.05)
+            assert door.table
+
+    run(scenario, Limits(read_timeout_s=1.0))
+
+
+def test_what_little_is_never_read_holds_no_place() -> None:
+    """Less than what makes the server stop writing, and more than the kernel takes for the client."""
+
+    async def scenario(door: Door, app: Recorder) -> None:
+        callers = [await _silent(door, f"/zeros{80_000 + 5_000 * i}", 4096) for i in range(8)]
+        await until(lambda: not door.table and not door.state.connections)
+        for caller in callers:
+            caller.close()
+
+    run(scenario, Limits(read_timeout_s=0.5, keep_alive_s=0.5))
 
 
 def test_a_body_that_does_not_come_is_408_and_its_application_is_told() -> None:

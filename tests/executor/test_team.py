@@ -72,6 +72,27 @@ def test_what_a_part_raises_comes_when_all_have_ended() -> None:
     in_a_thread(work)
 
 
+def test_ctrl_c_comes_before_what_else_went_wrong() -> None:
+    def work() -> None:
+        torch.set_num_threads(2)
+
+        def body(part: int) -> None:
+            raise (ValueError, KeyboardInterrupt)[part]
+
+        with pytest.raises(KeyboardInterrupt):
+            Team(2).run(body)
+
+    in_a_thread(work)
+
+
+def test_a_part_that_no_thread_came_to_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a signal's handler raises in a thread on its way to it."""
+    team, done = Team(3), list[int]()
+    monkeypatch.setattr(team, "_parallel_for", lambda begin, end, grain, parts, _: parts(1, 2, None))
+    team.run(done.append)
+    assert done == [1, 0, 2]
+
+
 def test_no_team_of_one_and_none_where_torch_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert team_of(1) is None
     assert isinstance(team_of(2), Team)

@@ -112,6 +112,12 @@ def test_rows_are_filled_side_by_side_and_those_without_a_grammar_may_anything(c
     assert (bits[1] == bits[4]).all() and (bits[1] != bits[2]).any()
 
 
+def test_nothing_to_fill_is_no_failure(compiler: GrammarCompiler) -> None:
+    """As where all grammars of a step are xgrammar's."""
+    assert (compiler.fill([None])[0] == -1).all() and not compiler.fill([None])[1]
+    assert compiler.fill([])[0].shape == (0, -(-VOCAB // 32))
+
+
 def test_what_does_not_compile_says_so_when_it_is_started(compiler: GrammarCompiler) -> None:
     assert compiler.begin("nonsense:")
     with pytest.raises(InvalidRequestError):

@@ -58,6 +58,21 @@ def checks() -> Iterator[GrammarChecks]:
         ({"additionalProperties": {"const": 1}}, '{"\ud800": 2}', "1 was expected"),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}, "3", "3"),
         ({"const": "x" * 1000}, '"y"', "xxx..."),
+        ({"type": "integer"}, "1e40", None),
+        ({"type": "integer"}, "1e-2", "is not of type 'integer'"),
+        ({"type": "array"}, "1.25", "$: 1.25 is not of type 'array'"),
+        ({"multipleOf": 3}, "1e40", "is not a multiple of 3"),
+        ({"multipleOf": 0.5}, "1e40", None),
+        ({"multipleOf": 3}, "1e4000", "not validated: a number is beyond"),
+        ({"minimum": 1}, "1e99999999999999999999", "not validated: a number is beyond"),
+        ({"patternProperties": {"^\\p{L}$": {"const": 1}}, "additionalProperties": False}, '{"é": 1}', None),
+        ({"patternProperties": {"^\\p{L}$": {"const": 1}}}, '{"é": 2}', "1 was expected"),
+        ({"patternProperties": {"^\\p{L}$": {}}, "additionalProperties": False}, '{"1": 2}', "'1' is a property too"),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "string"}}, '{"a": 1, "b": 2}', "$.b: 2 is not"),
+        ({"format": "json-pointer"}, '"{"', "is not a 'json-pointer'"),
+        ({"format": "iri"}, '"{"', "is not a 'iri'"),
+        ({"format": "date-time"}, '"2023-02-29T00:00:00Z"', "is not a 'date-time'"),
+        ({"format": "of ours"}, '"x"', None),
         (True, "1", None),
         (False, "1", "False schema"),
         ({"type": "array"}, "[" * 100_000 + "]" * 100_000, "not validated: it nests too deep"),
@@ -96,12 +111,37 @@ def test_what_begins_and_ends_tags_may_stand_in_strings() -> None:
     assert "not JSON" in (schema_error(params, '<c>"') or "")
 
 
+def test_a_format_that_nothing_checks_is_not_called_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jsonschema import Draft202012Validator
+
+    checkers = dict(Draft202012Validator.FORMAT_CHECKER.checkers)
+    del checkers["iri"]
+    monkeypatch.setattr(Draft202012Validator.FORMAT_CHECKER, "checkers", checkers)
+    schema = {"items": {"type": "string", "format": "iri"}}
+    assert schema_error(lenient(json=schema), '["x"]') == "not validated: nothing here checks the format 'iri'"
+    assert "not of type" in (schema_error(lenient(json=schema), "[1]") or "")
+
+
+def test_what_has_ended_is_validated_once_and_told_again(checks: GrammarChecks) -> None:
+    """Outputs that are cumulative show it until all samples have ended."""
+    asked, told = SamplingParams(structured_outputs=lenient(json=UNIQUE)), dict[int, str | None]()
+    for _ in range(2):
+        one = output("[1, 1]")
+        asyncio.run(checks.validate_async(asked, [(one, one.text)], told))
+        assert one.schema_error == told[0] == "$: [1, 1] has non-unique elements"
+    told[0] = "told before"
+    asyncio.run(checks.validate_async(asked, [(one, one.text)], told))
+    assert one.schema_error == "told before"
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_outputs_are_told_and_none_costs_more_than_its_time(checks: GrammarChecks, asynchronous: bool) -> None:
     def told(params: StructuredOutputsParams, *outputs: CompletionOutput, **more: Any) -> list[str | None]:
         asked, ended = SamplingParams(structured_outputs=params, **more), [(one, one.text) for one in outputs]
+        for index, one in enumerate(outputs):
+            one.index = index
         if asynchronous:
-            asyncio.run(checks.validate_async(asked, ended))
+            asyncio.run(checks.validate_async(asked, ended, {}))
         else:
             checks.validate(asked, ended)
         return [one.schema_error for one in outputs]

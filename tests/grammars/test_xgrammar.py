@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
+from engine.executor.team import Team
 from engine.grammars.checking import GrammarAnswer
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.language import grammar_of
@@ -49,9 +50,9 @@ def check(**fields: Any) -> GrammarAnswer:
     return msgspec.msgpack.decode(ANSWER(msgspec.msgpack.encode(params)), type=GrammarAnswer)
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    made = GrammarCompiler(VOCAB, 256, 2)
+@pytest.fixture(scope="module", params=[None, 2])
+def compiler(request: pytest.FixtureRequest) -> GrammarCompiler:
+    made = GrammarCompiler(VOCAB, 256, 2, team=request.param and Team(request.param))
     made.set_vocabulary(Vocabulary(tokenizer=SETUP.tokenizer, eos_token_ids=[EOS]))
     return made
 
