@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -190,7 +192,13 @@ class DyingWhileLoading(FakeExecutor):
         return super().load()
 
 
+def loading_file(pid: int) -> Path:
+    """There once a `LoadingForEver` of that process loads."""
+    return Path(tempfile.gettempdir(), f"pageloom-test-loading-{pid}")
+
+
 class LoadingForEver(FakeExecutor):
     def load(self) -> LoadReport:
+        loading_file(os.getpid()).touch()
         time.sleep(3600)
         return super().load()

@@ -327,7 +327,7 @@ def test_a_full_queue_refuses_what_is_new_loses_no_end_and_stops_no_close():
 PARENT = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from core_fakes import request, tiny_config
+from core_fakes import loading_file, request, tiny_config
 from engine.core.client import ProcessClient
 import threading
 client = ProcessClient(tiny_config(), executor="core_fakes:{executor}")
@@ -339,7 +339,9 @@ else:
     threading.Thread(target=client.start, daemon=True).start()
     while not hasattr(client, "_handle"):
         time.sleep(0.01)
-    time.sleep({settle})
+    while not loading_file(client.pid).exists():
+        time.sleep(0.01)
+    loading_file(client.pid).unlink()
     print(client.pid, client.socket_directory, flush=True)
 {ending}
 """
@@ -356,9 +358,7 @@ else:
 )
 def test_a_core_never_outlives_its_parent(executor, ending):
     starts = executor != "LoadingForEver"
-    script = PARENT.format(
-        tests=str(Path(__file__).parent), executor=executor, ending=ending, starts=starts, settle=1.0
-    )
+    script = PARENT.format(tests=str(Path(__file__).parent), executor=executor, ending=ending, starts=starts)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid, directory = parent.stdout.readline().split()
