@@ -68,6 +68,8 @@ def _of_json(params: StructuredOutputsParams) -> str:
         raise InvalidRequestError(f"{FIELD}.json: a JSON schema is an object, not {type(schema).__name__}", FIELD)
     if params.disable_additional_properties:
         schema = _closed(schema)
+    if params.strict:
+        _refuse_uncountable(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=_options(params))
 
 
@@ -99,6 +101,30 @@ def _closed(schema: Any) -> Any:
     if isinstance(closed.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def _refuse_uncountable(schema: Any) -> None:
+    """llguidance counts a name that comes twice as two. Raises `InvalidRequestError`."""
+    if isinstance(schema, list):
+        for each in schema:
+            _refuse_uncountable(each)
+    if not isinstance(schema, dict):
+        return
+    least, required = schema.get("minProperties"), schema.get("required")
+    distinct = len(set(map(str, required))) if isinstance(required, list) else 0
+    is_open = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    if is_open and isinstance(least, (int, float)) and least > max(distinct, 1):
+        raise InvalidRequestError(
+            f"{FIELD}: minProperties ({least}) cannot be enforced where names are open: one may come twice "
+            "(strict=False passes over that)",
+            FIELD,
+        )
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            for each in value.values():
+                _refuse_uncountable(each)
+        elif key not in _VALUES:
+            _refuse_uncountable(value)
 
 
 class Tag(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,6 +160,8 @@ def _of_tags(params: StructuredOutputsParams) -> str:
         if trigger is None:
             raise InvalidRequestError(f"{FIELD}.structural_tag: no trigger begins {tag.begin!r}", FIELD)
         schema = _closed(tag.schema) if params.disable_additional_properties else tag.schema
+        if params.strict:
+            _refuse_uncountable(schema)
         schema = {**schema, "x-guidance": _options(params)}
         structures.append(StructTag(trigger=trigger, begin=tag.begin, grammar=schema, end=tag.end))
     return StructTag.to_grammar(structures, assume_special=False)

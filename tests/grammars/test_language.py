@@ -183,6 +183,32 @@ BOMBS = {
 }  # fmt: skip
 
 
+OPEN = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({**OPEN, "minProperties": 2}, True),
+        ({"type": "array", "items": {**OPEN, "minProperties": 2}}, True),
+        ({"properties": {"minProperties": {**OPEN, "minProperties": 3}}}, True),
+        ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, True),
+        ({**OPEN, "minProperties": 1}, False),
+        ({**OPEN, "minProperties": 2, "required": ["a", "b"]}, False),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 2},
+            False,
+        ),
+        ({"enum": [{"minProperties": 5}]}, False),
+    ],
+)
+def test_names_are_not_counted_where_one_may_come_twice(schema: dict[str, Any], refused: bool) -> None:
+    """llguidance would count it twice."""
+    error = check(params(json=schema), BYTES).error
+    assert (error is not None and "minProperties" in error) == refused, error
+    assert check(params(json=schema, strict=False), BYTES).error is None
+
+
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_refused_or_harmless(bomb: str) -> None:
     """In this process: the bounds on what a grammar may cost are the compiler's own."""
