@@ -195,10 +195,6 @@ OPEN = {"type": "object", "additionalProperties": {"type": "integer"}}
         ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, True),
         ({**OPEN, "minProperties": 1}, False),
         ({**OPEN, "minProperties": 2, "required": ["a", "b"]}, False),
-        (
-            {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 2},
-            False,
-        ),
         ({"enum": [{"minProperties": 5}]}, False),
     ],
 )
