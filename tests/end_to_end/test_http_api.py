@@ -143,7 +143,7 @@ def test_streamed_completions_of_many_prompts(client: openai.OpenAI) -> None:
         ({"prompt": [[10**9]]}, "prompt"),
         ({"prompt": [5] * 4000}, "prompt"),
         ({"logprobs": 10**6}, "logprobs"),
-        ({"frobnicate": 1}, "frobnicate"),
+        ({"typical_p": 0.5}, "typical_p"),
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"model": "other"}, "model"),

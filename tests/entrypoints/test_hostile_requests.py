@@ -150,7 +150,8 @@ def test_any_json_in_any_field_gives_parameters_or_a_refusal(completion: dict[st
         try:
             request: Any = model.model_validate({**needed, **body})
             limit = request.token_limit(None) if model is ChatCompletionRequest else request.max_tokens
-            params = request.sampling_params(SamplingParams(), limit or None, None, request.prompt_logprobs)
+            _, structure = request.structure()
+            params = request.sampling_params(SamplingParams(), limit or None, None, request.prompt_logprobs, structure)
             prompts = request.prompts() if model is CompletionRequest else request.messages
         except (ValidationError, InvalidRequestError):
             continue
