@@ -128,10 +128,10 @@ class BlockMover:
     def _layers_of(self, caches: Sequence[torch.Tensor]) -> tuple[_Layers, ...]:
         """The caches by size of block, in order of first appearance, with their addresses on the device."""
         sizes = [(cache.data_ptr(), cache.stride(0) * cache.element_size()) for cache in caches]
+        if any(not cache.is_contiguous() for cache in caches):  # addresses come again when their caches have gone
+            raise ValueError("caches must be contiguous")
         key = tuple(sizes)
         if key not in self._layers:
-            if any(not cache.is_contiguous() for cache in caches):
-                raise ValueError("caches must be contiguous")
             groups: dict[int, list[int]] = {}
             for address, block_bytes in sizes:
                 groups.setdefault(block_bytes, []).append(address)
