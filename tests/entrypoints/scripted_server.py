@@ -255,6 +255,19 @@ class Server:
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
 
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def post_all(server: Server, *requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to bodies for paths, one after the other; the server is over then."""
+
+    async def go() -> list[httpx.Response]:
+        async with server.client() as client:
+            return [await client.post(path, json=body) for path, body in requests]
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
 def events(body: str) -> list[dict[str, Any]]:
     """The JSON events of a stream that must end with [DONE]."""
     lines = [line.removeprefix("data: ") for line in body.splitlines() if line]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from scripted_server import Server, events
+from scripted_server import CHATS, COMPLETIONS, Server, events, post_all
 
 from engine.grammars.language import grammar_of
 from engine.request import StructuredOutputsParams
@@ -15,17 +13,6 @@ from engine.request import StructuredOutputsParams
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 LENIENT = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-
-
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-def post(server: Server, *requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
-    async def go() -> list[httpx.Response]:
-        async with server.client() as client:
-            return [await client.post(path, json=body) for path, body in requests]
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def format_of(schema: object, **more: object) -> dict[str, Any]:
@@ -54,7 +41,7 @@ def format_of(schema: object, **more: object) -> dict[str, Any]:
     ],
 )
 def test_all_ways_of_saying_it_are_one(server: Server, body: dict[str, Any], same: dict[str, Any] | None) -> None:
-    replies = post(server, (CHATS, CHAT | body), (COMPLETIONS, {"prompt": "x"} | body))
+    replies = post_all(server, (CHATS, CHAT | body), (COMPLETIONS, {"prompt": "x"} | body))
     assert [reply.status_code for reply in replies] == [200, 200], [reply.text for reply in replies]
     wanted = None if same is None else grammar_of(StructuredOutputsParams(**same))
     assert [added.grammar for added in server.core.added] == [wanted] * 2
@@ -67,7 +54,7 @@ def test_where_a_schema_that_is_not_strict_is_not_kept_the_answer_says_so(
     server: Server, path: str, start: dict[str, Any], stream: bool, answer: str, told: str | None
 ) -> None:
     server.answer = answer
-    (reply,) = post(server, (path, {**start, **format_of(LENIENT), "stream": stream}))
+    (reply,) = post_all(server, (path, {**start, **format_of(LENIENT), "stream": stream}))
     assert reply.status_code == 200, reply.text
     last = events(reply.text)[-1] if stream else reply.json()
     error = last["choices"][0].get("schema_error")
@@ -75,7 +62,7 @@ def test_where_a_schema_that_is_not_strict_is_not_kept_the_answer_says_so(
 
 
 def test_a_schema_that_is_not_strict_may_hold_what_no_grammar_can_enforce(server: Server) -> None:
-    strict, lenient = post(server, *((CHATS, CHAT | format_of(LENIENT, strict=strict)) for strict in (True, False)))
+    strict, lenient = post_all(server, *((CHATS, CHAT | format_of(LENIENT, strict=strict)) for strict in (True, False)))
     error = strict.json()["error"]
     assert (strict.status_code, error["param"]) == (400, "response_format")
     assert error["message"].startswith("response_format: ") and "structured_outputs" not in error["message"]

@@ -3,14 +3,13 @@ is not supported is refused by name."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from scripted_server import CONTEXT, Server
+from scripted_server import CHATS, COMPLETIONS, CONTEXT, Server, post_all
 
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -30,19 +29,8 @@ WITHOUT_EFFECT = {
 }
 
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-def replies(server: Server, *requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
-    async def go() -> list[httpx.Response]:
-        async with server.client() as client:
-            return [await client.post(path, json=body) for path, body in requests]
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
-
-
 def post(server: Server, body: dict[str, Any], path: str = CHATS) -> httpx.Response:
-    return replies(server, (path, body))[0]
+    return post_all(server, (path, body))[0]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -61,7 +49,7 @@ def test_null_is_the_same_as_leaving_out(server: Server) -> None:
         optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
         assert len(optional) > 40
         asked.append((path, {**dict.fromkeys(optional), **body}))
-    for reply in replies(server, *asked):
+    for reply in post_all(server, *asked):
         assert reply.status_code == 200 and IGNORED not in reply.headers, reply.text
 
 
@@ -70,7 +58,7 @@ def test_unknown_fields_are_ignored_and_told_of(server: Server, caplog: pytest.L
     lots = {**CHAT, **{f"{'x' * 200}{i}": 1 for i in range(500)}}
     wrong = {**CHAT, "frobnicate": 1, "temperature": -1}
     with caplog.at_level(logging.INFO, logger="pageloom.server"):
-        reply, many, refused = replies(server, (CHATS, body), (CHATS, lots), (CHATS, wrong))
+        reply, many, refused = post_all(server, (CHATS, body), (CHATS, lots), (CHATS, wrong))
     assert reply.status_code == 200
     assert reply.headers[IGNORED] == "frobnicate, a??b??c, stream_options.more"
     told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
@@ -83,7 +71,7 @@ def test_unknown_fields_are_refused_where_the_server_is_strict(tiny_server_model
     server = Server(tiny_server_model, strict_fields=True)
     bodies = [{"frobnicate": 1}, {"stream_options": {"x": 1}}, {"model": None}, WITHOUT_EFFECT]
     asked = [(CHATS, {**CHAT, "model": "tiny", "stream": True, **body}) for body in bodies]
-    plain, inner, nameless, known = replies(server, *asked)
+    plain, inner, nameless, known = post_all(server, *asked)
     for reply, param in ((plain, "frobnicate"), (inner, "stream_options.x"), (nameless, "model")):
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param
     assert known.status_code == 200
@@ -109,7 +97,7 @@ def test_what_the_context_does_not_hold_is_said_in_openais_words(
 
 
 def test_answers_name_what_made_them(server: Server) -> None:
-    one, other = (reply.json() for reply in replies(server, (CHATS, CHAT), (COMPLETIONS, {"prompt": "x"})))
+    one, other = (reply.json() for reply in post_all(server, (CHATS, CHAT), (COMPLETIONS, {"prompt": "x"})))
     assert one["system_fingerprint"] == other["system_fingerprint"]
     assert one["system_fingerprint"].startswith("fp_")
 
