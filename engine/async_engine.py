@@ -188,7 +188,7 @@ class AsyncEngine:
         with fails_alone("detokenizing"):
             return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def apply_chat_template(
+    async def render_chat(
         self,
         messages: Sequence[ChatMessage],
         *,
@@ -198,8 +198,9 @@ class AsyncEngine:
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Token ids of the rendered conversation. Templates write special tokens out, so none are added by default.
+    ) -> tuple[str, list[int]]:
+        """The rendered conversation and its token ids. Templates write special tokens out, so none are added by
+        default.
 
         Raises `InvalidRequestError`, also for many times what the context holds.
         """
@@ -215,9 +216,32 @@ class AsyncEngine:
         )
         tokenizer.check_length(text, "messages", contexts=contexts)
         max_ids = contexts * self.max_model_len
-        return await tokenizer.encode_async(
+        return text, await tokenizer.encode_async(
             text, add_special_tokens=add_special_tokens, field="messages", max_ids=max_ids
         )
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of the rendered conversation (`render_chat`)."""
+        _, token_ids = await self.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            add_special_tokens=add_special_tokens,
+        )
+        return token_ids
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no sequence uses."""

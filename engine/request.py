@@ -16,6 +16,25 @@ from engine.limits import RANGES
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What comes before an answer that has a grammar, and is free: text between two marks, which are texts as the model
+    writes them, special tokens or not. ``open`` None: the prompt has opened it. The model may leave it out unless the
+    prompt opened it, or ``required``. Raises `InvalidRequestError`."""
+
+    close: str
+    open: str | None = None
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.close or self.open == "":
+            raise InvalidRequestError("structured_outputs.thinking: its marks must not be empty", "structured_outputs")
+
+    def behind(self, text: str) -> str:
+        """What follows it in an output."""
+        _, mark, rest = text.partition(self.close)
+        return rest.lstrip() if mark else "" if self.open is None or self.required else text
+
+
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -31,7 +50,8 @@ class StructuredOutputsParams(
     ``{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}``. Beams are sequences
     of tokens: several may spell the same text. An output that can only end has ended, whatever ``min_tokens`` and
     ``ignore_eos`` say; where it may go on, ``min_tokens`` makes it. ``backend``: "auto" is llguidance; xgrammar is
-    an extra. Raises `InvalidRequestError` naming the field.
+    an extra. ``thinking`` comes first; a text of the Lark grammar
+    ``alternative`` may stand in the answer's place. Raises `InvalidRequestError` naming the field.
     """
 
     json: str | dict[str, Any] | None = None
@@ -45,6 +65,8 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None
     strict: bool = True
     backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
+    thinking: Thinking | None = None
+    alternative: str | None = None
 
     def __post_init__(self) -> None:
         schema_of = getattr(self.json, "model_json_schema", None)
@@ -59,6 +81,10 @@ class StructuredOutputsParams(
             )
         if self.choice is not None and (not self.choice or not all(isinstance(one, str) for one in self.choice)):
             raise InvalidRequestError("structured_outputs.choice must be strings, at least one", "structured_outputs")
+        if (self.thinking is not None or self.alternative is not None) and self.backend == "xgrammar":
+            raise InvalidRequestError(
+                "structured_outputs.thinking and alternative are llguidance's, not xgrammar's", "structured_outputs"
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -50,9 +50,35 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
+    _add_speech_options(parser)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add_engine_options(parser)
     return parser
+
+
+def _add_speech_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes calls of tools (hermes, qwen3_coder, llama3_json, mistral, ...; none), or a .json "
+        "file with a response template as transformers has them; default: as its chat template shows",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model marks its thinking (think, mistral, ...; none); default: as its chat template shows",
+    )
+    parser.add_argument(
+        "--reasoning-field",
+        default="reasoning",
+        choices=["reasoning", "reasoning_content", "both"],
+        help="under which name thinking is given out (default: reasoning); both are taken",
+    )
+    parser.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="has no effect: tools may always be called"
+    )
 
 
 def _port(text: str) -> int:

@@ -169,16 +169,20 @@ def render_question(question: RenderQuestion) -> str:
     import jinja2
 
     from engine.frontend.chat_template import TooLongError, render
-    from engine.frontend.messages import plain_message
+    from engine.frontend.messages import plain_messages
+    from engine.frontend.told_tools import knows_tools, told
 
     given = (question.messages, question.tools, question.chat_template_kwargs)
     for field, value in zip(("messages", "tools", "chat_template_kwargs"), given, strict=True):
         _check_depth(value, field, question.limits)
     try:
+        messages, tools = plain_messages(question.messages, question.template), question.tools
+        if not knows_tools(question.template):
+            messages, tools = told(messages, tools), None
         return render(
             question.template,
-            [plain_message(i, message, question.template) for i, message in enumerate(question.messages)],
-            tools=question.tools,
+            messages,
+            tools=tools,
             add_generation_prompt=question.add_generation_prompt,
             continue_final_message=question.continue_final_message,
             variables={**question.special_tokens, **question.chat_template_kwargs},

@@ -15,6 +15,7 @@ from engine.errors import EngineError, InvalidRequestError
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.turns import Turns
 from engine.grammars.checking import MAKE, GrammarAnswer, names_tokens
+from engine.grammars.marks import Marks
 from engine.grammars.validation import MAKE as VALIDATION
 from engine.grammars.validation import UNKNOWN, Written, has_schema
 from engine.grammars.vocabularies import ModelVocabulary, check_decoder
@@ -45,6 +46,7 @@ class GrammarChecks:
         self._limits = limits
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
+        self._marks = Marks(tokenizer)
         self._helpers = self._new(MAKE, bytes)
         self._with_tokens = self._xgrammar = None
         if vocabulary is not None:
@@ -144,7 +146,7 @@ class GrammarChecks:
         if checked.backend != "xgrammar":
             if self._tokenizer is not None:
                 check_decoder(self._tokenizer)
-            if self._with_tokens is not None and names_tokens(checked):
+            if self._with_tokens is not None and names_tokens(checked, self._marks):
                 return question, self._with_tokens
             return question, self._helpers
         if self._xgrammar is None:

@@ -6,6 +6,7 @@ Runs in the process that renders (`engine.frontend.conversation`).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequestError
@@ -18,7 +19,22 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """kinds of content parts that are text, and where it stands"""
 
 
-def plain_message(index: int, message: dict[str, Any], template: str) -> dict[str, Any]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Results of tools get the name of the call that they answer, which some templates read and clients leave out.
+    Raises `InvalidRequestError`."""
+    plain, names = [], {}
+    for index, given in enumerate(messages):
+        message = plain_message(index, given, template)
+        for call in message.get("tool_calls") or ():
+            names[str(call.get("id"))] = call["function"]["name"]
+        name = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and name is not None:
+            message.setdefault("name", name)
+        plain.append(message)
+    return plain
+
+
+def plain_message(index: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Text parts become one string, joined by newlines, since most templates know only strings. An assistant's content
     that is left out, as beside tool calls, is empty, and calls' arguments are objects. Raises `InvalidRequestError`."""
     where = f"messages[{index}]"
@@ -40,7 +56,7 @@ def plain_message(index: int, message: dict[str, Any], template: str) -> dict[st
     return plain
 
 
-def _role(message: dict[str, Any], where: str, template: str) -> str:
+def _role(message: Mapping[str, Any], where: str, template: str) -> str:
     role = message.get("role")
     if not isinstance(role, str):
         _refuse(f"{where} must be an object with a role, which is a string")

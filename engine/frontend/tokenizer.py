@@ -74,6 +74,7 @@ class Tokenizer:
         self.eos_token_id = description.eos_token_id
         self._special_tokens = description.special_tokens
         self._chat_template = description.chat_template
+        self._response_template = description.response_template
         self._path = path
         self._limits = limits
         self._max_model_len = max_model_len
@@ -235,6 +236,18 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """The checkpoint's own (transformers' `utils.chat_parsing`)."""
+        return self._response_template
+
+    def chat_template_text(self, with_tools: bool) -> str:
+        """The model's own; "" where there is none."""
+        try:
+            return self._template(None, with_tools)
+        except InvalidRequestError:
+            return ""
 
     def apply_chat_template(
         self,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """of a kept description; raise it when its meaning changes"""
 _FOLDER = "tokenizers"
 _CONVERT_TIMEOUT_S = 300
@@ -60,6 +60,8 @@ class TokenizerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """by transformers' names ("bos_token", …): variables of the chat template"""
     chat_template: str | dict[str, str] | None
     """one, or several by name"""
+    response_template: dict[str, Any] | None = None
+    """how answers are read, where the checkpoint says so"""
 
 
 def describe_tokenizer(path: str, cache_dir: Path | None) -> TokenizerDescription:
@@ -164,6 +166,7 @@ def _description_of(hf: transformers.PreTrainedTokenizerBase) -> TokenizerDescri
             for name, value in hf.special_tokens_map.items()
         },
         chat_template=hf.chat_template or None,
+        response_template=getattr(hf, "response_template", None) or None,
     )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
 from engine.grammars.language import FIELD, first_line, grammar_of, parser_limits
+from engine.grammars.marks import PLAIN, Marks
 from engine.grammars.vocabularies import ModelVocabulary
 from engine.request import StructuredOutputsParams
 
@@ -31,38 +32,45 @@ class GrammarAnswer(msgspec.Struct, omit_defaults=True):
 def checker(setup: bytes) -> Callable[[bytes], bytes]:
     """`setup`: a `ModelVocabulary` for grammars that name tokens; nothing for others, which bytes are enough for."""
     from llguidance import LLTokenizer
+    from tokenizers import Tokenizer
 
-    tokenizer = (
-        LLTokenizer("byte") if not setup else msgspec.msgpack.decode(setup, type=ModelVocabulary).for_llguidance()
-    )
+    tokenizer, marks = LLTokenizer("byte"), PLAIN
+    if setup:
+        vocabulary = msgspec.msgpack.decode(setup, type=ModelVocabulary)
+        tokenizer, marks = vocabulary.for_llguidance(), Marks(Tokenizer.from_str(vocabulary.tokenizer))
     decode = msgspec.msgpack.Decoder(StructuredOutputsParams).decode
 
     def answer(question: bytes) -> bytes:
-        return msgspec.msgpack.encode(check(decode(question), tokenizer))
+        return msgspec.msgpack.encode(check(decode(question), tokenizer, marks))
 
     return answer
 
 
-def names_tokens(params: StructuredOutputsParams) -> bool:
-    """It may: Lark's <|token|> and <[1-5]>; GBNF has none."""
+def names_tokens(params: StructuredOutputsParams, marks: Marks) -> bool:
+    """It may: Lark's <|token|> and <[1-5]>; GBNF has none. Or marks of its thinking are special tokens."""
+    thinking = params.thinking
+    if thinking is not None and any(marks.has_special(mark) for mark in (thinking.open or "", thinking.close)):
+        return True
     return params.grammar is not None and "<" in params.grammar and "::=" not in params.grammar
 
 
-def check(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> GrammarAnswer:
+def check(params: StructuredOutputsParams, tokenizer: LLTokenizer, marks: Marks = PLAIN) -> GrammarAnswer:
     """`tokenizer`: llguidance's, of single bytes or of the model."""
-    answer = _compiled(params, tokenizer)
-    if answer.error is not None and params.strict and _compiled(replace(params, strict=False), tokenizer).error is None:
-        return GrammarAnswer(error=f"{answer.error} (strict=False passes over it)")
+    answer = _compiled(params, tokenizer, marks)
+    if answer.error is not None and params.strict:
+        lenient = _compiled(replace(params, strict=False), tokenizer, marks)
+        if lenient.error is None:
+            return GrammarAnswer(error=f"{answer.error} (strict=False passes over it)")
     return answer
 
 
-def _compiled(params: StructuredOutputsParams, tokenizer: LLTokenizer) -> GrammarAnswer:
+def _compiled(params: StructuredOutputsParams, tokenizer: LLTokenizer, marks: Marks) -> GrammarAnswer:
     """An output must be possible: its first byte is looked for, and in an object what comes behind the first quote,
     where all its properties may come."""
     from llguidance import LLMatcher
 
     try:
-        grammar = grammar_of(params)
+        grammar = grammar_of(params, marks)
     except InvalidRequestError as error:
         return GrammarAnswer(error=str(error))
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.errors import InvalidRequestError
+from engine.grammars.marks import PLAIN, Marks
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-    from engine.request import StructuredOutputsParams
+    from engine.request import StructuredOutputsParams, Thinking
 
 FIELD = "structured_outputs"
 
@@ -23,6 +24,8 @@ WHITESPACE = r"( |\n[ \t]{0,32})?"
 """between the parts of a JSON text: one space, or the end of a line and an indentation. Without a bound models go on
 with whitespace for as long as they may."""
 
+
+ANY_TEXT = "(?s:.*)"
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -35,8 +38,39 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
-    """Raises `InvalidRequestError` for what cannot be said in that language; what is wrong in it, compiling finds."""
+def grammar_of(params: StructuredOutputsParams, marks: Marks = PLAIN) -> str:
+    """`marks`: of the model's vocabulary. Raises `InvalidRequestError` for what cannot be said in that language; what
+    is wrong in it, compiling finds."""
+    answer = _grammar_of_answer(params)
+    if params.thinking is None and params.alternative is None:
+        return answer
+    given = json.loads(answer) if answer.startswith("{") else {"grammars": [{"lark_grammar": answer}]}
+    inner: list[dict[str, Any]] = given["grammars"]
+    inner[0].setdefault("name", "answer")
+    lines, choice = [], f"@{inner[0]['name']}"
+    if params.alternative is not None:
+        inner.append({"name": "alternative", "lark_grammar": params.alternative})
+        choice = f"({choice} | @alternative)"
+    if params.thinking is not None:
+        lines = _thinking(params.thinking, marks)
+        choice = f"thinking /[ \\n]{{0,4}}/ {choice}"
+    first = {"name": "output", "lark_grammar": "\n".join([f"start: {choice}", *lines]) + "\n"}
+    return json.dumps({"grammars": [first, *inner]}, ensure_ascii=False)
+
+
+def _thinking(thinking: Thinking, marks: Marks) -> list[str]:
+    """Rules for free text up to a mark. The whitespace that models write behind it is no part of it."""
+    if marks.begins_special(thinking.close):
+        lines = [f"thought: /{ANY_TEXT}/ {marks.lark(thinking.close)}"]
+    else:
+        head, rest = marks.split_before_special(thinking.close)
+        lines = [f"thought_text[lazy]: /{ANY_TEXT}/ {marks.lark(head)}", f"thought: thought_text {marks.lark(rest)}"]
+    if thinking.open is None:
+        return [*lines, "thinking: thought"]
+    return [*lines, f"thinking: ({marks.lark(thinking.open)} thought){'' if thinking.required else '?'}"]
+
+
+def _grammar_of_answer(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     try:

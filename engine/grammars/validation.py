@@ -94,6 +94,7 @@ def schema_error(params: StructuredOutputsParams, text: str) -> str | None:
 
 def _parts(params: StructuredOutputsParams, text: str) -> Iterator[tuple[Any, str]]:
     """Schemas, and the texts that they are for."""
+    text = text if params.thinking is None else params.thinking.behind(text)
     if params.structural_tag is None:
         yield parsed(params.json, "json"), text
         return

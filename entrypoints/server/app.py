@@ -18,7 +18,7 @@ from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
-from entrypoints.server.context import IGNORED, ServerContext
+from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
 from entrypoints.server.openapi import add_document
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
@@ -37,10 +37,10 @@ def create_app(
     served_name: str,
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
-    strict_fields: bool = False,
+    settings: ServerSettings = ServerSettings(),  # noqa: B008 (it is frozen)
 ) -> FastAPI:
     """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
-    `strict_fields`: unknown fields of bodies are refused."""
+    Raises `ConfigError`."""
 
     async def on_client_left(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -64,7 +64,7 @@ def create_app(
     app.state.draining = False
     errors.install(app)
     app.add_exception_handler(ClientLeftError, on_client_left)
-    context = ServerContext(engine, served_name, strict_fields)
+    context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
     prefixes.add_routes(app, context)
@@ -125,6 +125,7 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=body.tools,
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )

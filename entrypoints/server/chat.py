@@ -14,16 +14,17 @@ from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import too_many_tokens
 from engine.request import CompletionOutput, RequestOutput
+from entrypoints.server.answers import Answers
+from entrypoints.server.chat_parts import ChatParts
 from entrypoints.server.context import Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
-from entrypoints.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from entrypoints.server.logprobs import ChatLogprob, ChatLogprobs, chat_logprobs, prompt_logprobs
 from entrypoints.server.protocol import ChatCompletionRequest
 from entrypoints.server.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatMessage,
     Delta,
     UsageCount,
     new_id,
@@ -49,24 +50,31 @@ class ChatHandler:
         defaults = context.engine.default_sampling_params()
         self.structured_by, structure = body.structure()
         self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs, structure)
+        self.answers = Answers(context.speech, body.tool_use(context.engine.config.limits), structure)
+        self.shown = ChatParts(context.settings.reasoning_field if body.include_reasoning else None, self.answers.use)
+        self.held: dict[int, list[ChatLogprob]] = {}
+        """of tokens whose text has not been given out"""
         self.echoed = ""
         self.usage = UsageCount()
 
     async def stream(self, *, delta: bool) -> Outputs:
-        body = self.body
-        token_ids = await self.context.engine.apply_chat_template(
+        body, speech = self.body, self.context.speech
+        switches = speech.template_switches(body.reasoning_effort, body.thinks())
+        text, token_ids = await self.context.engine.render_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
+            tools=self.answers.use.tools or None,
+            template_kwargs={**switches, **(body.chat_template_kwargs or {})},
             add_special_tokens=bool(body.add_special_tokens),
         )
         if len(token_ids) >= self.context.engine.max_model_len:
             raise too_many_tokens(len(token_ids), self.context.engine.max_model_len, "messages")
-        if body.echo:  # rendered, so it is a message
-            self.echoed = _answer_so_far(body.messages[-1])
+        said = _answer_so_far(body.messages[-1])  # rendered, so it is a message
+        self.echoed = said if body.echo else ""
+        params = self.answers.prepare(self.params, text, said if body.continue_final_message else "")
         prompt = {"prompt_token_ids": token_ids}
-        return self.context.generate(prompt, self.params, body, self.id, delta=delta)
+        return self.context.generate(prompt, params, body, self.id, delta=delta)
 
     def logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if self.top is None:
@@ -78,24 +86,18 @@ class ChatHandler:
         with fails_alone("making the answer"):
             return self.reply(output)
 
+    def choice(self, part: CompletionOutput) -> ChatChoice:
+        message = self.shown.message(self.answers.pieces(part), self.echoed)
+        reason, error = self.answers.finish_reason(part), self.answers.schema_error(part)
+        return ChatChoice(part.index, message, self.logprobs(part), reason, part.stop_reason, error or UNSET)
+
     def reply(self, output: RequestOutput) -> ChatCompletion:
         self.usage.add(0, output)
-        choices = [
-            ChatChoice(
-                part.index,
-                ChatMessage(self.echoed + part.text),
-                self.logprobs(part),
-                part.finish_reason,
-                part.stop_reason,
-                part.schema_error or UNSET,
-            )
-            for part in output.outputs
-        ]
         reply = ChatCompletion(
             self.id,
             self.created,
             self.context.served_name,
-            choices,
+            [self.choice(part) for part in output.outputs],
             system_fingerprint=self.context.fingerprint,
             usage=self.usage.usage(),
         )
@@ -107,11 +109,24 @@ class ChatHandler:
         fingerprint = self.context.fingerprint
         return ChatChunk(self.id, self.created, self.context.served_name, choices, system_fingerprint=fingerprint)
 
-    def chunk(self, part: CompletionOutput) -> ChatChunk:
-        delta = Delta(content=part.text) if part.text or not part.finished else Delta()
-        reasons = part.finish_reason, part.stop_reason, part.schema_error or UNSET
-        choice = ChatChunkChoice(part.index, delta, self.logprobs(part), *reasons)
-        return self.envelope([choice])
+    def chunks_of(self, part: CompletionOutput) -> list[ChatChunk]:
+        """None while all that is new may be a mark's beginning. What ends an answer comes with its last chunk."""
+        deltas = self.shown.deltas(part.index, self.answers.pieces(part))
+        logprobs = self.logprobs(part)
+        if logprobs is not None:
+            logprobs.content[:0] = self.held.pop(part.index, [])
+        if not deltas:
+            if part.finished or not self.answers.reads:
+                deltas = [Delta() if part.finished else Delta(content="")]
+            elif logprobs is not None:
+                self.held[part.index] = logprobs.content
+        choices = [ChatChunkChoice(part.index, delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs = logprobs
+            end = choices[-1]
+            end.finish_reason, end.stop_reason = self.answers.finish_reason(part), part.stop_reason
+            end.schema_error = self.answers.schema_error(part) or UNSET
+        return [self.envelope([choice]) for choice in choices]
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
@@ -126,10 +141,12 @@ class ChatHandler:
                 self.usage.add(0, output)
                 for part in output.outputs:
                     with fails_alone("making a part of the answer"):
-                        chunk = self.chunk(part)
-                        chunk.usage = self.usage.usage() if each else None
-                        shown = event(chunk)
-                    yield shown
+                        chunks = self.chunks_of(part)
+                        for chunk in chunks:
+                            chunk.usage = self.usage.usage() if each else None
+                        shown = [event(chunk) for chunk in chunks]
+                    for one in shown:
+                        yield one
         if options and options.include_usage:
             final = self.envelope([])
             final.usage = self.usage.usage()

@@ -8,16 +8,20 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
+from typing import Literal
 
+import msgspec
 from fastapi import HTTPException, Request
 
 from engine import AsyncEngine, SamplingParams
+from engine.dialects.resolve import AUTO
 from engine.errors import InvalidRequestError
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
 from entrypoints.server.protocol import SamplingFields
 from entrypoints.server.request_ids import add_header, request_id_of
+from entrypoints.server.speech import Speech
 from entrypoints.server.token_text import TokenTexts
 
 EnginePrompt = str | Mapping[str, object]
@@ -31,17 +35,29 @@ _PLAIN = re.compile(r"[^A-Za-z0-9_.\-]")
 logger = logging.getLogger("pageloom.server")
 
 
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever serves decides about the doors; names are the options' of engine-serve."""
+
+    strict_fields: bool = False
+    """what no field is known for is refused, not ignored"""
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
+    """under which thinking is given out"""
+
+
 class ServerContext:
     """The engine must be started."""
 
-    def __init__(self, engine: AsyncEngine, served_name: str, strict_fields: bool = False) -> None:
-        """`strict_fields`: what no field is known for is refused, not ignored."""
+    def __init__(self, engine: AsyncEngine, served_name: str, settings: ServerSettings) -> None:
+        """Raises `ConfigError`."""
         self.engine = engine
         self.served_name = served_name
-        self.strict_fields = strict_fields
+        self.settings = settings
+        self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         config = engine.config
-        settings = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
-        self.fingerprint = "fp_" + hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
+        made_by = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
+        self.fingerprint = "fp_" + hashlib.sha256(repr(made_by).encode()).hexdigest()[:10]
         """OpenAI's `system_fingerprint`: the same while answers are made in the same way"""
         self.texts = TokenTexts(engine.tokenizer)
         recommended = engine.model.generation_defaults.get("max_new_tokens")
@@ -50,7 +66,7 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""
-        if name is None and self.strict_fields:
+        if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
         if name is not None and name != self.served_name:
             raise HTTPException(404, model_not_found(name, self.served_name))
@@ -60,7 +76,7 @@ class ServerContext:
         unknown = body.unknown_fields()
         if not unknown:
             return
-        if self.strict_fields:
+        if self.settings.strict_fields:
             name = unknown[0][:_MOST_CHARS]
             raise InvalidRequestError(f"{name}: unrecognized request argument (--strict-fields)", name)
         names = ", ".join(_PLAIN.sub("?", name[:_MOST_CHARS]) for name in unknown[:_MOST_TOLD])

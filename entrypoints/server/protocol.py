@@ -15,6 +15,7 @@ from engine.errors import InvalidRequestError
 from engine.request import StructuredOutputsParams
 from entrypoints.server.fields import Body, Ids, NoEffect, Objects, Texts, refusal
 from entrypoints.server.structured import StructuredFields
+from entrypoints.server.tools import ToolFields
 
 T = TypeVar("T")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -29,8 +30,6 @@ class StreamOptions(Body):
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": (),
     "web_search_options": (),
     # vLLM's
     "chat_template": (),
@@ -41,6 +40,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "vllm_xargs": (),
     # llama.cpp's and others'
@@ -191,7 +191,7 @@ class CompletionRequest(SamplingFields):
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(ToolFields, SamplingFields):
     messages: Objects = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -201,23 +201,26 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    """means nothing without tools"""
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: dict[str, Any] | bool | None = None
+    """``{"type": "enabled" | "disabled"}``, as several vendors have it"""
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
-        if self.tools:
-            raise refusal("tools", "tools are not supported")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise refusal("tool_choice", "tool_choice needs tools, which are not supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         if self.add_generation_prompt and self.continue_final_message:
             raise refusal("continue_final_message", "continue_final_message needs add_generation_prompt to be false")
         return self
+
+    def thinks(self) -> bool | None:
+        """Whether it should, where the client says so."""
+        if isinstance(self.thinking, dict):
+            return {"enabled": True, "disabled": False}.get(str(self.thinking.get("type")), self.enable_thinking)
+        return self.enable_thinking if self.thinking is None else self.thinking
 
     def token_limit(self, recommended: int | None) -> int | None:
         """Most tokens to generate: the client's figure, else the model's recommendation; None: what the context
@@ -241,6 +244,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Objects | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")

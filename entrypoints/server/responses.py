@@ -50,11 +50,36 @@ class Completion(msgspec.Struct):
     usage: Usage | None = None
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class CustomCall(msgspec.Struct):
+    name: str
+    input: str
+
+
+class ToolCall(msgspec.Struct, omit_defaults=True):
+    """`function` or `custom`, as `type` says."""
+
+    index: int | UnsetType = UNSET
+    """in a stream"""
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: str | None = None
     annotations: list[Any] = []
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -80,6 +105,10 @@ class ChatCompletion(msgspec.Struct):
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

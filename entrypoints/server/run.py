@@ -33,6 +33,7 @@ from engine.errors import ConfigError, CoreDiedError, EngineError
 from entrypoints.server.api_key import take_api_key
 from entrypoints.server.app import create_app
 from entrypoints.server.connections import Connections, make_room, protocol_of
+from entrypoints.server.context import ServerSettings
 from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
@@ -162,8 +163,8 @@ class Server(uvicorn.Server):
 
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
-    status. Of `options` it reads api_key, api_key_file, allowed_origins, shutdown_timeout, pinned_prefixes,
-    strict_fields and log_level."""
+    status. Of `options` it reads api_key, api_key_file, allowed_origins, shutdown_timeout, pinned_prefixes, log_level
+    and the fields of `ServerSettings`."""
     signals: list[int] = []
     try:
         api_key = take_api_key(options.api_key, options.api_key_file)
@@ -171,7 +172,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
-        app = create_app(engine, engine.served_name, api_key, options.allowed_origins, options.strict_fields)
+        settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
+        app = create_app(engine, engine.served_name, api_key, options.allowed_origins, settings)
         server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
         with _signals_are_uvicorns():
             await server.serve(sockets=[listener])

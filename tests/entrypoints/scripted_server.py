@@ -39,8 +39,17 @@ TEMPLATE = (
 ANSWER = "wörld 😀 ok"
 
 
-def save_model(path: Path, *, generation: dict[str, object] | None = None, bos: bool = True) -> Path:
-    """A Llama config and a byte-level tokenizer (one token a byte) that puts <s> before a text, as Llama's does."""
+def save_model(
+    path: Path,
+    *,
+    generation: dict[str, object] | None = None,
+    bos: bool = True,
+    template: str = TEMPLATE,
+    special: tuple[str, ...] = (),
+    context: int = CONTEXT,
+) -> Path:
+    """A Llama config and a byte-level tokenizer (one token a byte) that puts <s> before a text, as Llama's does.
+    `special`: further special tokens."""
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
@@ -48,13 +57,14 @@ def save_model(path: Path, *, generation: dict[str, object] | None = None, bos: 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i + 2 for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     start = tokenizer.token_to_id("<s>")
     if bos:
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    hf.chat_template = TEMPLATE
+    hf.chat_template = template
     hf.save_pretrained(path)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -65,7 +75,7 @@ def save_model(path: Path, *, generation: dict[str, object] | None = None, bos: 
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": True,

@@ -82,7 +82,7 @@ def test_bad_completions_are_400_and_name_the_field(server: Server, body: dict[s
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "a f"}]}, "functions"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

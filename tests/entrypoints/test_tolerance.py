@@ -11,6 +11,7 @@ import httpx
 import pytest
 from scripted_server import CHATS, COMPLETIONS, CONTEXT, Server, post_all
 
+from entrypoints.server.context import ServerSettings
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -68,7 +69,7 @@ def test_unknown_fields_are_ignored_and_told_of(server: Server, caplog: pytest.L
 
 
 def test_unknown_fields_are_refused_where_the_server_is_strict(tiny_server_model: Path) -> None:
-    server = Server(tiny_server_model, strict_fields=True)
+    server = Server(tiny_server_model, settings=ServerSettings(strict_fields=True))
     bodies = [{"frobnicate": 1}, {"stream_options": {"x": 1}}, {"model": None}, WITHOUT_EFFECT]
     asked = [(CHATS, {**CHAT, "model": "tiny", "stream": True, **body}) for body in bodies]
     plain, inner, nameless, known = post_all(server, *asked)
@@ -102,13 +103,16 @@ def test_answers_name_what_made_them(server: Server) -> None:
     assert one["system_fingerprint"].startswith("fp_")
 
 
+CALLED = '<|assistant|><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("given", "rendered"),
     [
         ([{"role": "developer", "content": "d"}], "<|system|>d"),
-        ([{"role": "function", "name": "f", "content": "r"}], "<|tool|>r"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], "<|assistant|>"),
-        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "<|assistant|>"),
+        ([{"role": "function", "name": "f", "content": "r"}], "<|user|><tool_response>\nr\n</tool_response>"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], CALLED),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], CALLED),
         ([{"role": "user", "content": [{"type": "input_text", "text": "a"}, "b"]}], "<|user|>a\nb"),
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "<|assistant|>no"),
     ],

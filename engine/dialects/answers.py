@@ -1,0 +1,181 @@
+"""An answer's text, as it comes, taken apart into content, thinking and calls.
+
+transformers' `ResponseParser` finds the regions; what is given out comes from its events, so that an answer is the same
+whole, token by token or in any other pieces. Whitespace beside a region's marks belongs to the marks; inside of the
+content it stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from engine.dialects.bodies import calls_of
+from engine.dialects.forms import Call, Dialect, Piece
+
+logger = logging.getLogger(__name__)
+
+_NEVER = "\0never\0"
+"""an anchor that no prompt holds: what is given as its prefix is all there is"""
+_KEPT_CHARS = 256
+"""of what has been parsed, for patterns that look behind"""
+_CUT_CHARS = 4096
+
+
+def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate:
+    """transformers' form of it. Raises ValueError."""
+    fields: dict[str, Any] = {}
+    if dialect.thinking is not None:
+        fields["reasoning"] = {"open": dialect.thinking[0], "close": dialect.thinking[1], "repeats": True}
+    fields |= {name: spec for name, spec in dialect.fields.items() if with_calls or name != "tool_calls"}
+    implicit = any("open" not in spec and "open_pattern" not in spec for spec in fields.values())
+    rest: dict[str, Any] = {} if implicit else {"content": {}}
+    anchor = {"start_anchor": _NEVER}
+    return load_response_template({**anchor, "fields": {**rest, **fields}})
+
+
+class _Parser(ResponseParser):
+    """The library's, which keeps all of an answer to look into it again."""
+
+    _buffer: str
+    _pos: int
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = super().feed(text)
+        if self._pos > _CUT_CHARS:
+            cut = self._pos - _KEPT_CHARS
+            self._buffer, self._pos = self._buffer[cut:], self._pos - cut
+        return events
+
+
+class _Text:
+    """Text between marks: whitespace at its ends is held until it is known to stand inside."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._begun = False
+        self.marked = False
+        """there were marks: what is held when all has ended stood beside them"""
+
+    def feed(self, text: str) -> str:
+        if not self._begun and self.marked:
+            text = text.lstrip()
+        text = self._held + text
+        self._held = ""
+        if not self._begun and not text.strip():
+            self._held = text
+            return ""
+        kept = text.rstrip()
+        self._held = text[len(kept) :]
+        self._begun = self._begun or bool(kept)
+        return kept
+
+    def mark(self) -> None:
+        self.marked = True
+        if not self._begun:
+            self._held = ""
+
+    def let_go(self) -> str:
+        rest, self._held = self._held, ""
+        return rest
+
+    def end(self) -> str:
+        rest = self.let_go()
+        return "" if self.marked else rest
+
+
+class AnswerReader:
+    """One answer. `feed` what comes, `end` when nothing more does."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        template: ResponseTemplate,
+        *,
+        thinks: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`template`: `response_template` of the dialect. `thinks`: the prompt has begun the thinking. `tools`: as
+        chat templates take them; what schemas say about arguments that are written as bare text is followed."""
+        self._dialect = dialect
+        self._parser: _Parser | None = _Parser(
+            template,
+            prefix=dialect.thinking[0] if thinks and dialect.thinking else "",
+            tools=[dict(tool) for tool in tools],
+        )
+        self._content, self._reasoning = _Text(), _Text()
+        self._reasoning.marked = True
+        self._raw = ""
+        """of the calls that are being read"""
+        self.num_calls = 0
+        for event in self._parser.initial_events:
+            self._take(event)
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._parser is None:
+            return [Piece(content=text)] if text else []
+        try:
+            return self._pieces(self._parser.feed(text))
+        except Exception:
+            return self._give_up(text)
+
+    def end(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._parser is not None:
+            try:
+                pieces = self._pieces(self._parser.finalize()[1])
+            except Exception:
+                pieces = self._give_up("")
+        rest = self._content.end()
+        return [*pieces, Piece(content=rest)] if rest else pieces
+
+    def _give_up(self, text: str) -> list[Piece]:
+        """A template of somebody else's that raises: all that follows is content, as it is."""
+        logger.exception("the response template fails; the rest of an answer is given out as it is")
+        self._parser = None
+        rest, self._raw = self._content.let_go() + self._raw + text, ""
+        return [Piece(content=rest)] if rest else []
+
+    def _pieces(self, events: Iterable[Mapping[str, Any]]) -> list[Piece]:
+        return [piece for event in events for piece in self._take(event)]
+
+    def _take(self, event: Mapping[str, Any]) -> list[Piece]:
+        field, kind = event["field"], event["type"]
+        if field == "tool_calls":
+            return self._take_calls(event)
+        if kind == "region_chunk" and field != "nothing":
+            if field == "reasoning":
+                text = self._reasoning.feed(event["text"])
+                return [Piece(reasoning=text)] if text else []
+            text = self._content.feed(event["text"])
+            return [Piece(content=text)] if text else []
+        if field != "content":
+            self._content.mark()
+        return []
+
+    def _take_calls(self, event: Mapping[str, Any]) -> list[Piece]:
+        if event["type"] == "region_open":
+            self._raw = ""
+            return []
+        if event["type"] == "region_chunk":
+            self._raw += event["text"]
+            return []
+        raw, self._raw = self._raw, ""
+        calls = calls_of(event["value"], self._dialect, self.num_calls)
+        if calls is None:
+            text = self._content.feed(raw)
+            return [Piece(content=text)] if text else []
+        self._content.mark()
+        self.num_calls += len(calls)
+        return [Piece(call=call) for call in calls]
+
+
+def read_whole(reader: AnswerReader, text: str) -> tuple[str, str, list[Call]]:
+    """Content, reasoning and calls of a complete answer."""
+    pieces = [*reader.feed(text), *reader.end()]
+    calls = [piece.call for piece in pieces if piece.call is not None]
+    return "".join(piece.content for piece in pieces), "".join(piece.reasoning for piece in pieces), calls

@@ -1,0 +1,163 @@
+"""Which calls an answer may hold, in llguidance's Lark: for calls that are required, strict or one at most."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.dialects.forms import CallForm, Tagged
+from engine.errors import InvalidRequestError
+from engine.grammars.marks import Marks
+
+_MARK = re.compile(r"<[^<>\n]{2,}>|\[[A-Z_]+\]")
+_NUMBER = "/[0-9]{1,3}/"
+_TEXT = "(?s:.*)"
+
+
+class _Rules:
+    """Lark's rules, each under a name of its own."""
+
+    def __init__(self, form: CallForm, marks: Marks, options: Mapping[str, Any]) -> None:
+        self.form, self.marks, self.options = form, marks, options
+        self.lines: list[str] = []
+
+    def add(self, name: str, body: str, attributes: str = "") -> str:
+        self.lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """{n} is a number."""
+        return f" {_NUMBER} ".join(self.marks.lark(part) for part in text.split("{n}"))
+
+    def json(self, schema: Any) -> str:
+        return "%json " + json.dumps({**schema, "x-guidance": self.options}, ensure_ascii=False)
+
+    def arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
+        tagged = self.form.arguments
+        return self.json(parameters) if tagged is None else self._tagged(name, tagged, parameters)
+
+    def _tagged(self, name: str, tagged: Tagged, parameters: Mapping[str, Any]) -> str:
+        """In the schema's order. Of two rules for each, one is for where nothing came before."""
+        properties = parameters.get("properties") or {}
+        required = set(parameters.get("required") or ())
+        definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+        first = next_one = ""
+        for number, (key, schema) in reversed(list(enumerate(properties.items()))):
+            item = self._item(f"{name}_{number}", tagged, key, schema, definitions)
+            rules = []
+            for kind, before in (("a", ""), ("b", self.marks.lark(tagged.joined))):
+                there = f"{before} {item} {next_one}"
+                rest = first if kind == "a" else next_one
+                gone = "" if key in required else f" | {rest or chr(34) * 2}"
+                rules.append(self.add(f"{name}_{number}{kind}", there + gone))
+            first, next_one = rules
+        return first
+
+    def _item(self, name: str, tagged: Tagged, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
+        head, tail = tagged.item.format(key=key, value="\0").split("\0")
+        return f"{self.marks.lark(head)} {self._value(name, tagged, schema, definitions, tail)}"
+
+    def _value(self, name: str, tagged: Tagged, schema: Any, definitions: Mapping[str, Any], tail: str) -> str:
+        """With what follows it."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        behind = self.marks.lark(tail)
+        words = _words(schema)
+        raw = not isinstance(tagged.texts, str) or tagged.texts == "raw"
+        left, right = ("", "") if isinstance(tagged.texts, str) else (tagged.texts[0], tagged.texts[0])
+        if raw and words is not None:
+            choice = " | ".join(self.marks.lark(left + word + right) for word in words)
+            return f"({choice}) {behind}"
+        if raw and _may_be_text(schema):
+            return f"{self.marks.lark(left)} {self._text_until(name, right + tail)}"
+        if tagged.python and schema.get("type") in ("boolean", "null"):
+            return f"{chr(40)}{_PYTHON[schema['type']]}{chr(41)} {behind}"
+        return f"{self.json({**schema, **definitions})} {behind}"
+
+    def _text_until(self, name: str, end: str) -> str:
+        if self.marks.begins_special(end):
+            return f"/{_TEXT}/ {self.marks.lark(end)}"
+        head, rest = self.marks.split_before_special(end)
+        self.add(f"{name}_text", f"/{_TEXT}/ {self.marks.lark(head)}", "[lazy]")
+        return f"{name}_text {self.marks.lark(rest)}"
+
+
+_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
+
+
+def _words(schema: Mapping[str, Any]) -> list[str] | None:
+    """Where it is one of some texts."""
+    words = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return words if isinstance(words, list) and words and all(isinstance(word, str) for word in words) else None
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    """As `ResponseParser` reads types: what names none is text."""
+    declared = list(_types(schema))
+    return not declared or "string" in declared
+
+
+def _types(schema: Any) -> Iterator[str]:
+    if not isinstance(schema, Mapping):
+        return
+    declared = schema.get("type")
+    yield from [declared] if isinstance(declared, str) else declared or ()
+    for union in ("anyOf", "oneOf"):
+        for choice in schema.get(union) or ():
+            yield from _types(choice)
+
+
+def calls_grammar(
+    form: CallForm,
+    tools: Sequence[Mapping[str, Any]],
+    marks: Marks,
+    *,
+    required: bool,
+    parallel: bool,
+    whitespace: str,
+) -> str:
+    """`tools`: ``{"type": "function", "function": {"name", "parameters", "strict"}}``. `required`: there is a call, and
+    nothing but calls; else there may be text, and calls behind it. Raises `InvalidRequestError`."""
+    rules = _Rules(form, marks, {})
+    ones = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        strict = bool(function.get("strict"))
+        rules.options = {"whitespace_pattern": whitespace, "lenient": not strict, "coerce_one_of": not strict}
+        arguments = rules.arguments(f"t{number}", parameters_of(function, number))
+        body = f"{rules.literal(function['name'] + form.call[1])} {arguments} {rules.literal(form.call[2])}"
+        ones.append(rules.add(f"t{number}", body))
+    rules.add("one", " | ".join(ones))
+    more = f"({rules.literal(form.between + form.call[0])} one)*" if parallel and form.parallel else ""
+    begin = form.begin + form.call[0]
+    rest = f"one {more} {rules.literal(form.end)}"
+    if required:
+        rules.add("start", f"{rules.literal(begin)} {rest}")
+    else:
+        _allow_text(rules, begin, rest)
+    return "\n".join(["%llguidance {}", *rules.lines]) + "\n"
+
+
+def _allow_text(rules: _Rules, begin: str, rest: str) -> None:
+    mark = _MARK.match(begin)
+    if rules.marks.begins_special(begin):
+        rules.add("start", f"/{_TEXT}/ ({rules.literal(begin)} {rest})?")
+    elif mark is None:  # nothing marks it: an answer that begins like a call is one
+        first = re.escape(begin[:1])
+        rules.add("text", f"/[^{first}]{_TEXT}/")
+        rules.add("start", f'text | {rules.literal(begin)} {rest} | ""')
+    else:
+        rules.add("text", f"/{_TEXT}/")
+        rules.add("head", f"/{_TEXT}/ {rules.marks.lark(mark.group())}", "[lazy]")
+        rules.add("start", f"text | head {rules.literal(begin[mark.end() :])} {rest}")
+
+
+def parameters_of(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """Raises `InvalidRequestError` where they are no schema of an object."""
+    parameters = function.get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise InvalidRequestError(f"tools[{number}].function.parameters must be a schema of an object", "tools")
+    return {"type": "object", **parameters}

@@ -1,0 +1,97 @@
+"""What a chat's answer is made of: content, thinking and calls, for the doors that show them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from engine import SamplingParams
+from engine.dialects.forms import Piece
+from engine.errors import InvalidRequestError
+from engine.request import CompletionOutput, StructuredOutputsParams
+from entrypoints.server.speech import Speech, ThinkingState, no_calls
+from entrypoints.server.tools import ToolUse
+
+if TYPE_CHECKING:
+    from engine.dialects.answers import AnswerReader
+
+
+class Answers:
+    """Of one request, whose samples are read each by itself. `prepare` comes before the first of them."""
+
+    def __init__(self, speech: Speech, use: ToolUse, structure: StructuredOutputsParams | None) -> None:
+        """`structure`: what content must be. Raises `InvalidRequestError`."""
+        if use.tools and not speech.knows_calls:
+            raise no_calls(speech)
+        if use.required and structure is not None:
+            raise InvalidRequestError(
+                "tool_choice requires calls, and response_format asks for another answer: give one", "tool_choice"
+            )
+        self._speech, self._use, self._structure = speech, use, structure
+        self._state: ThinkingState = "none"
+        self._readers: dict[int, AnswerReader] = {}
+        self.reads = bool(use.tools) or speech.always_reads
+
+    def prepare(self, params: SamplingParams, prompt: str, continued: str) -> SamplingParams:
+        """For what the prompt turned out to be: `continued` of it is the answer's beginning."""
+        speech, use = self._speech, self._use
+        self._state = speech.state_of(prompt, continued)
+        if self.reads and params.skip_special_tokens and speech.shows_special_tokens(bool(use.tools)):
+            params = replace(params, skip_special_tokens=False)
+        structure = self._structure
+        if use.required or (structure is None and use.needs_grammar):
+            grammar = speech.calls_grammar(use.tools, required=use.required, parallel=use.parallel)
+            structure = StructuredOutputsParams(grammar=grammar)
+        elif structure is not None and use.tools:
+            calls = speech.calls_grammar(use.tools, required=True, parallel=use.parallel)
+            structure = replace(structure, alternative=calls)
+        if structure is None:
+            return params
+        thinking = speech.thinking(self._state, calls=use.required) if self.reads else None
+        return replace(params, structured_outputs=replace(structure, thinking=thinking))
+
+    def pieces(self, part: CompletionOutput) -> list[Piece]:
+        """Of what is new; of a whole answer all."""
+        if not self.reads:
+            return [Piece(content=part.text)] if part.text else []
+        reader = self._readers.get(part.index)
+        if reader is None:
+            reader = self._readers[part.index] = self._speech.reader(self._use.tools, self._state)
+        before = reader.num_calls
+        pieces = reader.feed(part.text)
+        if part.finish_reason is not None:
+            pieces += reader.end()
+        if not self._use.parallel and reader.num_calls > 1:
+            pieces = _first_call_only(pieces, before)
+        return pieces
+
+    def finish_reason(self, part: CompletionOutput) -> str | None:
+        reader = self._readers.get(part.index)
+        if part.finish_reason == "stop" and reader is not None and reader.num_calls:
+            return "function_call" if self._use.legacy else "tool_calls"
+        return part.finish_reason
+
+    def schema_error(self, part: CompletionOutput) -> str | None:
+        """Calls are no content, and keep schemas of their own."""
+        reader = self._readers.get(part.index)
+        return None if reader is not None and reader.num_calls else part.schema_error
+
+    @property
+    def use(self) -> ToolUse:
+        return self._use
+
+
+def _first_call_only(pieces: list[Piece], before: int) -> list[Piece]:
+    kept: list[Piece] = []
+    for piece in pieces:
+        if piece.call is None or before == 0:
+            kept.append(piece)
+        before += piece.call is not None
+    return kept
+
+
+def joined(pieces: list[Piece]) -> tuple[str, str, list[Any]]:
+    """Content, reasoning, calls."""
+    calls = [piece.call for piece in pieces if piece.call is not None]
+    return "".join(piece.content for piece in pieces), "".join(piece.reasoning for piece in pieces), calls

@@ -1,0 +1,190 @@
+"""What models of each dialect write is read back, whole and in any pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import pytest
+from conversations import TOOLS, Written, answers, written
+
+from engine.dialects.answers import AnswerReader, response_template
+from engine.dialects.families import DIALECTS, PLAIN, THINKING_ONLY
+from engine.dialects.forms import Dialect, Piece
+
+EVERY = list(DIALECTS.values())
+HERMES = DIALECTS["hermes"]
+
+
+def reader_of(dialect: Dialect, *, thinks: bool = False, with_calls: bool = True) -> AnswerReader:
+    template = response_template(dialect, with_calls=with_calls)
+    return AnswerReader(dialect, template, thinks=thinks, tools=TOOLS if with_calls else ())
+
+
+def read(reader: AnswerReader, pieces: Iterable[str]) -> tuple[str, str, list[tuple[str, object]]]:
+    found: list[Piece] = []
+    for piece in pieces:
+        found += reader.feed(piece)
+    found += reader.end()
+    calls = [(p.call.name, json.loads(p.call.arguments)) for p in found if p.call is not None]
+    return "".join(p.content for p in found), "".join(p.reasoning for p in found), calls
+
+
+def expected(answer: Written) -> tuple[str, str, list[tuple[str, object]]]:
+    return answer.content, answer.reasoning, list(answer.calls)
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    """Character by character, and in two at every place."""
+    yield list(text)
+    for at in range(1, len(text)):
+        yield [text[:at], text[at:]]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
+def test_two_hundred_answers_are_read_back(dialect: Dialect) -> None:
+    for answer in answers(dialect, 200, seed=1):
+        assert read(reader_of(dialect), [answer.text]) == expected(answer), answer.text
+        assert read(reader_of(dialect), answer.text) == expected(answer), answer.text
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
+def test_every_split_of_an_answer_reads_the_same(dialect: Dialect, request: pytest.FixtureRequest) -> None:
+    count = 200 if request.config.getoption("--exhaustive") else 5
+    for answer in answers(dialect, count, seed=2):
+        for pieces in splits(answer.text):
+            assert read(reader_of(dialect), pieces) == expected(answer), pieces
+
+
+@pytest.mark.parametrize("dialect", [each for each in EVERY if each.thinking], ids=lambda each: each.name)
+def test_thinking_that_the_prompt_has_begun_ends_in_the_answer(dialect: Dialect) -> None:
+    assert dialect.thinking is not None
+    text = f"so\n{dialect.thinking[1]}\n\nYes."
+    if "response" in dialect.fields:
+        text = f"so\n{dialect.thinking[1]}<|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+    for pieces in splits(text):
+        assert read(reader_of(dialect, thinks=True), pieces) == ("Yes.", "so", [])
+    assert read(reader_of(dialect, thinks=True), "never done") == ("", "never done", [])
+
+
+def test_without_tools_marks_of_calls_are_content() -> None:
+    text = written(HERMES.form, [("now", {})])  # type: ignore[arg-type]
+    assert read(reader_of(HERMES, with_calls=False), text) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "not json",
+        '{"name": "now", "arguments"',
+        "[1, 2]",
+        '"now"',
+        '{"arguments": {}}',
+        '{"name": "a b", "arguments": {}}',
+        "",
+    ],
+)
+def test_what_is_no_call_within_its_marks_is_content(body: str) -> None:
+    content, reasoning, calls = read(reader_of(HERMES), f"Hm.\n<tool_call>\n{body}\n</tool_call>")
+    assert (reasoning, calls) == ("", [])
+    assert body in content and content.startswith("Hm.")
+
+
+def test_a_call_that_is_cut_off_is_content_or_a_whole_call() -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
+    for end in range(len(text)):
+        content, _, calls = read(reader_of(HERMES), text[:end])
+        assert calls in ([], [("now", {"a": 1})])
+        assert calls or text[:end].removeprefix("<tool_call>").strip() in content
+
+
+def test_arguments_may_be_text_that_holds_json_or_be_left_out() -> None:
+    bodies = ['{"name": "now", "arguments": "{\\"a\\": 1}"}', '{"name": "now"}', '{"name": "now", "arguments": null}']
+    calls = [read(reader_of(HERMES), f"<tool_call>{body}</tool_call>")[2] for body in bodies]
+    assert calls == [[("now", {"a": 1})], [("now", {})], [("now", {})]]
+
+
+def test_text_around_calls_keeps_its_own_whitespace() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert read(reader_of(HERMES), f"One.\n\n{call}\n{call}\nTwo.\n")[0] == "One.\n\n\n\nTwo."
+    assert read(reader_of(HERMES), "  plain \n")[0] == "  plain \n"
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [
+        ("hermes", "</tool_call>"),
+        ("jamba", "</tool_calls>"),
+        ("nemotron_json", "</TOOLCALL>"),
+        ("hunyuan", "```</tool_call>"),
+    ],
+)
+def test_a_mark_within_an_argument_ends_nothing(name: str, mark: str) -> None:
+    form = DIALECTS[name].form
+    assert form is not None
+    calls: list[tuple[str, dict[str, object]]] = [("edit_file", {"path": "a", "text": f"x{mark} y"})]
+    for pieces in splits(written(form, calls)):
+        assert read(reader_of(DIALECTS[name]), pieces) == ("", "", calls)
+
+
+def test_thinking_may_stop_and_begin_again() -> None:
+    text = "<think>one</think>A<think>two</think>B"
+    assert read(reader_of(THINKING_ONLY), text) == ("AB", "onetwo", [])
+
+
+def test_ids_are_such_as_templates_of_the_family_accept() -> None:
+    def ids(name: str, text: str) -> list[str]:
+        reader = reader_of(DIALECTS[name])
+        return [p.call.id for p in [*reader.feed(text), *reader.end()] if p.call is not None]
+
+    two = [("now", {}), ("now", {})]
+    hermes, mistral, kimi = (
+        ids(name, written(DIALECTS[name].form, two))  # type: ignore[arg-type]
+        for name in ("hermes", "mistral", "kimi_k2")
+    )
+    assert len(set(hermes)) == 2 and all(each.startswith("call_") for each in hermes)
+    assert len(set(mistral)) == 2 and all(len(each) == 9 and each.isalnum() for each in mistral)
+    assert kimi == ["functions.now:0", "functions.now:1"]
+
+
+def test_a_template_that_raises_gives_out_the_rest_as_it_is() -> None:
+    wrong = Dialect(
+        name="wrong",
+        thinking=None,
+        fields={"tool_calls": {"open": "<c>", "close": "</c>", "content": "json", "repeats": True}},
+    )
+    assert read(reader_of(wrong), ["one <c>no", " json</c> two", " three"]) == ("one no json</c> two three", "", [])
+
+
+def test_long_answers_do_not_get_slower_to_read() -> None:
+    """What has been read is let go of."""
+    reader = reader_of(HERMES)
+    for _ in range(5_000):
+        reader.feed("some words ")
+    assert reader._parser is not None and len(reader._parser._buffer) < 10_000
+
+
+def test_other_ways_to_write_the_same_calls() -> None:
+    cases = [
+        ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}'),
+        ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}'),
+        ("qwen3_coder", "<function=now>\n</function>"),
+        ("qwen3_coder", "<tool_call>\n\n<function=now></function></tool_call>"),
+        ("minimax_m2", '<invoke name="now">\n</invoke>'),
+        ("glm45", "<tool_call>now</tool_call>"),
+        ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("phi4_mini", 'functools[{"name": "now", "arguments": {}}]'),
+        ("pythonic", "[now()]"),
+        ("lfm2", "<|tool_call_start|>now()<|tool_call_end|>"),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}"),
+        ("harmony", "<|channel|>analysis to=functions.now <|constrain|>json<|message|>{}<|call|>"),
+        ("harmony", "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}"),
+        ("cohere", '<|START_ACTION|>{"tool_name": "now", "parameters": {}}<|END_ACTION|>'),
+    ]
+    for name, text in cases:
+        for pieces in splits(text):
+            assert read(reader_of(DIALECTS[name]), pieces) == ("", "", [("now", {})]), (name, pieces)
+
+
+def test_plain_models_are_read_as_they_write() -> None:
+    assert read(reader_of(PLAIN, with_calls=False), "<think> a </think> ") == ("<think> a </think> ", "", [])

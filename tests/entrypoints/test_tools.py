@@ -1,0 +1,313 @@
+"""Tools and thinking over HTTP: what clients send, what the model is shown, and what comes back, streamed or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import CHATS, Server, events, post_all, save_model
+
+from entrypoints.server.context import ServerSettings
+
+TEMPLATE = (
+    "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}{% if m.name %}[{{ m.name }}]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}<think>"
+    "{% if not enable_thinking %}</think>{% endif %}{% endif %}{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "zwei"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tools") / "tiny", template=TEMPLATE, context=4096)
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tools") / "plain", context=4096)
+
+
+def ask(model: Path, answer: str, body: dict[str, Any], **settings: Any) -> tuple[dict[str, Any], Server]:
+    """The whole reply, after it was found to be the same when streamed."""
+    server = Server(model, settings=ServerSettings(**settings))
+    server.answer = answer
+    whole, streamed = post_all(server, (CHATS, CHAT | body), (CHATS, CHAT | body | {"stream": True}))
+    assert whole.status_code == 200, whole.text
+    choice = whole.json()["choices"][0]
+    assert without_ids(joined(streamed.text)) == without_ids(choice), streamed.text
+    return choice, server
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice["message"]
+    calls = [{**call, "id": bool(call["id"])} for call in message.get("tool_calls", [])]
+    wanted = {key: message.get(key) for key in ("reasoning", "reasoning_content", "function_call")}
+    return {"finish_reason": choice["finish_reason"], "content": message.get("content") or "", "calls": calls, **wanted}
+
+
+def joined(stream: str) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    reason = None
+    for event in events(stream):
+        choice = event["choices"][0]
+        reason = choice["finish_reason"] or reason
+        for name, value in choice["delta"].items():
+            if name == "tool_calls":
+                for call in value:
+                    calls = message.setdefault("tool_calls", [])
+                    assert call.pop("index") == len(calls)
+                    calls.append(call)
+            elif name in ("content", "reasoning", "reasoning_content"):
+                message[name] = message.get(name, "") + value
+            else:
+                message[name] = value
+    return {"message": message, "finish_reason": reason}
+
+
+def prompt_of(server: Server) -> str:
+    return server.engine.tokenizer.decode(server.core.added[0].prompt_token_ids)
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = choice["message"]["tool_calls"]
+    assert all(call["type"] == "function" and call["id"] for call in calls)
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def test_calls_come_as_calls(model: Path) -> None:
+    choice, server = ask(model, f"Sure.\n{CALL}\n{OTHER}", {"tools": [ADD, NOW]})
+    assert calls_of(choice) == [("add", {"a": 1, "b": "zwei"}), ("now", {})]
+    assert choice["message"]["content"] == "Sure." and choice["finish_reason"] == "tool_calls"
+    assert '"name": "add"' in prompt_of(server) and server.core.added[0].grammar is None
+
+
+def test_content_is_null_beside_calls_alone(model: Path) -> None:
+    choice, _ = ask(model, CALL, {"tools": [ADD]})
+    assert choice["message"]["content"] is None
+
+
+def test_without_calls_nothing_changes(model: Path) -> None:
+    choice, _ = ask(model, "No <tool needed.", {"tools": [ADD]})
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "No <tool needed.",
+        "refusal": None,
+        "annotations": [],
+    }
+    assert choice["finish_reason"] == "stop"
+
+
+def test_thinking_comes_under_its_own_name(model: Path) -> None:
+    for field in ("reasoning", "reasoning_content", "both"):
+        choice, _ = ask(model, "<think>\nso\n</think>\n\nYes.", {}, reasoning_field=field)
+        names = ["reasoning", "reasoning_content"] if field == "both" else [field]
+        assert [choice["message"].get(name) for name in names] == ["so"] * len(names)
+        assert choice["message"]["content"] == "Yes."
+    choice, _ = ask(model, "<think>so</think>Yes.", {"include_reasoning": False})
+    assert "reasoning" not in choice["message"] and choice["message"]["content"] == "Yes."
+
+
+def test_thinking_that_the_prompt_has_begun(model: Path) -> None:
+    choice, _ = ask(model, f"so</think>{CALL}", {"tools": [ADD], "enable_thinking": True})
+    assert choice["message"]["reasoning"] == "so" and calls_of(choice)[0][0] == "add"
+    choice, _ = ask(model, f"{CALL}{OTHER}", {"tools": [ADD, NOW], "enable_thinking": False})
+    assert len(calls_of(choice)) == 2, "parallel calls with thinking off: </think> stands in the prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ({"reasoning_effort": "low"}, "<think>"),
+        ({"reasoning_effort": "none"}, "<think></think>"),
+        ({"thinking": {"type": "disabled"}}, "<think></think>"),
+        ({"thinking": {"type": "enabled"}}, "<think>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}, "<think></think>"),
+        ({}, ""),
+    ],
+)
+def test_clients_ways_to_switch_thinking_are_the_templates(model: Path, body: dict[str, Any], shown: str) -> None:
+    _, server = ask(model, "x", body)
+    assert prompt_of(server).endswith(f"<|assistant|>{shown}")
+
+
+def test_whole_conversations_with_calls_and_thinking_are_rendered(model: Path) -> None:
+    arguments = '{"a": 1}'
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]},
+    ]
+    _, server = ask(model, "x", {"messages": messages, "tools": [ADD]})
+    told = '<|assistant|><think>hm</think><tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call><|tool|>3[add]'
+    assert told in prompt_of(server).replace(
+        '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "add"}'
+    )
+
+
+def grammar_of(server: Server) -> str | None:
+    grammar = server.core.added[0].grammar
+    assert all(added.grammar == grammar for added in server.core.added)
+    return grammar
+
+
+def test_what_is_required_becomes_a_grammar(model: Path) -> None:
+    for body, names in (
+        ({"tool_choice": "required"}, {"add", "now"}),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, {"now"}),
+        ({"tool_choice": {"type": "function", "name": "now"}}, {"now"}),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}}, {"now"}),
+        ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}, NOW]}, {"add", "now"}),
+        ({"parallel_tool_calls": False}, {"add", "now"}),
+    ):
+        _, server = ask(model, OTHER, {"tools": [ADD, NOW], **body})
+        grammar = grammar_of(server) or ""
+        assert {name for name in ("add", "now") if f'\\"{name}' in grammar or f"{name}\\" in grammar} == names, body
+
+
+def test_no_calls_are_shown_where_none_are_wanted(model: Path) -> None:
+    choice, server = ask(model, CALL, {"tools": [ADD], "tool_choice": "none"})
+    assert choice["message"]["content"] == CALL and "TOOLS" not in prompt_of(server)
+
+
+def test_only_the_first_of_several_calls_where_one_is_allowed(model: Path) -> None:
+    choice, _ = ask(model, CALL + OTHER, {"tools": [ADD, NOW], "parallel_tool_calls": False})
+    assert [name for name, _ in calls_of(choice)] == ["add"]
+
+
+def test_legacy_functions(model: Path) -> None:
+    body = {"functions": [ADD["function"]], "function_call": "auto"}
+    choice, _ = ask(model, CALL, body)
+    assert choice["message"]["function_call"]["name"] == "add" and choice["finish_reason"] == "function_call"
+    assert "tool_calls" not in choice["message"]
+    _, server = ask(model, CALL, {**body, "function_call": {"name": "add"}})
+    assert grammar_of(server)
+
+
+def test_custom_tools_take_text(model: Path) -> None:
+    patch = {
+        "type": "custom",
+        "custom": {
+            "name": "patch",
+            "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a+/"}},
+        },
+    }
+    answer = '<tool_call>{"name": "patch", "arguments": {"input": "aaa"}}</tool_call>'
+    choice, server = ask(model, answer, {"tools": [patch]})
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "custom" and call["custom"] == {"name": "patch", "input": "aaa"}
+    assert "start: /a+/" in prompt_of(server)
+
+
+def test_an_answer_in_a_format_or_calls(model: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
+    choice, server = ask(model, CALL, {"tools": [ADD], "response_format": schema})
+    assert calls_of(choice)[0][0] == "add"
+    grammar = json.loads(grammar_of(server) or "")
+    assert [each["name"] for each in grammar["grammars"]] == ["output", "json_schema", "alternative"]
+
+
+def test_models_without_tools_of_their_own_are_told_of_them(plain_model: Path) -> None:
+    choice, server = ask(plain_model, f"Sure.\n{CALL}", {"tools": [ADD]})
+    assert calls_of(choice)[0] == ("add", {"a": 1, "b": "zwei"})
+    prompt = prompt_of(server)
+    assert prompt.startswith("<|system|>You may call") and '"description": "adds"' in prompt
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    _, server = ask(plain_model, "x", {"messages": messages})
+    prompt = prompt_of(server)
+    assert prompt.startswith("<|system|>Be kind.<|user|>hi<|assistant|><tool_call>\n")
+    assert "<|user|><tool_response>\n3\n</tool_response>" in prompt
+
+
+def test_marks_that_are_special_tokens_are_seen_all_the_same(tmp_path: Path) -> None:
+    special = ("[TOOL_CALLS]", "[ARGS]")
+    template = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "[ARGS]")
+    model = save_model(tmp_path / "m", template=template, special=special, context=4096)
+    body = {"tools": [ADD]}
+    choice, _ = ask(model, '[TOOL_CALLS]add[ARGS]{"a": 1}', body)
+    assert calls_of(choice) == [("add", {"a": 1})]
+    _, server = ask(model, '[TOOL_CALLS]add[ARGS]{"a": 1}', {**body, "tool_choice": "required"})
+    ids = [server.engine.tokenizer.backend.token_to_id(text) for text in special]
+    assert all(f"<[{each}]>" in (grammar_of(server) or "") for each in ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "word"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be function or custom"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+        ({"tools": [NOW, NOW]}, "tools", "two of the name 'now'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools",
+            "schema",
+        ),
+        ({"tools": [NOW], "tool_choice": "never"}, "tool_choice", "auto, none, required"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [NOW], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "give one"),
+        ({"tools": [NOW] * 513}, "tools", "512"),
+        ({"functions": [{}]}, "functions", "functions[0].function.name"),
+        ({"tools": 3}, "tools", "list"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "name"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said(model: Path, body: dict[str, Any], param: str, word: str) -> None:
+    (reply,) = post_all(Server(model), (CHATS, CHAT | body))
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == param and word in error["message"], error
+
+
+def test_where_calls_are_not_known_tools_are_refused(model: Path) -> None:
+    server = Server(model, settings=ServerSettings(tool_call_parser="none"))
+    (reply,) = post_all(server, (CHATS, CHAT | {"tools": [NOW]}))
+    assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
+
+
+def test_logprobs_of_text_that_was_held_back_come_with_the_next_chunk(model: Path) -> None:
+    server = Server(model)
+    server.answer = f"a{CALL}"
+    body = {"tools": [ADD], "logprobs": True, "stream": True}
+    (reply,) = post_all(server, (CHATS, CHAT | body))
+    tokens = [
+        entry["token"]
+        for event in events(reply.text)
+        for entry in (event["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
+    assert "".join(tokens) == server.answer + "</s>"
+
+
+def test_samples_are_read_each_by_itself(model: Path) -> None:
+    server = Server(model)
+    server.answer = CALL
+    whole, streamed = post_all(server, *((CHATS, CHAT | {"tools": [ADD], "n": 3, "stream": s}) for s in (False, True)))
+    assert [len(choice["message"]["tool_calls"]) for choice in whole.json()["choices"]] == [1, 1, 1]
+    found = [
+        (event["choices"][0]["index"], call["index"])
+        for event in events(streamed.text)
+        for call in event["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert sorted(found) == [(0, 0), (1, 0), (2, 0)]
