@@ -137,6 +137,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grammars_bytes: Annotated[int, _limit("bytes of the texts of grammars that are remembered as checked", 0)] = (
         4 * 1024 * 1024
     )
+    stored_responses_bytes: Annotated[
+        int, _limit("bytes of responses that can be asked for again; the longest unused go first", 0)
+    ] = 64 * 1024 * 1024
+    stored_responses_s: Annotated[float, _limit("seconds for which an unused response is stored", 0)] = 86400.0
     contexts_translated: Annotated[
         int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")
     ] = 4

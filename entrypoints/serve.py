@@ -77,6 +77,12 @@ def _add_speech_options(parser: argparse.ArgumentParser) -> None:
         help="under which name thinking is given out (default: reasoning); both are taken",
     )
     parser.add_argument(
+        "--response-store",
+        type=Path,
+        metavar="FILE",
+        help="keep what /v1/responses stores in this SQLite file, beyond the server's end; default: in memory",
+    )
+    parser.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="has no effect: tools may always be called"
     )
 

@@ -8,11 +8,16 @@ content it stays.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplate,
+    ResponseTemplateField,
+    load_response_template,
+)
 
 from engine.dialects.bodies import calls_of
 from engine.dialects.forms import Call, Dialect, Piece
@@ -24,6 +29,7 @@ _NEVER = "\0never\0"
 _KEPT_CHARS = 256
 """of what has been parsed, for patterns that look behind"""
 _CUT_CHARS = 4096
+_JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate:
@@ -39,10 +45,12 @@ def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate
 
 
 class _Parser(ResponseParser):
-    """The library's, which keeps all of an answer to look into it again."""
+    """The library's, which keeps all of an answer to look into it again, and takes any mark for one: here what has been
+    parsed is let go of, and a mark within a text of JSON is a part of that text."""
 
     _buffer: str
     _pos: int
+    _body: str
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = super().feed(text)
@@ -50,6 +58,29 @@ class _Parser(ResponseParser):
             cut = self._pos - _KEPT_CHARS
             self._buffer, self._pos = self._buffer[cut:], self._pos - cut
         return events
+
+    def _scan(self, watch: Any, eos: bool) -> Any:
+        best, hold = super()._scan(watch, eos)
+        if best is None or best[0] != "close" or not _has_json_texts(best[1]):
+            return best, hold
+        _, field, found = best
+        while _is_within_text(self._body + self._buffer[self._pos : found.start()]):
+            after = max(found.end(), found.start() + 1)
+            found = field.close_re.search(self._buffer, after, partial=not eos)
+            if found is None:
+                return None, len(self._buffer)
+            if not eos and (found.partial or self._can_grow("close", field, found)):
+                return None, found.start()
+        return ("close", field, found), hold
+
+
+def _has_json_texts(field: ResponseTemplateField) -> bool:
+    return field.content == "json" and not field.content_args.get("string_delims")
+
+
+def _is_within_text(body: str) -> bool:
+    """Of what is to be JSON: its last text has not ended."""
+    return '"' in _JSON_TEXT.sub("", body)
 
 
 class _Text:

@@ -35,8 +35,6 @@ def _python(**anchors: str) -> dict[str, dict[str, Any]]:
     return {"tool_calls": {**anchors, "content": "text", "repeats": True, "transform": {"python": "{content}"}}}
 
 
-_BEHIND_JSON = r"(?<=[}\]])\s*"
-"""a mark that is plain text may stand within an argument, too"""
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _KEYWORD = Tagged("{key}={value}", joined=", ", texts="json", python=True)
 _FUNCTION = Tagged("<parameter={key}>\n{value}\n</parameter>\n")
@@ -318,7 +316,7 @@ _DIALECTS = (
     Dialect(
         name="nemotron_json",
         known_by=("<TOOLCALL>",),
-        fields=_json(open="<TOOLCALL>", close_pattern=_BEHIND_JSON + "</TOOLCALL>"),
+        fields=_json(open="<TOOLCALL>", close="</TOOLCALL>"),
         form=CallForm(begin="<TOOLCALL>[", call=_OBJECT, between=", ", end="]</TOOLCALL>"),
     ),
     Dialect(
@@ -326,7 +324,7 @@ _DIALECTS = (
         known_by=("<tool_calls>", "<tool_call>", "```json"),
         fields=_json(
             open_pattern=r"(?:<tool_calls>\s*)?<tool_call>(?:function<tool_sep>)?\s*(?P<name>[^\s`<]+)\s*```json\s*",
-            close_pattern=_BEHIND_JSON + r"```\s*</tool_call>",
+            close_pattern=r"\s*```\s*</tool_call>",
             end="</tool_calls>",
         ),
         form=CallForm(
@@ -339,7 +337,7 @@ _DIALECTS = (
     Dialect(
         name="jamba",
         known_by=("<tool_calls>",),
-        fields=_json(open="<tool_calls>", close_pattern=_BEHIND_JSON + "</tool_calls>"),
+        fields=_json(open="<tool_calls>", close="</tool_calls>"),
         form=CallForm(begin="<tool_calls>[\n    ", call=_OBJECT, between=",\n    ", end="\n]</tool_calls>"),
     ),
     Dialect(
@@ -353,7 +351,7 @@ _DIALECTS = (
     Dialect(
         name="hermes",  # Qwen 2.5 and 3, SmolLM3, Granite 4 and many others
         known_by=("<tool_call>",),
-        fields=_json(open="<tool_call>", close_pattern=_BEHIND_JSON + "</tool_call>"),
+        fields=_json(open="<tool_call>", close="</tool_call>"),
         form=CallForm(
             call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
             between="\n",

@@ -32,6 +32,8 @@ class Answers:
         self._state: ThinkingState = "none"
         self._readers: dict[int, AnswerReader] = {}
         self.reads = bool(use.tools) or speech.always_reads
+        self.reasoning_tokens = 0
+        """of what has been read, by its share of the text"""
 
     def prepare(self, params: SamplingParams, prompt: str, continued: str) -> SamplingParams:
         """For what the prompt turned out to be: `continued` of it is the answer's beginning."""
@@ -60,6 +62,9 @@ class Answers:
             reader = self._readers[part.index] = self._speech.reader(self._use.tools, self._state)
         before = reader.num_calls
         pieces = reader.feed(part.text)
+        if part.text:
+            thought = sum(len(piece.reasoning) for piece in pieces) / len(part.text)
+            self.reasoning_tokens += round(len(part.token_ids) * min(thought, 1.0))
         if part.finish_reason is not None:
             pieces += reader.end()
         if not self._use.parallel and reader.num_calls > 1:

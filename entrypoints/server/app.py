@@ -22,6 +22,8 @@ from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
 from entrypoints.server.openapi import add_document
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
+from entrypoints.server.responses_api import routes as responses_api
+from entrypoints.server.responses_api.store import ResponseStore
 from entrypoints.server.streaming import ClientLeftError, Unanswered, answer
 
 
@@ -45,10 +47,15 @@ def create_app(
     async def on_client_left(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
+    limits = engine.config.limits
+    store = ResponseStore(settings.response_store, limits.stored_responses_bytes, limits.stored_responses_s)
+
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        app.state.background.stop()
         await engine.shutdown()
+        store.close()
 
     # A redirect would name the host that the client claims to have asked.
     app = Application(
@@ -59,7 +66,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = bounded_route(engine.config.limits)
+    app.router.route_class = bounded_route(limits)
     app.state.unanswered = Unanswered()
     app.state.draining = False
     errors.install(app)
@@ -67,6 +74,7 @@ def create_app(
     context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
     _tokenizer_routes(app, context)
+    responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)
     operation.add_routes(app, context)
     add_document(app, keyed=api_key is not None)

@@ -93,13 +93,14 @@ class ChatHandler:
 
     def reply(self, output: RequestOutput) -> ChatCompletion:
         self.usage.add(0, output)
+        choices = [self.choice(part) for part in output.outputs]
         reply = ChatCompletion(
             self.id,
             self.created,
             self.context.served_name,
-            [self.choice(part) for part in output.outputs],
+            choices,
             system_fingerprint=self.context.fingerprint,
-            usage=self.usage.usage(),
+            usage=self.usage.usage(self.answers.reasoning_tokens),
         )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
@@ -143,13 +144,13 @@ class ChatHandler:
                     with fails_alone("making a part of the answer"):
                         chunks = self.chunks_of(part)
                         for chunk in chunks:
-                            chunk.usage = self.usage.usage() if each else None
+                            chunk.usage = self.usage.usage(self.answers.reasoning_tokens) if each else None
                         shown = [event(chunk) for chunk in chunks]
                     for one in shown:
                         yield one
         if options and options.include_usage:
             final = self.envelope([])
-            final.usage = self.usage.usage()
+            final.usage = self.usage.usage(self.answers.reasoning_tokens)
             yield event(final)
         yield DONE
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -30,7 +31,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 IGNORED = "x-pageloom-ignored"
 _MOST_TOLD = 20
 _MOST_CHARS = 64
-_PLAIN = re.compile(r"[^A-Za-z0-9_.\-]")
+_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]\-]")
 
 logger = logging.getLogger("pageloom.server")
 
@@ -44,6 +45,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = AUTO
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     """under which thinking is given out"""
+    response_store: Path | None = None
+    """file of `/v1/responses`; None: in memory"""
 
 
 class ServerContext:
@@ -71,9 +74,10 @@ class ServerContext:
         if name is not None and name != self.served_name:
             raise HTTPException(404, model_not_found(name, self.served_name))
 
-    def take_note(self, body: Body, request: Request) -> None:
-        """Of fields that nobody knows: a line in the log and a header, or `InvalidRequestError`."""
-        unknown = body.unknown_fields()
+    def take_note(self, body: Body, request: Request, more: Sequence[str] = ()) -> None:
+        """Of fields that nobody knows, and `more` that is passed over: a line in the log and a header, or
+        `InvalidRequestError`."""
+        unknown = [*body.unknown_fields(), *more]
         if not unknown:
             return
         if self.settings.strict_fields:

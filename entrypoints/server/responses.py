@@ -19,6 +19,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     accepted_prediction_tokens: int
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
@@ -155,8 +156,11 @@ class UsageCount:
         """Tokens that were generated and are not sent (echo with max_tokens 0)."""
         self._completion -= tokens
 
-    def usage(self) -> Usage:
+    def usage(self, reasoning_tokens: int = 0) -> Usage:
         prompt, cached, accepted = (sum(column) for column in zip((0, 0, 0), *self._prompts.values()))
         total = prompt + self._completion
-        details = PromptTokensDetails(cached), CompletionTokensDetails(min(accepted, self._completion))
+        details = (
+            PromptTokensDetails(cached),
+            CompletionTokensDetails(min(accepted, self._completion), reasoning_tokens),
+        )
         return Usage(prompt, self._completion, total, *details)

@@ -122,7 +122,7 @@ def test_text_around_calls_keeps_its_own_whitespace() -> None:
 def test_a_mark_within_an_argument_ends_nothing(name: str, mark: str) -> None:
     form = DIALECTS[name].form
     assert form is not None
-    calls: list[tuple[str, dict[str, object]]] = [("edit_file", {"path": "a", "text": f"x{mark} y"})]
+    calls: list[tuple[str, dict[str, object]]] = [("edit_file", {"path": "a", "text": f'x"}}}}{mark}{mark} y'})]
     for pieces in splits(written(form, calls)):
         assert read(reader_of(DIALECTS[name]), pieces) == ("", "", calls)
 

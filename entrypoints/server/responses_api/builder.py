@@ -1,0 +1,160 @@
+"""A response as it grows: output items from pieces of an answer, and the events that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.dialects.forms import Call, Piece
+from entrypoints.server.logprobs import ChatLogprob
+from entrypoints.server.responses import new_id, now
+from entrypoints.server.responses_api.fields import ResponseObject
+from entrypoints.server.responses_api.items import sealed
+from entrypoints.server.tools import input_of
+
+Event = dict[str, Any]
+
+
+class ResponseBuilder:
+    """`feed` what comes, then `finish`. Events hold `sequence_number`; the response is there at any time."""
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        *,
+        custom: frozenset[str],
+        namespaces: dict[str, tuple[str, str]],
+        with_logprobs: bool,
+        seals: bool,
+    ) -> None:
+        """`seals`: thinking goes to the client in a form to bring back."""
+        self.response = response
+        self._custom, self._namespaces = custom, namespaces
+        self._with_logprobs, self._seals = with_logprobs, seals
+        self._numbers = 0
+        self._text = ""
+        self._logprobs: list[Any] = []
+        self._open: dict[str, Any] | None = None
+
+    def start(self) -> list[Event]:
+        return [self._event(f"response.{name}", response=self._shown()) for name in ("created", "in_progress")]
+
+    def feed(self, pieces: Sequence[Piece], logprobs: Sequence[ChatLogprob] = ()) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces:
+            if piece.call is not None:
+                events += [*self._close(), *self._call(piece.call)]
+            elif piece.reasoning:
+                events += self._grow("reasoning", piece.reasoning, ())
+            else:
+                events += self._grow("message", piece.content, logprobs)
+                logprobs = ()
+        return events
+
+    def finish(self, reason: str | None, usage: Any, schema_error: str | None = None) -> list[Event]:
+        """`reason`: as completions have it."""
+        response = self.response
+        events = [] if response.output else self._begin("message")
+        events += self._close("incomplete" if reason == "length" else "completed")
+        response.usage = usage
+        response.status = "completed"
+        if reason == "length":
+            response.status, response.incomplete_details = "incomplete", {"reason": "max_output_tokens"}
+        response.completed_at = now() if response.status == "completed" else None
+        if schema_error is not None:
+            response.schema_error = schema_error
+        return [*events, self._event(f"response.{response.status}", response=self._shown())]
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        self._open = None
+        self.response.status, self.response.error = "failed", {"code": code, "message": message}
+        return [self._event("response.failed", response=self._shown())]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._numbers += 1
+        return {"type": kind, "sequence_number": self._numbers - 1, **fields}
+
+    def _shown(self) -> Any:
+        """As it is now: events are encoded later."""
+        return msgspec.to_builtins(self.response)
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.response.output) - 1}
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[ChatLogprob]) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != kind:
+            events += [*self._close(), *self._begin(kind)]
+        self._text += text
+        place = {**self._place(), "content_index": 0, "delta": text}
+        if kind == "reasoning":
+            return [*events, self._event("response.reasoning_text.delta", **place)]
+        found = [msgspec.to_builtins(each) for each in logprobs] if self._with_logprobs else []
+        self._logprobs += found
+        return [*events, self._event("response.output_text.delta", **place, logprobs=found)]
+
+    def _begin(self, kind: str) -> list[Event]:
+        prefix = "rs" if kind == "reasoning" else "msg"
+        item: dict[str, Any] = {"type": kind, "id": new_id(prefix), "status": "in_progress"}
+        item |= {"summary": [], "content": []} if kind == "reasoning" else {"role": "assistant", "content": []}
+        self._open, self._text, self._logprobs = item, "", []
+        self.response.output.append(item)
+        added = self._event(
+            "response.output_item.added", output_index=self._place()["output_index"], item={**item, "content": []}
+        )
+        return [added, self._event("response.content_part.added", **self._place(), content_index=0, part=self._part())]
+
+    def _part(self) -> dict[str, Any]:
+        assert self._open is not None
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        item = self._open
+        if item is None:
+            return []
+        place, part = self._place(), self._part()
+        item |= {"status": status, "content": [part]}
+        if item["type"] == "reasoning":
+            if self._seals:
+                item["encrypted_content"] = sealed(self._text)
+            done = self._event("response.reasoning_text.done", **place, content_index=0, text=self._text)
+        else:
+            done = self._event(
+                "response.output_text.done", **place, content_index=0, text=self._text, logprobs=self._logprobs
+            )
+        self._open = None
+        return [
+            done,
+            self._event("response.content_part.done", **place, content_index=0, part=part),
+            self._event("response.output_item.done", output_index=place["output_index"], item=dict(item)),
+        ]
+
+    def _call(self, call: Call) -> list[Event]:
+        custom = call.name in self._custom
+        kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
+        text = input_of(call.arguments) if custom else call.arguments
+        item = {"type": kind, "id": new_id("ctc" if custom else "fc"), "call_id": call.id, "name": call.name}
+        if call.name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[call.name]
+        self._open = item
+        self.response.output.append(item)
+        place = self._place()
+        index = place["output_index"]
+        events = [
+            self._event(
+                "response.output_item.added", output_index=index, item={**item, field: "", "status": "in_progress"}
+            )
+        ]
+        item |= {field: text, "status": "completed"}
+        told = "custom_tool_call_input" if custom else "function_call_arguments"
+        events.append(self._event(f"response.{told}.delta", **place, delta=text))
+        more = {} if custom else {"name": item["name"]}
+        events.append(self._event(f"response.{told}.done", **place, **{field: text}, **more))
+        events.append(self._event("response.output_item.done", output_index=index, item=dict(item)))
+        self._open = None
+        return events

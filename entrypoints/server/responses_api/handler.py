@@ -1,0 +1,219 @@
+"""One response: from its items to a prompt, and from the model's answer to output items."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+from engine.frontend.failures import fails_alone
+from engine.frontend.texts import too_many_tokens
+from engine.request import RequestOutput
+from entrypoints.server.answers import Answers
+from entrypoints.server.context import Outputs, ServerContext
+from entrypoints.server.errors import describe
+from entrypoints.server.logprobs import ChatLogprob, chat_logprobs
+from entrypoints.server.responses import UsageCount, new_id, now
+from entrypoints.server.responses_api.builder import Event, ResponseBuilder
+from entrypoints.server.responses_api.fields import (
+    ENCRYPTED_REASONING,
+    LOGPROBS,
+    ContextFields,
+    InputTokensDetails,
+    NamedTools,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+    tools_of,
+)
+from entrypoints.server.responses_api.items import Messages
+from entrypoints.server.responses_api.store import ResponseStore, Stored
+
+_encoder = msgspec.json.Encoder()
+
+
+class Conversation:
+    """What `body` goes on from, as messages. Raises `InvalidRequestError`."""
+
+    def __init__(self, context: ServerContext, store: ResponseStore, body: ContextFields) -> None:
+        self.context, self.body = context, body
+        self.tools: NamedTools = tools_of(body, context.engine.config.limits)
+        self.items = [{"id": new_id(_prefix(item)), **item} for item in body.items()]
+        messages = Messages(store.item, self.tools.namespaces)
+        if body.instructions:
+            messages.messages.append({"role": "system", "content": body.instructions})
+        if body.previous_response_id is not None:
+            turns = store.turns(body.previous_response_id)
+            if turns is None:
+                name = body.previous_response_id[:100]
+                raise InvalidRequestError(
+                    f"Previous response with id '{name}' not found.",
+                    "previous_response_id",
+                    "previous_response_not_found",
+                )
+            for turn in turns:
+                messages.add([*turn.input, *turn.response.output])
+        messages.add(self.items)
+        self.messages = messages.messages
+
+    async def render(self) -> tuple[str, list[int]]:
+        """Raises `InvalidRequestError`."""
+        body, engine = self.body, self.context.engine
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        switches = self.context.speech.template_switches(effort, None)
+        text, token_ids = await engine.render_chat(
+            self.messages,
+            tools=self.tools.use.tools or None,
+            template_kwargs={**switches, **(body.chat_template_kwargs or {})},
+        )
+        if len(token_ids) >= engine.max_model_len:
+            raise too_many_tokens(len(token_ids), engine.max_model_len, "input")
+        return text, token_ids
+
+
+def _prefix(item: dict[str, Any]) -> str:
+    kind = str(item.get("type", "message"))
+    known = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+    return known.get(kind, "item")
+
+
+class ResponseHandler:
+    """Serves one body. Raises `InvalidRequestError`."""
+
+    def __init__(self, context: ServerContext, store: ResponseStore, body: ResponsesRequest) -> None:
+        self.context, self.store, self.body = context, store, body
+        self.structured_by, structure = body.wanted_structure()
+        self.conversation = Conversation(context, store, body)
+        use = self.conversation.tools.use
+        self.answers = Answers(context.speech, use, structure)
+        include = body.include or ()
+        limit = context.engine.config.max_logprobs
+        self.top = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in include else None
+        if self.top is not None and not 0 <= self.top <= limit:
+            raise InvalidRequestError(f"top_logprobs must be in [0, {limit}] (--max-logprobs)", "top_logprobs")
+        most = body.max_output_tokens or context.recommended_max_tokens
+        defaults = context.engine.default_sampling_params()
+        self.params = body.sampling_params(defaults, most, self.top, None, structure)
+        self.usage = UsageCount()
+        self.builder = ResponseBuilder(
+            self._new_response(),
+            custom=use.custom,
+            namespaces=self.conversation.tools.namespaces,
+            with_logprobs=self.top is not None,
+            seals=ENCRYPTED_REASONING in include,
+        )
+
+    @property
+    def response(self) -> ResponseObject:
+        return self.builder.response
+
+    def _new_response(self) -> ResponseObject:
+        body, params = self.body, self.params
+        reasoning = {"effort": body.reasoning.effort if body.reasoning else None, "summary": None}
+        form = body.text.format if body.text is not None and body.text.format else {"type": "text"}
+        extra = {name: getattr(body, name) for name in ("metadata", "safety_identifier", "prompt_cache_key", "user")}
+        return ResponseObject(
+            id=new_id("resp"),
+            created_at=now(),
+            model=self.context.served_name,
+            status="in_progress",
+            background=bool(body.background),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            metadata=extra.pop("metadata") or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            previous_response_id=body.previous_response_id,
+            reasoning=reasoning,
+            store=bool(body.keep),
+            temperature=params.temperature,
+            text={"format": form},
+            tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+            tools=[_shown_tool(tool) for tool in body.tools or ()],
+            top_logprobs=self.top or 0,
+            top_p=params.top_p,
+            **extra,
+        )
+
+    async def outputs(self) -> Outputs:
+        text, token_ids = await self.conversation.render()
+        params = self.answers.prepare(self.params, text, "")
+        prompt = {"prompt_token_ids": token_ids}
+        return self.context.generate(prompt, params, self.body, self.response.id, delta=True)
+
+    def take(self, output: RequestOutput) -> list[Event]:
+        """What is new."""
+        self.usage.add(0, output)
+        events: list[Event] = []
+        for part in output.outputs:
+            logprobs: list[ChatLogprob] = []
+            if self.top is not None:
+                logprobs = chat_logprobs(self.context.texts, part.token_ids, part.logprobs or [], self.top).content
+            events += self.builder.feed(self.answers.pieces(part), logprobs)
+            if part.finish_reason is not None:
+                error = self.answers.schema_error(part)
+                events += self.builder.finish(part.finish_reason, self.counted(), error)
+        return events
+
+    def counted(self) -> ResponseUsage:
+        usage, thought = self.usage.usage(), self.answers.reasoning_tokens
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(cached),
+            usage.completion_tokens,
+            OutputTokensDetails(thought),
+            usage.total_tokens,
+        )
+
+    def keep(self) -> None:
+        if self.body.keep:
+            self.store.put(Stored(self.response, self.conversation.items))
+
+    async def whole(self) -> ResponseObject:
+        async with aclosing(await self.outputs()) as outputs:
+            async for output in outputs:
+                with fails_alone("making the answer"):
+                    self.take(output)
+        self.keep()
+        return self.response
+
+    async def events(self, request_id: str) -> AsyncGenerator[bytes, None]:
+        """Server-sent. What fails once it has begun is told in an event."""
+        async with aclosing(await self.outputs()) as outputs:
+            begun = False
+            try:
+                async for output in outputs:
+                    told = [] if begun else self.builder.start()
+                    begun = True
+                    with fails_alone("making a part of the answer"):
+                        told += self.take(output)
+                    if output.finished:
+                        self.keep()
+                    for each in told:
+                        yield encoded(each)
+            except Exception as error:
+                if not begun:
+                    raise
+                _, described, _ = describe(error, request_id)
+                info = described["error"]
+                for each in self.builder.fail(info["code"] or info["type"], info["message"]):
+                    yield encoded(each)
+        yield b"data: [DONE]\n\n"
+
+
+def encoded(event: Event) -> bytes:
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False, **tool}

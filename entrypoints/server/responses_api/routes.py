@@ -1,0 +1,177 @@
+"""`/v1/responses`: make one, ask for it again, go on from it, cancel it, count what it would take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.responses import Response
+
+from engine import SamplingParams
+from engine.errors import InvalidRequestError
+from entrypoints.server.context import ServerContext, last
+from entrypoints.server.encoding import json_response
+from entrypoints.server.errors import describe, error_body
+from entrypoints.server.request_ids import request_id_of
+from entrypoints.server.responses import UsageCount, new_id, now
+from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
+from entrypoints.server.responses_api.handler import Conversation, ResponseHandler
+from entrypoints.server.responses_api.items import sealed
+from entrypoints.server.responses_api.store import ResponseStore, Stored
+from entrypoints.server.streaming import EventStream, Primed, answer
+from entrypoints.server.structured import blamed_on
+
+logger = logging.getLogger("pageloom.server")
+
+_SUMMARY_TOKENS = 1024
+_ASK_FOR_SUMMARY = (
+    "Sum up this conversation for whoever goes on with it: what was asked, what was found out and done, names, numbers "
+    "and decisions that matter, and what is still to do. Write nothing else."
+)
+
+
+class Background:
+    """Responses that nobody waits for."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._running: dict[str, tuple[asyncio.Task[None], ResponseHandler]] = {}
+
+    def start(self, handler: ResponseHandler, request_id: str) -> None:
+        handler.keep()
+        task = asyncio.create_task(self._run(handler, request_id))
+        self._running[handler.response.id] = task, handler
+        task.add_done_callback(lambda _: self._running.pop(handler.response.id, None))
+
+    def cancel(self, name: str) -> bool:
+        if name not in self._running:
+            return False
+        task, handler = self._running[name]
+        task.cancel()
+        handler.response.status = "cancelled"
+        handler.keep()
+        return True
+
+    def stop(self) -> None:
+        for task, _ in self._running.values():
+            task.cancel()
+
+    async def _run(self, handler: ResponseHandler, request_id: str) -> None:
+        try:
+            await handler.whole()
+        except Exception as error:
+            _, described, _ = describe(error, request_id)
+            info = described["error"]
+            handler.builder.fail(info["code"] or info["type"], info["message"])
+            handler.keep()
+
+
+def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> None:
+    background = Background(store)
+    app.state.background = background
+
+    @app.post("/v1/responses")
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        context.check_model(body.model)
+        handler = ResponseHandler(context, store, body)
+        context.take_note(body, request, handler.conversation.tools.ignored)
+        name = request_id_of(request.scope)
+        with blamed_on(handler.structured_by):
+            if body.background:
+                background.start(handler, name)
+                return json_response(handler.response)
+            if body.stream:
+                return EventStream(await answer(request, Primed(handler.events(name)).prime()))
+            return json_response(await answer(request, handler.whole()))
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, object]:
+        context.check_model(body.model)
+        conversation = Conversation(context, store, body)
+        context.take_note(body, request, conversation.tools.ignored)
+        _, token_ids = await answer(request, conversation.render())
+        return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+
+    @app.post("/v1/responses/compact")
+    async def compact(body: CompactRequest, request: Request) -> Response:
+        context.check_model(body.model)
+        context.take_note(body, request)
+        return json_response(await answer(request, compacted(context, store, body)))
+
+    _stored_routes(app, store, background)
+
+
+def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -> None:
+    def found(name: str) -> Stored:
+        stored = store.get(name)
+        if stored is None:
+            message = f"Response with id '{name[:100]}' not found."
+            raise HTTPException(404, error_body(message, "invalid_request_error", None, "response_not_found"))
+        return stored
+
+    @app.get("/v1/responses/{name}")
+    async def retrieve(name: str, stream: bool = False) -> Response:
+        if stream:
+            raise InvalidRequestError("stream: a stored response is given whole", "stream")
+        return json_response(found(name).response)
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str) -> dict[str, object]:
+        found(name)
+        background.cancel(name)
+        return {"id": name, "object": "response", "deleted": store.delete(name)}
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str) -> Response:
+        stored = found(name)
+        if not background.cancel(name):
+            raise InvalidRequestError(f"response {stored.response.id} is not running in the background", "response_id")
+        return json_response(found(name).response)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(
+        name: str, after: str | None = None, order: str = "desc", limit: int = Query(default=20, ge=1, le=100)
+    ) -> dict[str, object]:
+        items: list[dict[str, Any]] = [{"type": "message", **item} for item in found(name).input]
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None:
+            if after not in ids:
+                raise InvalidRequestError(f"after: no input item has the id {after[:100]!r}", "after")
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": page, "has_more": len(items) > limit, **ends}
+
+
+async def compacted(context: ServerContext, store: ResponseStore, body: CompactRequest) -> dict[str, object]:
+    """The model sums a conversation up. What users said is kept as it is."""
+    conversation = Conversation(context, store, body)
+    conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
+    _, token_ids = await conversation.render()
+    params = SamplingParams(temperature=0.0, max_tokens=_SUMMARY_TOKENS)
+    stream = context.engine.generate({"prompt_token_ids": token_ids}, params, new_id("compact"), final_only=True)
+    output = await last(stream)  # type: ignore[arg-type]
+    count = UsageCount()
+    count.add(0, output)
+    usage = count.usage()
+    item = {"type": "compaction", "id": new_id("cmp"), "encrypted_content": sealed(output.outputs[0].text)}
+    said = [
+        each for each in conversation.items if each.get("type", "message") == "message" and each.get("role") == "user"
+    ]
+    return {
+        "id": new_id("resp"),
+        "object": "response.compaction",
+        "created_at": now(),
+        "output": [*({"type": "message", "status": "completed", **each} for each in said), item],
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        },
+    }

@@ -1,0 +1,134 @@
+"""Responses that may be asked for again, or gone on from: bounded in bytes and in time, in memory or in a file."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import ConfigError
+from entrypoints.server.responses_api.fields import ResponseObject
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
+CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS items_response ON items (response);
+"""
+_MOST_TURNS = 4096
+
+
+class Stored(msgspec.Struct):
+    """`input`: what came with it, each with an id; not what came before."""
+
+    response: ResponseObject
+    input: list[dict[str, Any]]
+
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Stored)
+
+
+class ResponseStore:
+    """Methods may be called from any thread. What has not been used for longest goes first; going on from a response
+    uses all that came before it."""
+
+    def __init__(self, file: Path | None, most_bytes: int, seconds: float) -> None:
+        """None: in memory. Raises `ConfigError`."""
+        self._most_bytes, self._seconds = most_bytes, seconds
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(file or ":memory:", check_same_thread=False, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.executescript(_SCHEMA)
+            found = self._database.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()
+        except sqlite3.Error as error:
+            raise ConfigError(f"the response store {file} cannot be opened: {error}") from error
+        self._bytes: int = found[0]
+
+    def put(self, stored: Stored) -> None:
+        """New, or in place of itself."""
+        response = stored.response
+        body = _encoder.encode(stored)
+        names = [item["id"] for item in (*stored.input, *response.output) if isinstance(item.get("id"), str)]
+        with self._lock:
+            self._delete([response.id])
+            row = (response.id, response.previous_response_id, time.time(), len(body), body)
+            with self._database:
+                self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+                pairs = [(name, response.id) for name in names]
+                self._database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?)", pairs)
+            self._bytes += len(body)
+            self._evict()
+
+    def get(self, name: str) -> Stored | None:
+        with self._lock:
+            self._evict()
+            found = self._database.execute("SELECT body FROM responses WHERE id = ?", (name,)).fetchone()
+        return None if found is None else _decoder.decode(found[0])
+
+    def delete(self, name: str) -> bool:
+        with self._lock:
+            return bool(self._delete([name]))
+
+    def item(self, name: str) -> dict[str, Any] | None:
+        with self._lock:
+            found = self._database.execute("SELECT response FROM items WHERE id = ?", (name,)).fetchone()
+        stored = None if found is None else self.get(found[0])
+        items = [] if stored is None else [*stored.input, *stored.response.output]
+        return next((item for item in items if item.get("id") == name), None)
+
+    def turns(self, name: str) -> list[Stored] | None:
+        """The response and all before it, the first one first; None where one of them is gone."""
+        with self._lock:
+            self._evict()
+            turns = list(self._back_from(name))
+            names = [turn.response.id for turn in turns]
+            with self._database:
+                touched = [(time.time(), each) for each in names]
+                self._database.executemany("UPDATE responses SET used = ? WHERE id = ?", touched)
+        if not turns or turns[-1].response.previous_response_id is not None:
+            return None
+        return turns[::-1]
+
+    def _back_from(self, name: str | None) -> Iterator[Stored]:
+        for _ in range(_MOST_TURNS):
+            found = self._database.execute("SELECT body FROM responses WHERE id = ?", (name,)).fetchone()
+            if found is None:
+                return
+            stored = _decoder.decode(found[0])
+            yield stored
+            name = stored.response.previous_response_id
+            if name is None:
+                return
+
+    def _evict(self) -> None:
+        oldest = time.time() - self._seconds
+        rows = self._database.execute("SELECT id FROM responses WHERE used < ?", (oldest,)).fetchall()
+        self._delete([row[0] for row in rows])
+        while self._bytes > self._most_bytes:
+            (name,) = self._database.execute("SELECT id FROM responses ORDER BY used LIMIT 1").fetchone()
+            self._delete([name])
+
+    def _delete(self, names: list[str]) -> int:
+        deleted = 0
+        for name in names:
+            found = self._database.execute("SELECT size FROM responses WHERE id = ?", (name,)).fetchone()
+            if found is None:
+                continue
+            with self._database:
+                self._database.execute("DELETE FROM items WHERE response = ?", (name,))
+                self._database.execute("DELETE FROM responses WHERE id = ?", (name,))
+            self._bytes -= found[0]
+            deleted += 1
+        return deleted
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
