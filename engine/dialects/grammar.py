@@ -14,6 +14,8 @@ from engine.grammars.marks import Marks
 _MARK = re.compile(r"<[^<>\n]{2,}>|\[[A-Z_]+\]")
 _NUMBER = "/[0-9]{1,3}/"
 _TEXT = "(?s:.*)"
+MOST_CALLS = 16
+"""in one answer that a grammar holds to calls: small models go on with the same one for as long as they may"""
 
 
 class _Rules:
@@ -129,7 +131,11 @@ def calls_grammar(
         body = f"{rules.literal(function['name'] + form.call[1])} {arguments} {rules.literal(form.call[2])}"
         ones.append(rules.add(f"t{number}", body))
     rules.add("one", " | ".join(ones))
-    more = f"({rules.literal(form.between + form.call[0])} one)*" if parallel and form.parallel else ""
+    more = (
+        f"({rules.literal(form.between + form.call[0])} one){{0,{MOST_CALLS - 1}}}"
+        if parallel and form.parallel
+        else ""
+    )
     begin = form.begin + form.call[0]
     rest = f"one {more} {rules.literal(form.end)}"
     if required:

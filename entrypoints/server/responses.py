@@ -135,6 +135,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
+def new_item_id(prefix: str) -> str:
+    """As the Responses API has them."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
 def now() -> int:
     return int(time.time())
 

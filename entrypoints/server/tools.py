@@ -14,6 +14,8 @@ from engine.limits import Limits
 from entrypoints.server.fields import Objects
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+_NAMED = "named"
+"""one call of one tool"""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,256}")
 _INPUT = "input"
 """the one argument of a custom tool"""
@@ -66,8 +68,8 @@ class ToolFields(BaseModel):
             return ToolUse()
         return ToolUse(
             tools=[tool for tool in tools if chosen is None or tool["function"]["name"] in chosen],
-            required=mode == REQUIRED,
-            parallel=self.parallel_tool_calls is not False and not legacy,
+            required=mode in (REQUIRED, _NAMED),
+            parallel=self.parallel_tool_calls is not False and not legacy and mode != _NAMED,
             custom=frozenset(custom),
             legacy=legacy,
         )
@@ -138,7 +140,7 @@ def _choice(given: str | Mapping[str, Any] | None, names: list[str], legacy: boo
         return mode, {_known_name(each, names, field) for each in listed}
     if given.get("type") in (AUTO, NONE, REQUIRED):
         return _choice(given["type"], names, legacy)
-    return REQUIRED, {_known_name(given, names, field)}
+    return _NAMED, {_known_name(given, names, field)}
 
 
 def _known_name(given: object, names: list[str], field: str) -> str:

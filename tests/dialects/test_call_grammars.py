@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.dialects.families import DIALECTS
 from engine.dialects.forms import CallForm, Dialect
-from engine.dialects.grammar import calls_grammar
+from engine.dialects.grammar import MOST_CALLS, calls_grammar
 from engine.errors import InvalidRequestError
 from engine.grammars.language import WHITESPACE, grammar_of
 from engine.grammars.marks import PLAIN
@@ -96,6 +96,9 @@ def test_several_calls_where_they_are_allowed(dialect: Dialect) -> None:
     two = written(form, [("now", {}), ("now", {})])
     assert takes(lark_of(form))(two) is form.parallel
     assert not takes(lark_of(form, parallel=False))(two)
+    if form.parallel:
+        most, more = (written(form, [("now", {})] * count) for count in (MOST_CALLS, MOST_CALLS + 1))
+        assert takes(lark_of(form))(most) and not takes(lark_of(form))(more)
 
 
 @pytest.mark.parametrize("dialect", FORMS, ids=lambda each: each.name)

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.dialects.forms import Call, Piece
 from entrypoints.server.logprobs import ChatLogprob
-from entrypoints.server.responses import new_id, now
+from entrypoints.server.responses import new_item_id, now
 from entrypoints.server.responses_api.fields import ResponseObject
 from entrypoints.server.responses_api.items import sealed
 from entrypoints.server.tools import input_of
@@ -98,7 +98,7 @@ class ResponseBuilder:
 
     def _begin(self, kind: str) -> list[Event]:
         prefix = "rs" if kind == "reasoning" else "msg"
-        item: dict[str, Any] = {"type": kind, "id": new_id(prefix), "status": "in_progress"}
+        item: dict[str, Any] = {"type": kind, "id": new_item_id(prefix), "status": "in_progress"}
         item |= {"summary": [], "content": []} if kind == "reasoning" else {"role": "assistant", "content": []}
         self._open, self._text, self._logprobs = item, "", []
         self.response.output.append(item)
@@ -138,7 +138,7 @@ class ResponseBuilder:
         custom = call.name in self._custom
         kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
         text = input_of(call.arguments) if custom else call.arguments
-        item = {"type": kind, "id": new_id("ctc" if custom else "fc"), "call_id": call.id, "name": call.name}
+        item = {"type": kind, "id": new_item_id("ctc" if custom else "fc"), "call_id": call.id, "name": call.name}
         if call.name in self._namespaces:
             item["namespace"], item["name"] = self._namespaces[call.name]
         self._open = item

@@ -16,7 +16,7 @@ from entrypoints.server.answers import Answers
 from entrypoints.server.context import Outputs, ServerContext
 from entrypoints.server.errors import describe
 from entrypoints.server.logprobs import ChatLogprob, chat_logprobs
-from entrypoints.server.responses import UsageCount, new_id, now
+from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.builder import Event, ResponseBuilder
 from entrypoints.server.responses_api.fields import (
     ENCRYPTED_REASONING,
@@ -42,7 +42,7 @@ class Conversation:
     def __init__(self, context: ServerContext, store: ResponseStore, body: ContextFields) -> None:
         self.context, self.body = context, body
         self.tools: NamedTools = tools_of(body, context.engine.config.limits)
-        self.items = [{"id": new_id(_prefix(item)), **item} for item in body.items()]
+        self.items = [{"id": new_item_id(_prefix(item)), **item} for item in body.items()]
         messages = Messages(store.item, self.tools.namespaces)
         if body.instructions:
             messages.messages.append({"role": "system", "content": body.instructions})
@@ -117,7 +117,7 @@ class ResponseHandler:
         form = body.text.format if body.text is not None and body.text.format else {"type": "text"}
         extra = {name: getattr(body, name) for name in ("metadata", "safety_identifier", "prompt_cache_key", "user")}
         return ResponseObject(
-            id=new_id("resp"),
+            id=new_item_id("resp"),
             created_at=now(),
             model=self.context.served_name,
             status="in_progress",

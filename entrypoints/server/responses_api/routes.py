@@ -6,16 +6,16 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response
 
-from engine import SamplingParams
 from engine.errors import InvalidRequestError
 from entrypoints.server.context import ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.errors import describe, error_body
 from entrypoints.server.request_ids import request_id_of
-from entrypoints.server.responses import UsageCount, new_id, now
+from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
 from entrypoints.server.responses_api.handler import Conversation, ResponseHandler
 from entrypoints.server.responses_api.items import sealed
@@ -25,7 +25,7 @@ from entrypoints.server.structured import blamed_on
 
 logger = logging.getLogger("pageloom.server")
 
-_SUMMARY_TOKENS = 1024
+_SUMMARY_TOKENS = 512
 _ASK_FOR_SUMMARY = (
     "Sum up this conversation for whoever goes on with it: what was asked, what was found out and done, names, numbers "
     "and decisions that matter, and what is still to do. Write nothing else."
@@ -152,18 +152,18 @@ async def compacted(context: ServerContext, store: ResponseStore, body: CompactR
     conversation = Conversation(context, store, body)
     conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
     _, token_ids = await conversation.render()
-    params = SamplingParams(temperature=0.0, max_tokens=_SUMMARY_TOKENS)
-    stream = context.engine.generate({"prompt_token_ids": token_ids}, params, new_id("compact"), final_only=True)
+    params = msgspec.structs.replace(context.engine.default_sampling_params(), max_tokens=_SUMMARY_TOKENS)
+    stream = context.engine.generate({"prompt_token_ids": token_ids}, params, new_item_id("compact"), final_only=True)
     output = await last(stream)  # type: ignore[arg-type]
     count = UsageCount()
     count.add(0, output)
     usage = count.usage()
-    item = {"type": "compaction", "id": new_id("cmp"), "encrypted_content": sealed(output.outputs[0].text)}
+    item = {"type": "compaction", "id": new_item_id("cmp"), "encrypted_content": sealed(output.outputs[0].text)}
     said = [
         each for each in conversation.items if each.get("type", "message") == "message" and each.get("role") == "user"
     ]
     return {
-        "id": new_id("resp"),
+        "id": new_item_id("resp"),
         "object": "response.compaction",
         "created_at": now(),
         "output": [*({"type": "message", "status": "completed", **each} for each in said), item],
