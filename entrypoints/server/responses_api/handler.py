@@ -58,6 +58,8 @@ class Conversation:
             for turn in turns:
                 messages.add([*turn.input, *turn.response.output])
         messages.add(self.items)
+        if not messages.messages:
+            raise InvalidRequestError("input must hold at least one item", "input")
         self.messages = messages.messages
 
     async def render(self) -> tuple[str, list[int]]:
@@ -65,11 +67,15 @@ class Conversation:
         body, engine = self.body, self.context.engine
         effort = body.reasoning.effort if body.reasoning is not None else None
         switches = self.context.speech.template_switches(effort, None)
-        text, token_ids = await engine.render_chat(
-            self.messages,
-            tools=self.tools.use.tools or None,
-            template_kwargs={**switches, **(body.chat_template_kwargs or {})},
-        )
+        try:
+            text, token_ids = await engine.render_chat(
+                self.messages,
+                tools=self.tools.use.tools or None,
+                template_kwargs={**switches, **(body.chat_template_kwargs or {})},
+            )
+        except InvalidRequestError as error:
+            field = "input" if error.field == "messages" else error.field
+            raise InvalidRequestError(str(error), field, error.code) from error
         if len(token_ids) >= engine.max_model_len:
             raise too_many_tokens(len(token_ids), engine.max_model_len, "input")
         return text, token_ids
