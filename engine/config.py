@@ -41,11 +41,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """What the user may set, declared here for all doors: Python's `LLM` and `AsyncEngine`, and the command line. None
     means "choose for me"; `resolve` chooses."""
 
-    model: Annotated[str, _about("a Hugging Face directory or one GGUF file", hidden=True)]
+    model: Annotated[str, _about("a Hugging Face directory, one GGUF file, or a hub's name for either", hidden=True)]
     served_model_name: Annotated[str | None, _about("the model's name in the API", hidden=True)] = None
     tokenizer: Annotated[
-        str | None, _about("directory or GGUF file of the tokenizer, where it is not the model's own")
+        str | None, _about("directory, GGUF file or hub's name of the tokenizer, where it is not the model's own")
     ] = None
+    revision: Annotated[str | None, _about("branch, tag or commit of a model that comes from a hub")] = None
+    download_dir: Annotated[str | None, _about("where models from a hub are kept; default: as HF_HOME says")] = None
     dtype: Annotated[DType, _about("of weights and activations")] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4"],

@@ -48,6 +48,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.errors import ConfigError
+from engine.hub import local_models
 from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, shortened_context
 from engine.machine import Machine, probe_machine
 from engine.models.generation import overridden
@@ -126,14 +127,13 @@ def resolve(
 
 
 def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
-    """Read the model's description and this machine, and resolve. The one impure step between a door and its engine.
-
-    Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut.
-    """
+    """Bring the model here, read its description and this machine, and resolve: the one impure step between a door and
+    its engine. Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut."""
     from engine.models.description import describe
     from engine.models.drafts import check_length, describe_draft
 
     machine = probe_machine(args.device)
+    args = local_models(args, machine)
     read = describe(_absolute(args.model, machine))
     draft = describe_draft(_speculation(args, _device(args, machine), machine), read.spec)
     defaults = overridden(read.generation_defaults, args.override_generation_config)

@@ -13,7 +13,11 @@ from entrypoints.start import interrupts_raise
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
-    parser.add_argument("model", nargs="?", help="Hugging Face directory or GGUF file; without it, the demo model")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="Hugging Face directory, GGUF file, or hub's name (ORG/NAME, ORG/NAME:QUANT); without it, the demo model",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     parser.add_argument("--served-model-name", help="the model's name in the API; default: its directory or file name")
@@ -118,6 +122,8 @@ def _origins(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for library in ("httpx", "httpx2"):  # a line for each request to a hub
+        logging.getLogger(library).setLevel(logging.WARNING)
     import asyncio
 
     from engine.errors import EngineError
