@@ -115,18 +115,19 @@ def fetched(
 
 def _files(repo: str, revision: str | None, cache_dir: str | None) -> list[HubFile]:
     """At the root of the repository; where no hub can be asked, of what was fetched before."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    import huggingface_hub as library
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    _ = library.snapshot_download  # first: 2.4 prints that it imports in circles otherwise
     try:
-        found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_PATIENCE_S)
+        found = library.HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_PATIENCE_S)
     except (HfHubHTTPError, HFValidationError):
         raise
     except Exception as error:  # the network's, of an HTTP library underneath, or none is allowed
         logger.warning("no hub can be asked for %s (%s): what was fetched before is used", repo, type(error).__name__)
         return _kept(repo, revision or "main", cache_dir)
     names = [(each.rfilename, each.size or 0) for each in found.siblings or () if "/" not in each.rfilename]
-    here = [try_to_load_from_cache(repo, name, cache_dir=cache_dir, revision=found.sha) for name, _ in names]
+    here = [library.try_to_load_from_cache(repo, name, cache_dir=cache_dir, revision=found.sha) for name, _ in names]
     return [HubFile(name, size, not isinstance(path, str)) for (name, size), path in zip(names, here)]
 
 

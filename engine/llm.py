@@ -50,8 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str | PathLike[str], *, in_process: bool = True, **settings: Any) -> None:
-        """`model`: a Hugging Face directory, a GGUF file or a hub's name for either (`engine.hub`). `settings`: those of
-        `EngineArgs`. Raises `ConfigError`."""
+        """`model`: a Hugging Face directory, a GGUF file or a hub's name for either (`engine.hub`). `settings`: those
+        of `EngineArgs`. Raises `ConfigError`."""
         self._start(make_args(model, settings), InProcessClient if in_process else ProcessClient)
 
     @classmethod

@@ -19,15 +19,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What comes before an answer that has a grammar, and is free: text between two marks, which are texts as the model
     writes them, special tokens or not. ``open`` None: the prompt has opened it. The model may leave it out unless the
-    prompt opened it, or ``required``. Raises `InvalidRequestError`."""
+    prompt opened it, or ``required``. After ``budget`` tokens the closing mark follows, which must be one token, or
+    begin with one. Raises `InvalidRequestError`."""
 
     close: str
     open: str | None = None
     required: bool = False
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if not self.close or self.open == "":
             raise InvalidRequestError("structured_outputs.thinking: its marks must not be empty", "structured_outputs")
+        if self.budget is not None and self.budget < 1:
+            raise InvalidRequestError(
+                f"structured_outputs.thinking.budget must be at least 1, got {self.budget}", "structured_outputs"
+            )
 
     def behind(self, text: str) -> str:
         """What follows it in an output."""

@@ -26,7 +26,9 @@ Reply = Callable[[Messages], AsyncGenerator[str, None]]
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-chat", description=__doc__)
-    parser.add_argument("model", nargs="?", help="Hugging Face directory, GGUF file, or hub's name; without it, the demo model")
+    parser.add_argument(
+        "model", nargs="?", help="Hugging Face directory, GGUF file, or hub's name; without it, the demo model"
+    )
     parser.add_argument("--url", help="talk to this server (http://host:port) instead of loading a model")
     parser.add_argument("--api-key", help="for --url; default: PAGELOOM_API_KEY, where it is set")
     parser.add_argument("--system", help="system message")

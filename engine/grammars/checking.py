@@ -49,6 +49,8 @@ def checker(setup: bytes) -> Callable[[bytes], bytes]:
 def names_tokens(params: StructuredOutputsParams, marks: Marks) -> bool:
     """It may: Lark's <|token|> and <[1-5]>; GBNF has none. Or marks of its thinking are special tokens."""
     thinking = params.thinking
+    if thinking is not None and thinking.budget is not None:
+        return True
     if thinking is not None and any(marks.has_special(mark) for mark in (thinking.open or "", thinking.close)):
         return True
     return params.grammar is not None and "<" in params.grammar and "::=" not in params.grammar

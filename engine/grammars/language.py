@@ -60,7 +60,9 @@ def grammar_of(params: StructuredOutputsParams, marks: Marks = PLAIN) -> str:
 
 def _thinking(thinking: Thinking, marks: Marks) -> list[str]:
     """Rules for free text up to a mark. The whitespace that models write behind it is no part of it."""
-    if marks.begins_special(thinking.close):
+    if thinking.budget is not None:
+        lines = _bounded_thought(thinking, thinking.budget, marks)
+    elif marks.begins_special(thinking.close):
         lines = [f"thought: /{ANY_TEXT}/ {marks.lark(thinking.close)}"]
     else:
         head, rest = marks.split_before_special(thinking.close)
@@ -68,6 +70,23 @@ def _thinking(thinking: Thinking, marks: Marks) -> list[str]:
     if thinking.open is None:
         return [*lines, "thinking: thought"]
     return [*lines, f"thinking: ({marks.lark(thinking.open)} thought){'' if thinking.required else '?'}"]
+
+
+def _bounded_thought(thinking: Thinking, budget: int, marks: Marks) -> list[str]:
+    """Raises `InvalidRequestError`. Spelled out, the mark is no part of the text either: its token alone ends it."""
+    found = marks.first_token(thinking.close)
+    if found is None:
+        raise InvalidRequestError(
+            f"{FIELD}.thinking.budget: this model's vocabulary has no token {thinking.close!r}, which a budget needs",
+            FIELD,
+        )
+    token, mark, rest = found
+    spelled = re.escape(mark).replace("/", r"\/")
+    return [
+        f"thought: thought_text <[{token}]> {marks.lark(rest)}",
+        f"thought_text[max_tokens={budget}]: THOUGHT",
+        f"THOUGHT: /{ANY_TEXT}/ & ~/{ANY_TEXT}{spelled}{ANY_TEXT}/",
+    ]
 
 
 def _grammar_of_answer(params: StructuredOutputsParams) -> str:

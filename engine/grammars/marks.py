@@ -18,6 +18,7 @@ class Marks:
         """None: it has no special tokens."""
         added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
         self._ids = {token.content: number for number, token in added.items() if token.special and token.content}
+        self._tokens = {token.content: number for number, token in added.items() if token.content}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
@@ -29,6 +30,11 @@ class Marks:
             parts += [_quoted(text[at : found.start()]), f"<[{self._ids[found.group()]}]>"]
             at = found.end()
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part)
+
+    def first_token(self, text: str) -> tuple[int, str, str] | None:
+        """The added token that it begins with, special or not: its id, its text, and what follows."""
+        found = max((mark for mark in self._tokens if text.startswith(mark)), key=len, default=None)
+        return None if found is None else (self._tokens[found], found, text[len(found) :])
 
     def has_special(self, text: str) -> bool:
         return self._special is not None and self._special.search(text) is not None

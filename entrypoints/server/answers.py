@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 class Answers:
     """Of one request, whose samples are read each by itself. `prepare` comes before the first of them."""
 
-    def __init__(self, speech: Speech, use: ToolUse, structure: StructuredOutputsParams | None) -> None:
-        """`structure`: what content must be. Raises `InvalidRequestError`."""
+    def __init__(
+        self, speech: Speech, use: ToolUse, structure: StructuredOutputsParams | None, budget: int | None = None
+    ) -> None:
+        """`structure`: what content must be. `budget`: tokens of thinking. Raises `InvalidRequestError`."""
         if use.tools and not speech.knows_calls:
             raise no_calls(speech)
         if use.required and structure is not None:
             raise InvalidRequestError(
                 "tool_choice requires calls, and response_format asks for another answer: give one", "tool_choice"
             )
-        self._speech, self._use, self._structure = speech, use, structure
+        self._speech, self._use, self._structure, self._budget = speech, use, structure, budget
         self._state: ThinkingState = "none"
         self._readers: dict[int, AnswerReader] = {}
         self.reads = bool(use.tools) or speech.always_reads
@@ -48,9 +50,11 @@ class Answers:
         elif structure is not None and use.tools:
             calls = speech.calls_grammar(use.tools, required=True, parallel=use.parallel)
             structure = replace(structure, alternative=calls)
+        thinking = speech.thinking(self._state, self._budget, calls=use.required) if self.reads else None
+        if structure is None and thinking is not None and thinking.budget is not None:
+            structure = StructuredOutputsParams(grammar=speech.any_answer())
         if structure is None:
             return params
-        thinking = speech.thinking(self._state, calls=use.required) if self.reads else None
         return replace(params, structured_outputs=replace(structure, thinking=thinking))
 
     def pieces(self, part: CompletionOutput) -> list[Piece]:

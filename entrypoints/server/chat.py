@@ -50,7 +50,8 @@ class ChatHandler:
         defaults = context.engine.default_sampling_params()
         self.structured_by, structure = body.structure()
         self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs, structure)
-        self.answers = Answers(context.speech, body.tool_use(context.engine.config.limits), structure)
+        use = body.tool_use(context.engine.config.limits)
+        self.answers = Answers(context.speech, use, structure, body.thinking_token_budget)
         self.shown = ChatParts(context.settings.reasoning_field if body.include_reasoning else None, self.answers.use)
         self.held: dict[int, list[ChatLogprob]] = {}
         """of tokens whose text has not been given out"""

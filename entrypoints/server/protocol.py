@@ -40,7 +40,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "vllm_xargs": (),
     # llama.cpp's and others'
@@ -207,6 +206,8 @@ class ChatCompletionRequest(ToolFields, SamplingFields):
     thinking: dict[str, Any] | bool | None = None
     """``{"type": "enabled" | "disabled"}``, as several vendors have it"""
     include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    """tokens, behind which the model must answer; 0: it does not think"""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
@@ -218,6 +219,8 @@ class ChatCompletionRequest(ToolFields, SamplingFields):
 
     def thinks(self) -> bool | None:
         """Whether it should, where the client says so."""
+        if self.thinking_token_budget == 0:
+            return False
         if isinstance(self.thinking, dict):
             return {"enabled": True, "disabled": False}.get(str(self.thinking.get("type")), self.enable_thinking)
         return self.enable_thinking if self.thinking is None else self.thinking

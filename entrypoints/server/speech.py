@@ -13,7 +13,7 @@ from engine.dialects.grammar import calls_grammar
 from engine.dialects.resolve import AUTO, NONE, dialect_of
 from engine.errors import InvalidRequestError
 from engine.frontend.told_tools import knows_tools
-from engine.grammars.language import WHITESPACE
+from engine.grammars.language import ANY_TEXT, WHITESPACE
 from engine.grammars.marks import Marks
 from engine.request import Thinking
 
@@ -78,15 +78,22 @@ class Speech:
             return "open"
         return "closed" if tail.endswith(end) or end in continued else "none"
 
-    def thinking(self, state: ThinkingState, *, calls: bool = False) -> Thinking | None:
-        """What may come before an answer, or before `calls`, that a grammar holds to its form."""
+    def thinking(self, state: ThinkingState, budget: int | None = None, *, calls: bool = False) -> Thinking | None:
+        """What may come before an answer, or before `calls`, that a grammar holds to its form. Without thinking a
+        `budget` means nothing."""
         dialect = self.dialect
+        most = None if budget is None else max(budget, 1)
         if dialect.opens is not None:
-            return Thinking(open=dialect.opens, close=dialect.closes[calls], required=True)
+            return Thinking(open=dialect.opens, close=dialect.closes[calls], required=True, budget=most)
         if dialect.thinking is None or state == "closed":
             return None
         begin, end = dialect.thinking
-        return Thinking(open=None if state == "open" else begin, close=end)
+        return Thinking(open=None if state == "open" else begin, close=end, budget=most)
+
+    def any_answer(self) -> str:
+        """Lark of all but another thinking."""
+        begin = re.escape((self.dialect.thinking or ("",))[0].strip() or (self.dialect.opens or "")).replace("/", r"\/")
+        return f"start: ANSWER\nANSWER: /{ANY_TEXT}/ & ~/[ \\n]*{begin}{ANY_TEXT}/\n"
 
     def calls_grammar(self, tools: Sequence[Mapping[str, Any]], *, required: bool, parallel: bool) -> str:
         """Lark. Raises `InvalidRequestError`."""

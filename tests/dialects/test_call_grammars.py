@@ -181,6 +181,38 @@ def test_thinking_stands_before_an_answer_of_any_kind(thinking: Thinking, taken:
             assert not _takes(grammar, text.replace("{A}", answer)), (params, text)
 
 
+def test_thinking_ends_with_its_budget() -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from engine.grammars.marks import Marks
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    tokenizer.add_tokens([AddedToken("</t>", special=False)])
+    known = LLTokenizer(tokenizer.to_str(), eos_token=[tokenizer.token_to_id("<eos>")])
+
+    def taken(thinking: Thinking, text: str) -> bool:
+        grammar = grammar_of(StructuredOutputsParams(choice=["yes"], thinking=thinking), Marks(tokenizer))
+        matcher = LLMatcher(known, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
+
+    begun, free = Thinking(close="</t>", budget=3), Thinking(open="<t>", close="</t>", budget=3)
+    assert all(taken(begun, f"{text}</t>yes") for text in ("", "a", "abc")) and taken(begun, "abc</t>\n\nyes")
+    assert not taken(begun, "abcd</t>yes") and not taken(begun, "yes")
+    assert taken(free, "yes") and taken(free, "<t>abc</t>yes") and not taken(free, "<t>abcd</t>yes")
+    with pytest.raises(InvalidRequestError, match="no token '</x>'"):
+        grammar_of(StructuredOutputsParams(choice=["yes"], thinking=Thinking(close="</x>", budget=3)), Marks(tokenizer))
+    with pytest.raises(InvalidRequestError, match="at least 1"):
+        Thinking(close="</t>", budget=0)
+
+
 def test_an_alternative_may_stand_in_the_answers_place() -> None:
     calls = lark_of(form_of(DIALECTS["hermes"]), [NOW])
     both = StructuredOutputsParams(json=SCHEMA, alternative=calls, thinking=Thinking(close="</t>"))

@@ -81,7 +81,7 @@ def joined(stream: str) -> dict[str, Any]:
 
 
 def prompt_of(server: Server) -> str:
-    return server.engine.tokenizer.decode(server.core.added[0].prompt_token_ids)
+    return server.engine.tokenizer.decode(server.core.added[0].prompt_token_ids, skip_special_tokens=False)
 
 
 def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -144,6 +144,19 @@ def test_thinking_that_the_prompt_has_begun(model: Path) -> None:
 def test_clients_ways_to_switch_thinking_are_the_templates(model: Path, body: dict[str, Any], shown: str) -> None:
     _, server = ask(model, "x", body)
     assert prompt_of(server).endswith(f"<|assistant|>{shown}")
+
+
+def test_thinking_may_have_a_budget(tmp_path: Path, model: Path) -> None:
+    thinks = save_model(tmp_path / "m", template=TEMPLATE, special=("</think>",), context=4096)
+    _, server = ask(thinks, "so</think>Yes.", {"thinking_token_budget": 7, "enable_thinking": True})
+    assert "max_tokens=7" in (grammar_of(server) or "")
+    _, server = ask(thinks, "Yes.", {"thinking_token_budget": 0})
+    assert prompt_of(server).endswith("<think></think>") and grammar_of(server) is None
+    _, server = ask(thinks, "Yes.", {"thinking_token_budget": 9})
+    assert "max_tokens=9" in (grammar_of(server) or "")
+    (reply,) = post_all(Server(model), (CHATS, CHAT | {"thinking_token_budget": 9}))
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and "no token '</think>'" in error["message"]
 
 
 def test_whole_conversations_with_calls_and_thinking_are_rendered(model: Path) -> None:
