@@ -14,6 +14,7 @@ import msgspec
 
 from engine.errors import ConfigError
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of
+from engine.vllm_names import translated
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -135,8 +136,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> EngineArgs:
-    """`settings` by their names; limits as a mapping, too. Raises TypeError for a name that is none, `ConfigError` for
-    a value of another type."""
+    """`settings` by their names, or by vLLM's; limits as a mapping, too. Raises TypeError for a name that is none,
+    `ConfigError` for a value of another type."""
+    settings = translated(settings)
     unknown = settings.keys() - set(EngineArgs.__struct_fields__)
     if unknown:
         raise TypeError(f"there is no setting {min(unknown)!r}; those of EngineArgs are there")

@@ -82,6 +82,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             flag = "--" + str(how.get("flag", field.name)).replace("_", "-")
             settings = _option_of(kind, field.default, bool(how.get("size")))
             group.add_argument(flag, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
+    _add_vllms_options(parser)
+
+
+def _add_vllms_options(parser: argparse.ArgumentParser) -> None:
+    """Those that mean the same under another name here, and those that are refused with what to use instead."""
+    from engine.vllm_names import VLLMS_NAMES
+
+    for name in VLLMS_NAMES:
+        flag = "--" + name.replace("_", "-")
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag, dest=f"vllms_{name}", nargs="?", type=_plain_value, const=True, help=argparse.SUPPRESS
+            )
+
+
+def _plain_value(text: str) -> object:
+    """'1' → 1, 'true' → True, 'auto' → 'auto'."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _option_of(kind: Any, default: Any, is_size: bool) -> dict[str, Any]:
@@ -110,9 +131,13 @@ def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:
     from engine.config import EngineArgs
     from engine.frontend.demo import RECOMMENDED_GENERATION, demo_model_path
     from engine.limits import parse_limits
+    from engine.vllm_names import VLLMS_NAMES, translated
 
     names = {field.name for field in msgspec.structs.fields(EngineArgs)}
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    vllms = {name: getattr(options, f"vllms_{name}", None) for name in VLLMS_NAMES}
+    settings = {name: value for name, value in given.items() if name == "swap_space"}
+    given |= translated({**settings, **{name: value for name, value in vllms.items() if value is not None}})
     given["limits"] = parse_limits(options.limits)
     given["cache_dir"] = given.get("cache_dir") or default_cache_dir()
     if model is None:

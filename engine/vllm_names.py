@@ -1,0 +1,91 @@
+"""Settings under vLLM's names: taken where they mean something here, and else told what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import ConfigError
+
+_GIB = 1 << 30
+_FEW = 1024
+"""a swap space below so much is one in GiB, as vLLM has it, and not in bytes"""
+
+RENAMED = {
+    "gpu_memory_utilization": "memory_fraction",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+}
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "disable_custom_all_reduce": (),
+    "disable_log_requests": (),
+    "disable_log_stats": (),
+    "enable_chunked_prefill": (None, True),
+    "generation_config": ("auto",),
+    "max_parallel_loading_workers": (),
+    "model_impl": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "skip_tokenizer_init": (False,),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "tensor_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "tokenizer_mode": ("auto",),
+    "trust_remote_code": (False,),
+    "use_tqdm_on_load": (),
+}
+"""with the values that ask for nothing; (): all do"""
+INSTEAD = {
+    "cpu_offload_gb": "use quantization, or a GGUF file that fits",
+    "compilation_config": "use compile and graphs",
+    "cuda_graph_sizes": "use graphs; sizes are chosen by max_num_seqs",
+    "data_parallel_size": "it is not supported yet: start several servers",
+    "disable_sliding_window": "windows are the model's own",
+    "enable_chunked_prefill": "prompts are always computed in parts; max_num_batched_tokens says how large",
+    "enable_expert_parallel": "it is not supported yet",
+    "enable_lora": "adapters are not supported yet",
+    "enforce_eager": "use compile='none'",
+    "generation_config": "use override_generation_config",
+    "guided_decoding_backend": "say it with each request: StructuredOutputsParams(backend=...)",
+    "hf_overrides": "change config.json",
+    "hf_token": "set HF_TOKEN",
+    "limit_mm_per_prompt": "only text is read",
+    "max_lora_rank": "adapters are not supported yet",
+    "max_seq_len_to_capture": "use max_model_len and graphs",
+    "mm_processor_kwargs": "only text is read",
+    "model_impl": "models run natively",
+    "num_gpu_blocks_override": "use kv_cache_memory",
+    "pipeline_parallel_size": "it is not supported yet",
+    "reasoning_parser": "it is engine-serve's",
+    "runner": "models generate; pooling is not supported yet",
+    "skip_tokenizer_init": "give token ids, and detokenize=False",
+    "task": "models generate; pooling is not supported yet",
+    "tensor_parallel_size": "it is not supported yet",
+    "tokenizer_mode": "the fast tokenizer is always used",
+    "tokenizer_revision": "name the tokenizer's directory",
+    "trust_remote_code": "no code of a checkpoint is ever run; families that are known need none",
+    "worker_cls": "workers are the engine's own",
+}
+
+VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})
+
+
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """In our names. Raises `ConfigError` for what means something in vLLM and nothing here, and where two names of one
+    setting are given."""
+    ours: dict[str, Any] = {}
+    for name, value in settings.items():
+        own = RENAMED.get(name, name)
+        if name == "enforce_eager":
+            own, value = "compile", "none" if value else None
+            if value is None:
+                continue
+        elif name in WITHOUT_EFFECT and (not WITHOUT_EFFECT[name] or value in WITHOUT_EFFECT[name]):
+            continue
+        elif name in INSTEAD:
+            raise ConfigError(f"{name}={value!r} is vLLM's, and has no effect here: {INSTEAD[name]}")
+        elif name == "swap_space" and isinstance(value, (int, float)) and not isinstance(value, bool) and value < _FEW:
+            value = int(value * _GIB)
+        if own in ours or (own != name and own in settings):
+            raise ConfigError(f"{name} and {own} are one setting: give one")
+        ours[own] = value
+    return ours

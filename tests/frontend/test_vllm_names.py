@@ -1,0 +1,56 @@
+"""vLLM's settings, in Python and on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from engine.config import EngineArgs, make_args
+from engine.errors import ConfigError
+from engine.vllm_names import INSTEAD, VLLMS_NAMES, WITHOUT_EFFECT, translated
+from entrypoints.options import add_engine_options, engine_args
+
+
+def from_line(*line: str) -> EngineArgs:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return engine_args(parser.parse_args(line), "model")
+
+
+def test_names_that_mean_the_same_are_taken() -> None:
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.5, "enforce_eager": True, "swap_space": 4}
+    args = make_args("model", settings)
+    line = from_line("--gpu-memory-utilization", "0.5", "--enforce-eager", "--swap-space", "4")
+    for found in (args, line):
+        assert (found.memory_fraction, found.compile, found.swap_space) == (0.5, "none", 4 << 30)
+    assert make_args("model", {"enforce_eager": False}).compile == "pieces"
+    assert make_args("model", {"swap_space": "512MiB"}).swap_space == "512MiB"
+    assert make_args("model", {"kv_cache_memory_bytes": 1 << 30}).kv_cache_memory == 1 << 30
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    for name, neutral in WITHOUT_EFFECT.items():
+        for value in neutral or (True, False):
+            assert translated({name: value}) == {}
+    assert from_line("--tensor-parallel-size", "1", "--disable-log-requests", "--tokenizer-mode", "auto").seed == 0
+
+
+def test_what_would_be_lost_is_refused_with_what_to_use() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is vLLM's, and has no effect here"):
+        make_args("model", {"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="no code of a checkpoint is ever run"):
+        from_line("--trust-remote-code")
+    with pytest.raises(ConfigError, match="use override_generation_config"):
+        make_args("model", {"generation_config": "vllm"})
+    with pytest.raises(ConfigError, match="one setting"):
+        make_args("model", {"gpu_memory_utilization": 0.5, "memory_fraction": 0.5})
+    with pytest.raises(TypeError, match="no setting 'frobnicate'"):
+        make_args("model", {"frobnicate": 1})
+
+
+def test_no_name_of_ours_is_translated_away() -> None:
+    ours = set(EngineArgs.__struct_fields__)
+    assert not ours & set(VLLMS_NAMES)
+    assert set(WITHOUT_EFFECT) - set(INSTEAD) <= {name for name, neutral in WITHOUT_EFFECT.items() if not neutral}
