@@ -21,6 +21,7 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from engine.dialects.bodies import calls_of
 from engine.dialects.forms import Call, Dialect, Piece
+from engine.dialects.schemas import typed
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _NEVER = "\0never\0"
 _KEPT_CHARS = 256
 """of what has been parsed, for patterns that look behind"""
 _CUT_CHARS = 4096
+_PIECE_CHARS = 256
 _JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -46,41 +48,61 @@ def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate
 
 class _Parser(ResponseParser):
     """The library's, which keeps all of an answer to look into it again, and takes any mark for one: here what has been
-    parsed is let go of, and a mark within a text of JSON is a part of that text."""
+    parsed is let go of, a mark within a text of JSON or within an argument is a part of that, and events hold the marks
+    that they stand for."""
 
     _buffer: str
     _pos: int
     _body: str
+    _mark: str = ""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = super().feed(text)
-        if self._pos > _CUT_CHARS:
-            cut = self._pos - _KEPT_CHARS
-            self._buffer, self._pos = self._buffer[cut:], self._pos - cut
+        events: list[dict[str, Any]] = []
+        for start in range(0, len(text), _PIECE_CHARS):  # all that is there is searched again for each region
+            events += super().feed(text[start : start + _PIECE_CHARS])
+            if self._pos > _CUT_CHARS:
+                cut = self._pos - _KEPT_CHARS
+                self._buffer, self._pos = self._buffer[cut:], self._pos - cut
         return events
+
+    def ends_within(self) -> bool:
+        """A call of tagged arguments has not been closed."""
+        field = self._spec.fields.get(self._current or "")
+        return field is not None and field.name == "tool_calls" and field.content == "xml-inline"
 
     def _scan(self, watch: Any, eos: bool) -> Any:
         best, hold = super()._scan(watch, eos)
-        if best is None or best[0] != "close" or not _has_json_texts(best[1]):
+        if best is None or best[0] != "close":
             return best, hold
         _, field, found = best
-        while _is_within_text(self._body + self._buffer[self._pos : found.start()]):
+        while field.name == "tool_calls" and _is_within(field, self._body + self._buffer[self._pos : found.start()]):
             after = max(found.end(), found.start() + 1)
             found = field.close_re.search(self._buffer, after, partial=not eos)
             if found is None:
                 return None, len(self._buffer)
             if not eos and (found.partial or self._can_grow("close", field, found)):
                 return None, found.start()
+        self._mark = found.group()
         return ("close", field, found), hold
 
+    def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        events[-1]["mark"] = m.group()
 
-def _has_json_texts(field: ResponseTemplateField) -> bool:
-    return field.content == "json" and not field.content_args.get("string_delims")
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        known = len(events)
+        super()._close_current(events)
+        if len(events) > known:
+            events[-1]["mark"] = self._mark
+        self._mark = ""
 
 
-def _is_within_text(body: str) -> bool:
-    """Of what is to be JSON: its last text has not ended."""
-    return '"' in _JSON_TEXT.sub("", body)
+def _is_within(field: ResponseTemplateField, body: str) -> bool:
+    """The end of `body` is inside of a text of JSON, or of an argument."""
+    if field.content == "json":
+        return not field.content_args.get("string_delims") and '"' in _JSON_TEXT.sub("", body)
+    marks = field.content_args.get("argument")
+    return marks is not None and body.rfind(marks[0]) > body.rfind(marks[1])
 
 
 class _Text:
@@ -136,13 +158,15 @@ class AnswerReader:
         self._parser: _Parser | None = _Parser(
             template,
             prefix=dialect.thinking[0] if thinks and dialect.thinking else "",
-            tools=[dict(tool) for tool in tools],
+            tools=[typed(tool) for tool in tools],
         )
+        self._names = {tool["function"]["name"] for tool in tools}
         self._content, self._reasoning = _Text(), _Text()
         self._reasoning.marked = True
         self._raw = ""
         """of the calls that are being read"""
         self.num_calls = 0
+        self._cut_off = False
         for event in self._parser.initial_events:
             self._take(event)
 
@@ -157,6 +181,7 @@ class AnswerReader:
     def end(self) -> list[Piece]:
         pieces: list[Piece] = []
         if self._parser is not None:
+            self._cut_off = self._parser.ends_within()
             try:
                 pieces = self._pieces(self._parser.finalize()[1])
             except Exception:
@@ -184,22 +209,33 @@ class AnswerReader:
                 return [Piece(reasoning=text)] if text else []
             text = self._content.feed(event["text"])
             return [Piece(content=text)] if text else []
+        if field == "nothing":
+            return self._take_nothing(event)
         if field != "content":
             self._content.mark()
         return []
 
+    def _take_nothing(self, event: Mapping[str, Any]) -> list[Piece]:
+        """It ends calls; where there were none it is a word."""
+        if event["type"] != "region_open" or self.num_calls:
+            return []
+        return self._as_content(event["mark"])
+
+    def _as_content(self, text: str) -> list[Piece]:
+        shown = self._content.feed(text)
+        return [Piece(content=shown)] if shown else []
+
     def _take_calls(self, event: Mapping[str, Any]) -> list[Piece]:
         if event["type"] == "region_open":
-            self._raw = ""
+            self._raw = event["mark"]
             return []
         if event["type"] == "region_chunk":
             self._raw += event["text"]
             return []
-        raw, self._raw = self._raw, ""
-        calls = calls_of(event["value"], self._dialect, self.num_calls)
-        if calls is None:
-            text = self._content.feed(raw)
-            return [Piece(content=text)] if text else []
+        raw, self._raw = self._raw + event["mark"], ""
+        calls = None if self._cut_off else calls_of(event["value"], self._dialect, self.num_calls)
+        if calls is None or not {call.name for call in calls} <= self._names:
+            return self._as_content(raw)
         self._content.mark()
         self.num_calls += len(calls)
         return [Piece(call=call) for call in calls]

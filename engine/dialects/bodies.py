@@ -14,6 +14,11 @@ from engine.dialects.forms import Call, Dialect
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _NAMES = ("name", "tool_name", "function")
+_LOOSE = re.compile(
+    r'<\|"\|>(?P<marked>.*?)<\|"\|>|<escape>(?P<escaped>.*?)<escape>|"(?:[^"\\]|\\.)*+"'
+    r"|(?P<key>[^\s{}\[\],:\"<]+)\s*:|[\s\S]",
+    re.DOTALL,
+)
 _NAME = re.compile(r"[^\s\"'<>{}\[\]()\\]{1,256}")
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
@@ -26,6 +31,8 @@ def calls_of(value: Any, dialect: Dialect, number: int) -> list[Call] | None:
         return _several(value, dialect, number) if isinstance(value, list) else None
     if "python" in value:
         return _python_calls(value["python"], dialect, number)
+    if "loose" in value:
+        return _several([{"name": value.get("name"), "arguments": _loose(value["loose"])}], dialect, number)
     found = value.get("function", value)
     if isinstance(found, list):
         return _several(found, dialect, number)
@@ -56,8 +63,28 @@ def _call(found: Any, dialect: Dialect, number: int, given_id: object = None) ->
     return _made(name.strip(), dict(arguments), dialect, number, given_id)
 
 
-def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, given_id: object = None) -> Call:
-    return Call(_new_id(name, dialect, number, given_id), name, json.dumps(arguments, ensure_ascii=False))
+def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, given_id: object = None) -> Call | None:
+    """None: they cannot be said in JSON."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair, which JSON can only write as such
+        text = json.dumps(arguments)
+    except ValueError:
+        return None
+    return Call(_new_id(name, dialect, number, given_id), name, text)
+
+
+def _loose(text: str) -> Any:
+    """JSON whose keys have no quotes, and whose texts may stand between marks. None where it is not."""
+    parts = []
+    for found in _LOOSE.finditer(text):
+        marked = next((each for each in (found["marked"], found["escaped"]) if each is not None), None)
+        if marked is not None:
+            parts.append(json.dumps(marked))
+        else:
+            parts.append(json.dumps(found["key"]) + ":" if found["key"] is not None else found.group())
+    return _json_or_none("".join(parts))
 
 
 def _new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
@@ -73,7 +100,7 @@ def _new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -99,7 +126,10 @@ def _calls_in(source: str, dialect: Dialect, number: int) -> list[Call] | None:
             if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, (ast.Name, ast.Attribute)):
                 return None
             arguments = {each.arg: _literal(each.value, source) for each in node.keywords if each.arg is not None}
-            calls.append(_made(ast.unparse(node.func), arguments, dialect, number + len(calls)))
+            call = _made(ast.unparse(node.func), arguments, dialect, number + len(calls))
+            if call is None:
+                return None
+            calls.append(call)
     return calls or None
 
 

@@ -20,8 +20,9 @@ def _json(end: str = "", **anchors: str) -> dict[str, dict[str, Any]]:
     return {"tool_calls": {**_JSON, **anchors, "transform": _NAMED if named else _WHOLE}, **_nothing(end)}
 
 
-def _tagged(tag: str, end: str = "", **anchors: str) -> dict[str, dict[str, Any]]:
-    args = {"tag_pattern": tag}
+def _tagged(tag: str, argument: tuple[str, str], end: str = "", **anchors: str) -> dict[str, dict[str, Any]]:
+    """`argument`: the marks of one's value; marks of the call within it are a part of it."""
+    args = {"tag_pattern": tag, "argument": argument}
     rest = {"content": "xml-inline", "content_args": args, "repeats": True, "transform": _NAMED}
     return {"tool_calls": {**anchors, **rest}, **_nothing(end)}
 
@@ -38,7 +39,6 @@ def _python(**anchors: str) -> dict[str, dict[str, Any]]:
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _KEYWORD = Tagged("{key}={value}", joined=", ", texts="json", python=True)
 _FUNCTION = Tagged("<parameter={key}>\n{value}\n</parameter>\n")
-_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
 
 _DIALECTS = (
     Dialect(
@@ -49,19 +49,20 @@ _DIALECTS = (
         closes=("<|end|><|start|>assistant<|channel|>final<|message|>", "<|end|><|start|>assistant"),
         fields={
             "reasoning": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis[^<]*<\|message\|>",
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis[^<]{0,64}+<\|message\|>",
                 "close_pattern": r"<\|end\|>|<\|return\|>|<\|call\|>",
                 "repeats": True,
             },
             "response": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?! to=)[^<]*"
-                r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?! to=)[^<]{0,64}+"
+                r"(?:<\|constrain\|>[^<]{0,64}+)?<\|message\|>",
                 "close_pattern": r"<\|end\|>|<\|return\|>",
                 "repeats": True,
             },
             **_json(
                 open_pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? to=(?:functions\.)?"
-                r"(?P<name>[^\s<]+)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                r"(?P<name>[^\s<]{1,256}+)[^<]{0,64}+(?:<\|channel\|>[^<]{0,64}+)?"
+                r"(?:<\|constrain\|>[^<]{0,64}+)?<\|message\|>",
                 close_pattern=r"<\|call\|>|<\|end\|>",
             ),
         },
@@ -76,8 +77,8 @@ _DIALECTS = (
         fields={
             "tool_calls": {
                 **_JSON,
-                "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-                r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+                "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s{0,8}+)?<\|tool_call_begin\|>\s{0,8}+"
+                r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]{1,256}+)(?::\d{1,9}+)?)\s{0,8}+<\|tool_call_argument_begin\|>",
                 "close": "<|tool_call_end|>",
                 "transform": {"id": "{id}", **_NAMED},
             },
@@ -94,7 +95,8 @@ _DIALECTS = (
         known_by=("<minimax:tool_call>",),
         fields=_tagged(
             r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
-            open_pattern=r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
+            ('<parameter name="', "</parameter>"),
+            open_pattern=r'(?:<minimax:tool_call>\s{0,8}+)?<invoke name="(?P<name>[^"<>\n]{1,256}+)">',
             close="</invoke>",
             end="</minimax:tool_call>",
         ),
@@ -110,8 +112,9 @@ _DIALECTS = (
         known_by=("<seed:tool_call>",),
         thinking=("<seed:think>", "</seed:think>"),
         fields=_tagged(
-            _PARAMETER,
-            open_pattern=r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>",
+            ("<parameter=", "</parameter>"),
+            open_pattern=r"(?:<seed:tool_call>\s{0,8}+)?<function=(?P<name>[^>\n]{1,256}+)>",
             close="</function>",
             end="</seed:tool_call>",
         ),
@@ -125,8 +128,9 @@ _DIALECTS = (
         name="qwen3_coder",  # and Qwen3.5, Nemotron 3
         known_by=("<function=", "<parameter="),
         fields=_tagged(
-            _PARAMETER,
-            open_pattern=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+            ("<parameter=", "</parameter>"),
+            open_pattern=r"(?:<tool_call>\s{0,8}+)?<function=(?P<name>[^>\n]{1,256}+)>",
             close="</function>",
             end="</tool_call>",
         ),
@@ -139,7 +143,8 @@ _DIALECTS = (
         known_by=("<arg_key>", "<arg_value>"),
         fields=_tagged(
             r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-            open_pattern=r"<tool_call>\s*(?P<name>[^\s<]+)\s*",
+            ("<arg_value>", "</arg_value>"),
+            open_pattern=r"<tool_call>\s{0,8}+(?P<name>[^\s<]{1,256}+)\s{0,8}+",
             close="</tool_call>",
         ),
         form=CallForm(
@@ -152,9 +157,9 @@ _DIALECTS = (
         name="deepseek_v3",  # and R1
         known_by=("<｜tool▁call▁begin｜>", "```json"),
         fields=_json(
-            open_pattern=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*function<｜tool▁sep｜>"
-            r"(?P<name>[^\n]+)\n```json\s*",
-            close_pattern=r"\s*```\s*<｜tool▁call▁end｜>",
+            open_pattern=r"(?:<｜tool▁calls▁begin｜>\s{0,8}+)?<｜tool▁call▁begin｜>\s{0,8}+function<｜tool▁sep｜>"
+            r"(?P<name>[^\n<]{1,256}+)\n```json\s{0,8}+",
+            close_pattern=r"\s{0,8}+```\s{0,8}+<｜tool▁call▁end｜>",
             end="<｜tool▁calls▁end｜>",
         ),
         form=CallForm(
@@ -168,7 +173,8 @@ _DIALECTS = (
         name="deepseek_v31",
         known_by=("<｜tool▁call▁begin｜>",),
         fields=_json(
-            open_pattern=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>",
+            open_pattern=r"(?:<｜tool▁calls▁begin｜>\s{0,8}+)?<｜tool▁call▁begin｜>\s{0,8}+"
+            r"(?P<name>[^\s<]{1,256}+)\s{0,8}+<｜tool▁sep｜>",
             close="<｜tool▁call▁end｜>",
             end="<｜tool▁calls▁end｜>",
         ),
@@ -184,7 +190,7 @@ _DIALECTS = (
         thinking=("[THINK]", "[/THINK]"),
         call_ids="nine",
         fields=_json(
-            open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            open_pattern=r"\[TOOL_CALLS\]\s{0,8}+(?P<name>[^\s\[\]{}]{1,256}+)(?:\[CALL_ID\][^\[]{0,64}+)?\[ARGS\]",
             close_pattern=r"(?=\[TOOL_CALLS\])",
         ),
         form=CallForm(call=("[TOOL_CALLS]", "[ARGS]", "")),
@@ -203,15 +209,11 @@ _DIALECTS = (
         thinking=("<|channel>thought\n", "<channel|>"),
         fields={
             "tool_calls": {
-                **_JSON,
-                "open_pattern": r"<\|tool_call>call:(?P<name>[^{\s]+)(?=\{)",
+                "repeats": True,
+                "open_pattern": r"<\|tool_call>call:(?P<name>[^{\s<]{1,256}+)(?=\{)",
                 "close": "<tool_call|>",
-                "content_args": {
-                    "allow_non_json": True,
-                    "unquoted_keys": True,
-                    "string_delims": [['<|"|>', '<|"|>']],
-                },
-                "transform": _NAMED,
+                "content": "text",
+                "transform": {"name": "{name}", "loose": "{content}"},
             }
         },
         form=CallForm(
@@ -224,15 +226,11 @@ _DIALECTS = (
         known_by=("<start_function_call>",),
         fields={
             "tool_calls": {
-                **_JSON,
-                "open_pattern": r"<start_function_call>call:(?P<name>[^{\s]+)(?=\{)",
+                "repeats": True,
+                "open_pattern": r"<start_function_call>call:(?P<name>[^{\s<]{1,256}+)(?=\{)",
                 "close": "<end_function_call>",
-                "content_args": {
-                    "allow_non_json": True,
-                    "unquoted_keys": True,
-                    "string_delims": [["<escape>", "<escape>"]],
-                },
-                "transform": _NAMED,
+                "content": "text",
+                "transform": {"name": "{name}", "loose": "{content}"},
             }
         },
         form=CallForm(
@@ -244,9 +242,10 @@ _DIALECTS = (
         name="llama3_json",
         known_by=('{"name": function name, "parameters":',),
         fields=_json(
-            open_pattern=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"'
-            r'(?P<name>[^"]+)"\s*,\s*"(?:parameters|arguments)"\s*:\s*',
-            close_pattern=r"\}\s*(?:;(?=\s*\{)|\Z)",
+            open_pattern=r'(?:<\|python_tag\|>\s{0,8}+)?\{\s{0,8}+(?:"type"\s{0,8}+:\s{0,8}+"function"\s{0,8}+,\s{0,8}+)?'
+            r'"name"\s{0,8}+:\s{0,8}+"(?P<name>[^"\n]{1,256}+)"\s{0,8}+,'
+            r'\s{0,8}+"(?:parameters|arguments)"\s{0,8}+:\s{0,8}+',
+            close_pattern=r"\}\s{0,8}+(?:;(?=\s{0,8}+\{)|\Z)",
         ),
         form=CallForm(call=('{"name": "', '", "parameters": ', "}"), between="; "),
     ),
@@ -323,8 +322,9 @@ _DIALECTS = (
         name="hunyuan",
         known_by=("<tool_calls>", "<tool_call>", "```json"),
         fields=_json(
-            open_pattern=r"(?:<tool_calls>\s*)?<tool_call>(?:function<tool_sep>)?\s*(?P<name>[^\s`<]+)\s*```json\s*",
-            close_pattern=r"\s*```\s*</tool_call>",
+            open_pattern=r"(?:<tool_calls>\s{0,8}+)?<tool_call>(?:function<tool_sep>)?\s{0,8}+"
+            r"(?P<name>[^\s`<]{1,256}+)\s{0,8}+```json\s{0,8}+",
+            close_pattern=r"\s{0,8}+```\s{0,8}+</tool_call>",
             end="</tool_calls>",
         ),
         form=CallForm(
@@ -343,7 +343,7 @@ _DIALECTS = (
     Dialect(
         name="internlm",
         known_by=("<|action_start|>", "<|plugin|>"),
-        fields=_json(open_pattern=r"<\|action_start\|>\s*<\|plugin\|>", close="<|action_end|>"),
+        fields=_json(open_pattern=r"<\|action_start\|>\s{0,8}+<\|plugin\|>", close="<|action_end|>"),
         form=CallForm(
             call=('<|action_start|><|plugin|>\n{"name": "', '", "parameters": ', "}<|action_end|>"), between="\n"
         ),
@@ -359,7 +359,7 @@ _DIALECTS = (
     ),
     Dialect(
         name="pythonic",  # Llama 3.2 and others that are asked to write a list of calls and nothing else
-        fields=_python(open_pattern=r"\A\s*(?:<\|python_tag\|>)?\[(?=\w[\w.]*\()"),
+        fields=_python(open_pattern=r"(?:\A|(?<=</think>))\s{0,8}+(?:<\|python_tag\|>)?\[(?=\w[\w.]*\()"),
         form=CallForm(begin="[", call=("", "(", ")"), between=", ", end="]", arguments=_KEYWORD),
     ),
 )

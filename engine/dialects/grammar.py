@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.dialects.forms import CallForm, Tagged
+from engine.dialects.schemas import parameters_of, types_of
 from engine.errors import InvalidRequestError
 from engine.grammars.marks import Marks
 
@@ -44,10 +46,9 @@ class _Rules:
         """In the schema's order. Of two rules for each, one is for where nothing came before."""
         properties = parameters.get("properties") or {}
         required = set(parameters.get("required") or ())
-        definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
         first = next_one = ""
         for number, (key, schema) in reversed(list(enumerate(properties.items()))):
-            item = self._item(f"{name}_{number}", tagged, key, schema, definitions)
+            item = self._item(f"{name}_{number}", tagged, key, schema, parameters)
             rules = []
             for kind, before in (("a", ""), ("b", self.marks.lark(tagged.joined))):
                 there = f"{before} {item} {next_one}"
@@ -57,24 +58,32 @@ class _Rules:
             first, next_one = rules
         return first
 
-    def _item(self, name: str, tagged: Tagged, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
-        head, tail = tagged.item.format(key=key, value="\0").split("\0")
-        return f"{self.marks.lark(head)} {self._value(name, tagged, schema, definitions, tail)}"
+    def _item(self, name: str, tagged: Tagged, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        head, _, tail = tagged.item.partition("{value}")
+        return f"{self.marks.lark(head.replace('{key}', key))} {self._value(name, tagged, key, schema, root, tail)}"
 
-    def _value(self, name: str, tagged: Tagged, schema: Any, definitions: Mapping[str, Any], tail: str) -> str:
+    def _value(self, name: str, tagged: Tagged, key: str, schema: Any, root: Mapping[str, Any], tail: str) -> str:
         """With what follows it."""
         schema = schema if isinstance(schema, Mapping) else {}
         behind = self.marks.lark(tail)
-        words = _words(schema)
+        kinds = types_of(schema, root)
+        members = _members(schema)
         raw = not isinstance(tagged.texts, str) or tagged.texts == "raw"
         left, right = ("", "") if isinstance(tagged.texts, str) else (tagged.texts[0], tagged.texts[0])
-        if raw and words is not None:
-            choice = " | ".join(self.marks.lark(left + word + right) for word in words)
+        if raw and members is not None:
+            words = [left + each + right if isinstance(each, str) else json.dumps(each) for each in members]
+            choice = " | ".join(self.marks.lark(word) or '""' for word in words)
             return f"({choice}) {behind}"
-        if raw and _may_be_text(schema):
+        if raw and (not kinds or "string" in kinds):
+            if schema.get("pattern") and not self.options["lenient"]:
+                raise InvalidRequestError(
+                    f"tools: {key!r}: this model writes texts as they are, where a pattern cannot be enforced (strict)",
+                    "tools",
+                )
             return f"{self.marks.lark(left)} {self._text_until(name, right + tail)}"
         if tagged.python and schema.get("type") in ("boolean", "null"):
             return f"{chr(40)}{_PYTHON[schema['type']]}{chr(41)} {behind}"
+        definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
         return f"{self.json({**schema, **definitions})} {behind}"
 
     def _text_until(self, name: str, end: str) -> str:
@@ -88,26 +97,23 @@ class _Rules:
 _PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
 
 
-def _words(schema: Mapping[str, Any]) -> list[str] | None:
-    """Where it is one of some texts."""
-    words = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return words if isinstance(words, list) and words and all(isinstance(word, str) for word in words) else None
+def _members(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Where it is one of some."""
+    members = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return members if isinstance(members, list) and members else None
 
 
-def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    """As `ResponseParser` reads types: what names none is text."""
-    declared = list(_types(schema))
-    return not declared or "string" in declared
-
-
-def _types(schema: Any) -> Iterator[str]:
-    if not isinstance(schema, Mapping):
+def _check_names(form: CallForm, name: str, parameters: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` for what cannot be a keyword of Python's where calls are written as its."""
+    if form.arguments is None or not form.arguments.python:
         return
-    declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared or ()
-    for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
-            yield from _types(choice)
+    for each in (*name.split("."), *(parameters.get("properties") or {})):
+        if not each.isidentifier() or keyword.iskeyword(each):
+            raise InvalidRequestError(
+                f"tools: {name!r}: this model writes calls as Python does, where {each[:60]!r} is no name: it cannot "
+                "be required, strict or limited",
+                "tools",
+            )
 
 
 def calls_grammar(
@@ -127,7 +133,9 @@ def calls_grammar(
         function = tool["function"]
         strict = bool(function.get("strict"))
         rules.options = {"whitespace_pattern": whitespace, "lenient": not strict, "coerce_one_of": not strict}
-        arguments = rules.arguments(f"t{number}", parameters_of(function, number))
+        parameters = parameters_of(function)
+        _check_names(form, function["name"], parameters)
+        arguments = rules.arguments(f"t{number}", parameters)
         body = f"{rules.literal(function['name'] + form.call[1])} {arguments} {rules.literal(form.call[2])}"
         ones.append(rules.add(f"t{number}", body))
     rules.add("one", " | ".join(ones))
@@ -157,13 +165,3 @@ def _allow_text(rules: _Rules, begin: str, rest: str) -> None:
         rules.add("text", f"/{_TEXT}/")
         rules.add("head", f"/{_TEXT}/ {rules.marks.lark(mark.group())}", "[lazy]")
         rules.add("start", f"text | head {rules.literal(begin[mark.end() :])} {rest}")
-
-
-def parameters_of(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """Raises `InvalidRequestError` where they are no schema of an object."""
-    parameters = function.get("parameters")
-    if not parameters:
-        return {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise InvalidRequestError(f"tools[{number}].function.parameters must be a schema of an object", "tools")
-    return {"type": "object", **parameters}

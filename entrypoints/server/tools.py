@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 from pydantic import BaseModel
 
+from engine.dialects.schemas import parameters_of
 from engine.errors import InvalidRequestError
 from engine.limits import Limits
 from entrypoints.server.fields import Objects
@@ -86,9 +87,7 @@ def _tool(given: Mapping[str, Any], where: str, field: str) -> tuple[dict[str, A
         _refuse(f"{where}.function must be an object", field)
     present = {key: value for key, value in function.items() if value is not None}
     _check_name(present, f"{where}.function", field)
-    parameters = present.get("parameters", {})
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        _refuse(f"{where}.function.parameters must be a JSON schema of an object", field)
+    parameters_of(present, field)
     return {"type": "function", "function": present}, False
 
 
@@ -137,6 +136,8 @@ def _choice(given: str | Mapping[str, Any] | None, names: list[str], legacy: boo
         mode = allowed.get("mode", AUTO) if isinstance(allowed, dict) else None
         if not isinstance(listed, list) or mode not in (AUTO, REQUIRED):
             _refuse("tool_choice.allowed_tools must hold a mode (auto, required) and tools", field)
+        if len(listed) > len(names):
+            _refuse(f"{field}.allowed_tools names {len(listed)} tools; there are {len(names)}", field)
         return mode, {_known_name(each, names, field) for each in listed}
     if given.get("type") in (AUTO, NONE, REQUIRED):
         return _choice(given["type"], names, legacy)

@@ -153,7 +153,7 @@ def test_a_template_that_raises_gives_out_the_rest_as_it_is() -> None:
         thinking=None,
         fields={"tool_calls": {"open": "<c>", "close": "</c>", "content": "json", "repeats": True}},
     )
-    assert read(reader_of(wrong), ["one <c>no", " json</c> two", " three"]) == ("one no json</c> two three", "", [])
+    assert read(reader_of(wrong), ["one <c>no", " json</c> two", " three"]) == ("one <c>no json</c> two three", "", [])
 
 
 def test_long_answers_do_not_get_slower_to_read() -> None:
@@ -184,6 +184,61 @@ def test_other_ways_to_write_the_same_calls() -> None:
     for name, text in cases:
         for pieces in splits(text):
             assert read(reader_of(DIALECTS[name]), pieces) == ("", "", [("now", {})]), (name, pieces)
+
+
+def test_what_a_mark_does_not_begin_stays_as_it_was_written() -> None:
+    coder = DIALECTS["qwen3_coder"]
+    for dialect, text in (
+        (HERMES, "Use the <tool_call> tag, closed by </tool_call>, to call."),
+        (HERMES, "Write <tool_call> first."),
+        (coder, "Write <function=name> and then go on."),
+        (coder, "One </tool_call> alone."),
+        (coder, "<tool_call>\n<function=nobody>\n</function>"),
+        (coder, "<tool_call>\n<function=edit_file>\n<parameter=path>\na\n</parameter>\n<parameter=text>\nhalf"),
+        (HERMES, '<tool_call>{"name": "edit_file", "arguments": {"path": NaN}}</tool_call>'),
+    ):
+        for pieces in ([text], list(text)):
+            assert read(reader_of(dialect), pieces) == (text.rstrip(), "", []), pieces
+
+
+def test_a_mark_within_a_bare_argument_ends_nothing() -> None:
+    for name, mark in (("qwen3_coder", "</function>"), ("glm45", "</tool_call>"), ("minimax_m2", "</invoke>")):
+        form = DIALECTS[name].form
+        assert form is not None
+        calls: list[tuple[str, dict[str, object]]] = [("edit_file", {"path": "a", "text": f"x{mark} y"})]
+        for pieces in splits(written(form, calls)):
+            assert read(reader_of(DIALECTS[name]), pieces) == ("", "", calls)
+
+
+def test_half_of_a_pair_is_an_argument_all_the_same() -> None:
+    (piece,) = reader_of(HERMES).feed('<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}</tool_call>')
+    assert piece.call is not None and piece.call.arguments == '{"a": "\\ud83d"}'
+
+
+def test_nested_texts_of_gemma() -> None:
+    text = '<|tool_call>call:now{a:["a,b:c"],b:{c:<|"|>d:{e}<|"|>}}<tool_call|>'
+    assert read(reader_of(DIALECTS["gemma4"]), text)[2] == [("now", {"a": ["a,b:c"], "b": {"c": "d:{e}"}})]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
+def test_no_answer_takes_long_to_read(dialect: Dialect) -> None:
+    """Marks without end, names without end, in one piece and in many: in proportion to their length."""
+    form = dialect.form
+    assert form is not None
+    begin = form.begin + form.call[0]
+    for text in (
+        begin * 400,
+        begin + "x" * 8_000,
+        begin + 'f">{"a":"' + form.call[2] * 400,
+        form.end * 800,
+        "</tool_call>" * 800,
+    ):
+        reader = reader_of(dialect)
+        counted = reader.feed(text)
+        many = reader_of(dialect)
+        for start in range(0, len(text), 7):
+            counted += many.feed(text[start : start + 7])
+        reader.end(), many.end()
 
 
 def test_plain_models_are_read_as_they_write() -> None:

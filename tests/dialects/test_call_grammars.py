@@ -149,7 +149,7 @@ def test_strict_tools_keep_what_others_pass_over() -> None:
 def test_parameters_that_are_no_object_are_refused() -> None:
     form = form_of(DIALECTS["hermes"])
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
-    with pytest.raises(InvalidRequestError, match=r"tools\[0\]"):
+    with pytest.raises(InvalidRequestError, match="schema of an object"):
         lark_of(form, [tool])
 
 

@@ -11,9 +11,10 @@ import httpx
 import pytest
 from scripted_server import Server, post_all, save_model
 
+from engine.errors import ConfigError
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.responses_api.fields import ResponseObject
-from entrypoints.server.responses_api.items import Messages, sealed
+from entrypoints.server.responses_api.items import Messages, resolved, sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 
 URL = "/v1/responses"
@@ -250,6 +251,41 @@ def test_counting_and_compaction(model: Path) -> None:
     )
 
 
+def test_stored_items_can_be_referred_to_again_and_again_and_not_be_replaced(model: Path) -> None:
+    async def go() -> None:
+        async with server.client() as client:
+            await client.post(URL, json={"input": [{"role": "user", "content": "mine", "id": "A"}]})
+            other = await client.post(URL, json={"input": [{"role": "user", "content": "other", "id": "A"}]})
+            for _ in range(3):
+                assert (
+                    await client.post(URL, json={"input": [{"type": "item_reference", "id": "A"}]})
+                ).status_code == 200
+            await client.delete(f"{URL}/{other.json()['id']}")
+            assert (await client.post(URL, json={"input": [{"id": "A"}]})).status_code == 200
+
+    server = serve(model)
+    asyncio.run(go())
+    assert [prompt_of(server, i) for i in range(2, 6)] == ["<|user|>mine<|assistant|>"] * 4
+
+
+def test_what_cannot_be_stored_is_answered_all_the_same(model: Path, tmp_path: Path) -> None:
+    server = serve(model, response_store=tmp_path / "r.db")
+    for body in ({"metadata": "abc"}, {"user": 5}, {"max_tool_calls": "x"}, {"prompt_cache_key": [1]}):
+        (reply,) = post_all(serve(model), (URL, {"input": "x"} | body))
+        assert reply.status_code == 400
+    big = {"input": "x", "metadata": {"a": 2**80}}
+    made, other = post_all(server, (URL, big), (URL, {"input": "x"}))
+    assert made.status_code == other.status_code == 200
+
+
+def test_a_file_is_one_servers(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "r.db", 10**6, 1000)
+    store.put(stored("a"))
+    with pytest.raises(ConfigError, match="cannot be opened: database is locked"):
+        ResponseStore(tmp_path / "r.db", 10**6, 1000)
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("items", "messages"),
     [
@@ -307,8 +343,8 @@ def test_counting_and_compaction(model: Path) -> None:
 )
 def test_items_become_messages(items: list[dict[str, Any]], messages: list[dict[str, Any]]) -> None:
     known = {"known": {"type": "message", "role": "user", "content": "k"}}
-    made = Messages(known.get, {})
-    made.add(items)
+    made = Messages({})
+    made.add(resolved(items, known.get))
     assert made.messages == messages
 
 

@@ -69,6 +69,7 @@ class ResponseBuilder:
 
     def fail(self, code: str, message: str) -> list[Event]:
         self._open = None
+        self.response.output = []  # what made it fail may be in there
         self.response.status, self.response.error = "failed", {"code": code, "message": message}
         return [self._event("response.failed", response=self._shown())]
 

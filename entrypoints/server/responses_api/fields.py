@@ -18,6 +18,7 @@ from entrypoints.server.tools import ToolFields, ToolUse
 
 logger = logging.getLogger("pageloom.server")
 
+_MOST_MEMBERS = 512
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -59,7 +60,12 @@ class ResponsesRequest(ContextFields, SamplingFields):
     UNSUPPORTED: ClassVar = _UNSUPPORTED | {"conversation": (), "prompt": (), "context_management": ()}
 
     max_output_tokens: int | None = Field(default=None, ge=1)
-    max_tool_calls: NoEffect = None
+    max_tool_calls: int | None = None
+    """has no effect: no tools are called here"""
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
@@ -118,7 +124,9 @@ def tools_of(body: ContextFields, limits: Limits) -> NamedTools:
     for number, tool in enumerate(body.tools or ()):
         kind = tool.get("type")
         if kind == "namespace":
-            for each in _members(tool, number):
+            members = _members(tool, number)
+            limits.check("tools", len(tools) + len(members), "tools")
+            for each in members:
                 name = f"{tool['name']}__{each.get('name')}"
                 namespaces[name] = (tool["name"], str(each.get("name")))
                 tools.append(_function({**each, "name": name}))
@@ -142,8 +150,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _members(tool: dict[str, Any], number: int) -> list[dict[str, Any]]:
     members = tool.get("tools")
-    if not isinstance(tool.get("name"), str) or not isinstance(members, list):
-        raise InvalidRequestError(f"tools[{number}] must have a name, and tools in it", "tools")
+    if not isinstance(tool.get("name"), str) or not isinstance(members, list) or len(members) > _MOST_MEMBERS:
+        raise InvalidRequestError(f"tools[{number}] must have a name, and at most {_MOST_MEMBERS} tools in it", "tools")
     if not all(isinstance(each, dict) and each.get("type", "function") == "function" for each in members):
         raise InvalidRequestError(f"tools[{number}].tools must be functions", "tools")
     return members

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -30,10 +32,11 @@ from entrypoints.server.responses_api.fields import (
     ResponseUsage,
     tools_of,
 )
-from entrypoints.server.responses_api.items import Messages
+from entrypoints.server.responses_api.items import Messages, resolved
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 
 _encoder = msgspec.json.Encoder()
+logger = logging.getLogger("pageloom.server")
 
 
 class Conversation:
@@ -42,8 +45,10 @@ class Conversation:
     def __init__(self, context: ServerContext, store: ResponseStore, body: ContextFields) -> None:
         self.context, self.body = context, body
         self.tools: NamedTools = tools_of(body, context.engine.config.limits)
-        self.items = [{"id": new_item_id(_prefix(item)), **item} for item in body.items()]
-        messages = Messages(store.item, self.tools.namespaces)
+        given = body.items()
+        context.engine.config.limits.check("messages", len(given), "input")
+        self.items = [{"id": new_item_id(_prefix(item)), **item} for item in resolved(given, store.item)]
+        messages = Messages(self.tools.namespaces)
         if body.instructions:
             messages.messages.append({"role": "system", "content": body.instructions})
         if body.previous_response_id is not None:
@@ -179,8 +184,14 @@ class ResponseHandler:
         )
 
     def keep(self) -> None:
-        if self.body.keep:
+        """An answer is given whether it can be stored or not; it says which."""
+        if not self.response.store:
+            return
+        try:
             self.store.put(Stored(self.response, self.conversation.items))
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            logger.error("response %s cannot be stored: %s", self.response.id, error)
+            self.response.store = False
 
     async def whole(self) -> ResponseObject:
         async with aclosing(await self.outputs()) as outputs:
@@ -200,10 +211,11 @@ class ResponseHandler:
                     begun = True
                     with fails_alone("making a part of the answer"):
                         told += self.take(output)
+                        shown = [encoded(each) for each in told]
                     if output.finished:
                         self.keep()
-                    for each in told:
-                        yield encoded(each)
+                    for one in shown:
+                        yield one
             except Exception as error:
                 if not begun:
                     raise

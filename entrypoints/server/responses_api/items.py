@@ -33,12 +33,29 @@ def unsealed(text: object) -> str | None:
         return None
 
 
+def resolved(items: Sequence[Mapping[str, Any]], lookup: Lookup) -> list[dict[str, Any]]:
+    """With stored items, which `lookup` finds by their ids, in place of references. Raises `InvalidRequestError`."""
+    known: dict[str, dict[str, Any] | None] = {}
+    found = []
+    for number, item in enumerate(items):
+        refers = item.get("type") == "item_reference" or (not ({"type", "role"} & item.keys()) and "id" in item)
+        if not refers:
+            found.append(dict(item))
+            continue
+        name = str(item.get("id"))
+        if name not in known:
+            known[name] = lookup(name)
+        there = known[name]
+        if there is None:
+            _refuse(f"input[{number}]: no stored item has the id {name[:80]!r}")
+        found.append(there)
+    return found
+
+
 class Messages:
     """Items become messages: thinking, text and calls of one turn are one message of the assistant's."""
 
-    def __init__(self, lookup: Lookup, namespaces: Mapping[str, tuple[str, str]]) -> None:
-        """`lookup`: an item by its id."""
-        self._lookup = lookup
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self._names = {inner: name for name, inner in namespaces.items()}
         self.messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] | None = None
@@ -49,7 +66,7 @@ class Messages:
             self._add(item, f"input[{number}]")
 
     def _add(self, item: Mapping[str, Any], where: str) -> None:
-        kind = item.get("type", "message" if "role" in item else "item_reference" if "id" in item else None)
+        kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
             self._message(item, where)
         elif kind == "reasoning":
@@ -60,11 +77,6 @@ class Messages:
             self._output(item, where)
         elif kind in ("compaction", "compaction_summary"):
             self._put({"role": "system", "content": SUMMARY + (unsealed(item.get("encrypted_content")) or "")})
-        elif kind == "item_reference":
-            found = self._lookup(str(item.get("id")))
-            if found is None:
-                _refuse(f"{where}: no stored item has the id {str(item.get('id'))[:80]!r}")
-            self._add(found, where)
         elif not (isinstance(kind, str) and kind.endswith(_HOSTED)):
             _refuse(f"{where}.type is not known: {str(kind)[:60]!r}")
 

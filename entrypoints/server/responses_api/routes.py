@@ -11,6 +11,7 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response
 
 from engine.errors import InvalidRequestError
+from entrypoints.server.answers import Answers, joined
 from entrypoints.server.context import ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.errors import describe, error_body
@@ -22,6 +23,7 @@ from entrypoints.server.responses_api.items import sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 from entrypoints.server.streaming import EventStream, Primed, answer
 from entrypoints.server.structured import blamed_on
+from entrypoints.server.tools import ToolUse
 
 logger = logging.getLogger("pageloom.server")
 
@@ -49,6 +51,8 @@ class Background:
         if name not in self._running:
             return False
         task, handler = self._running[name]
+        if task.done():
+            return False
         task.cancel()
         handler.response.status = "cancelled"
         handler.keep()
@@ -151,14 +155,18 @@ async def compacted(context: ServerContext, store: ResponseStore, body: CompactR
     """The model sums a conversation up. What users said is kept as it is."""
     conversation = Conversation(context, store, body)
     conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
-    _, token_ids = await conversation.render()
+    text, token_ids = await conversation.render()
     params = msgspec.structs.replace(context.engine.default_sampling_params(), max_tokens=_SUMMARY_TOKENS)
     stream = context.engine.generate({"prompt_token_ids": token_ids}, params, new_item_id("compact"), final_only=True)
     output = await last(stream)  # type: ignore[arg-type]
     count = UsageCount()
     count.add(0, output)
     usage = count.usage()
-    item = {"type": "compaction", "id": new_item_id("cmp"), "encrypted_content": sealed(output.outputs[0].text)}
+    part = output.outputs[0]
+    answers = Answers(context.speech, ToolUse(), None)
+    answers.prepare(params, text, "")
+    summary, _, _ = joined(answers.pieces(part))
+    item = {"type": "compaction", "id": new_item_id("cmp"), "encrypted_content": sealed(summary)}
     said = [
         each for each in conversation.items if each.get("type", "message") == "message" and each.get("role") == "user"
     ]

@@ -18,10 +18,12 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
-CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS items (
+    id TEXT NOT NULL, response TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (id, response));
 CREATE INDEX IF NOT EXISTS items_response ON items (response);
 """
 _MOST_TURNS = 4096
+_PATIENCE_S = 0.2
 
 
 class Stored(msgspec.Struct):
@@ -31,7 +33,7 @@ class Stored(msgspec.Struct):
     input: list[dict[str, Any]]
 
 
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Stored)
+_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Stored)
 
 
 class ResponseStore:
@@ -43,7 +45,10 @@ class ResponseStore:
         self._most_bytes, self._seconds = most_bytes, seconds
         self._lock = threading.Lock()
         try:
-            self._database = sqlite3.connect(file or ":memory:", check_same_thread=False, isolation_level=None)
+            self._database = sqlite3.connect(
+                file or ":memory:", check_same_thread=False, isolation_level=None, timeout=_PATIENCE_S
+            )
+            self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # one server for a file: it counts its bytes
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_SCHEMA)
@@ -56,14 +61,14 @@ class ResponseStore:
         """New, or in place of itself."""
         response = stored.response
         body = _encoder.encode(stored)
-        names = [item["id"] for item in (*stored.input, *response.output) if isinstance(item.get("id"), str)]
+        items = {item["id"]: item for item in (*stored.input, *response.output) if isinstance(item.get("id"), str)}
         with self._lock:
             self._delete([response.id])
             row = (response.id, response.previous_response_id, time.time(), len(body), body)
             with self._database:
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
-                pairs = [(name, response.id) for name in names]
-                self._database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?)", pairs)
+                rows = [(name, response.id, msgspec.json.encode(item)) for name, item in items.items()]
+                self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", rows)
             self._bytes += len(body)
             self._evict()
 
@@ -78,11 +83,12 @@ class ResponseStore:
             return bool(self._delete([name]))
 
     def item(self, name: str) -> dict[str, Any] | None:
+        """The first that was stored under its id: who brings another cannot take its place."""
         with self._lock:
-            found = self._database.execute("SELECT response FROM items WHERE id = ?", (name,)).fetchone()
-        stored = None if found is None else self.get(found[0])
-        items = [] if stored is None else [*stored.input, *stored.response.output]
-        return next((item for item in items if item.get("id") == name), None)
+            found = self._database.execute(
+                "SELECT body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
+            ).fetchone()
+        return None if found is None else msgspec.json.decode(found[0])
 
     def turns(self, name: str) -> list[Stored] | None:
         """The response and all before it, the first one first; None where one of them is gone."""

@@ -1,0 +1,77 @@
+"""What schemas say of arguments, as far as texts of a model are read and held to it. Schemas come from anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import InvalidRequestError
+
+_DEEPEST = 8
+_KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """All that a value may be; empty: nothing is said. References lead into `root`."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return []
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return [declared]
+    if isinstance(declared, list):
+        return [each for each in declared if isinstance(each, str)]
+    members = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(members, list):
+        return list(dict.fromkeys(_KINDS[type(each)] for each in members if type(each) in _KINDS))
+    inner = [_target(schema["$ref"], root)] if "$ref" in schema else []
+    for word in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(word)
+        inner += choices if isinstance(choices, list) else []
+    found = [types_of(each, root, depth + 1) for each in inner]
+    return list(dict.fromkeys(kind for kinds in found for kind in kinds)) if all(found) else []
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/"):
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def typed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """For the library, which looks at types and `anyOf` alone."""
+    function = tool["function"]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
+        return {"type": "function", "function": {"name": function["name"]}}
+    # A text that says nothing else is tried last.
+    kinds = {key: sorted(types_of(each, parameters), key="string".__eq__) for key, each in properties.items()}
+    shown = {"type": "object", "properties": {key: {"type": each} for key, each in kinds.items()}}
+    return {"type": "function", "function": {"name": function["name"], "parameters": shown}}
+
+
+def parameters_of(function: Mapping[str, Any], where: str = "tools") -> dict[str, Any]:
+    """Raises `InvalidRequestError` where they are no schema of an object that one can go through."""
+    parameters = function.get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}}
+    name = f"{where}: parameters of {function.get('name')!r}"
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise InvalidRequestError(f"{name} must be a JSON schema of an object", where)
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not isinstance(properties, Mapping):
+        raise InvalidRequestError(f"{name}: properties must be an object", where)
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        raise InvalidRequestError(f"{name}: required must be a list of names", where)
+    return {"type": "object", **parameters}
