@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from fastapi import HTTPException, Request
@@ -19,7 +19,6 @@ from engine.errors import InvalidRequestError
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
-from entrypoints.server.protocol import SamplingFields
 from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.speech import Speech
 from entrypoints.server.token_text import TokenTexts
@@ -44,6 +43,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = AUTO
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     """under which thinking is given out"""
+
+
+class Queued(Protocol):
+    """What bodies say of their place among others."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def cache_salt(self) -> str | None: ...
 
 
 class ServerContext:
@@ -84,7 +92,7 @@ class ServerContext:
         logger.info("request %s: fields that nobody knows are ignored: %s", request_id_of(request.scope), names)
 
     def generate(
-        self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool
+        self, prompt: EnginePrompt, params: SamplingParams, body: Queued, request_id: str, *, delta: bool
     ) -> Outputs:
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,
