@@ -86,22 +86,25 @@ def create_app(
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
     started = int(time.time())
 
-    model = {
-        "id": context.served_name,
-        "object": "model",
-        "created": started,
-        "owned_by": "pageloom",
-        "max_model_len": context.engine.max_model_len,
+    known = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "pageloom",
+            "max_model_len": context.engine.max_model_len,
+        }
+        for name in context.names
     }
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": list(known.values())}
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
         context.check_model(name)
-        return model
+        return known[name]
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -15,7 +15,7 @@ from fastapi import HTTPException, Request
 
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
@@ -43,6 +43,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = AUTO
     reasoning_field: Literal["reasoning", "reasoning_content", "both"] = "reasoning"
     """under which thinking is given out"""
+    model_aliases: tuple[str, ...] = ()
+    """further names that the model goes by: those of --served-model-name but the first"""
 
 
 class Queued(Protocol):
@@ -61,6 +63,10 @@ class ServerContext:
         """Raises `ConfigError`."""
         self.engine = engine
         self.served_name = served_name
+        self.names = tuple(dict.fromkeys((served_name, *settings.model_aliases)))
+        """that requests may give the model; answers give it the first"""
+        if not all(self.names):
+            raise ConfigError("--served-model-name: a name must not be empty")
         self.settings = settings
         self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         config = engine.config
@@ -76,7 +82,7 @@ class ServerContext:
         """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""
         if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
-        if name is not None and name != self.served_name:
+        if name is not None and name not in self.names:
             raise HTTPException(404, model_not_found(name, self.served_name))
 
     def take_note(self, body: Body, request: Request) -> None:
