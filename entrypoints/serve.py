@@ -1,4 +1,4 @@
-"""`engine-serve`: the OpenAI-compatible server."""
+"""`engine-serve`: the server of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
     key = parser.add_mutually_exclusive_group()
     key.add_argument(
         "--api-key",
-        help="required of clients as `Authorization: Bearer KEY`; whoever lists processes reads it, other than in "
-        "--api-key-file or PAGELOOM_API_KEY",
+        help="required of clients as `Authorization: Bearer KEY` or `x-api-key: KEY`; whoever lists processes reads "
+        "it, other than in --api-key-file or PAGELOOM_API_KEY",
     )
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP application around one AsyncEngine."""
+"""The HTTP application around one AsyncEngine, compatible with OpenAI's and Anthropic's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import errors, operation, prefixes
+from entrypoints.server import errors, messages_api, operation, prefixes
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -66,6 +66,7 @@ def create_app(
     app.add_exception_handler(ClientLeftError, on_client_left)
     context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
+    messages_api.add_routes(app, context)
     _tokenizer_routes(app, context)
     prefixes.add_routes(app, context)
     operation.add_routes(app, context)
@@ -78,7 +79,7 @@ def create_app(
             allow_origins=allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", IGNORED],
+            expose_headers=["x-request-id", "request-id", IGNORED],
         )
     return app
 
