@@ -1,4 +1,4 @@
-"""`engine-serve`: the OpenAI-compatible server."""
+"""`engine-serve`: the server of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from entrypoints.options import add_engine_options, engine_args
 from entrypoints.start import interrupts_raise
@@ -20,12 +21,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    parser.add_argument("--served-model-name", help="the model's name in the API; default: its directory or file name")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action=_Names,
+        metavar="NAME",
+        help="the model's name in the API, and others that requests may use; default: its directory or file name",
+    )
+    parser.set_defaults(model_aliases=())
     key = parser.add_mutually_exclusive_group()
     key.add_argument(
         "--api-key",
-        help="required of clients as `Authorization: Bearer KEY`; whoever lists processes reads it, other than in "
-        "--api-key-file or PAGELOOM_API_KEY",
+        help="required of clients as `Authorization: Bearer KEY` or `x-api-key: KEY`; whoever lists processes reads "
+        "it, other than in --api-key-file or PAGELOOM_API_KEY",
     )
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
     parser.add_argument(
@@ -91,6 +99,26 @@ def _add_speech_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Names(argparse.Action):
+    """The first of several names is the model's."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.served_model_name, *aliases = values
+        namespace.model_aliases = tuple(aliases)
+
+
+def _refuse_swallowed_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """An option of several names takes a model that stands behind it for one of them."""
+    if options.model is None and options.model_aliases and Path(options.model_aliases[-1]).exists():
+        parser.error(f"--served-model-name takes {options.model_aliases[-1]} for a name: put the model before it")
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
@@ -120,7 +148,9 @@ def _origins(text: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    _refuse_swallowed_model(parser, options)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for library in ("httpx", "httpx2"):  # a line for each request to a hub
         logging.getLogger(library).setLevel(logging.WARNING)

@@ -8,6 +8,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from engine.dialects.forms import Call, Dialect
@@ -63,16 +64,23 @@ def _call(found: Any, dialect: Dialect, number: int, given_id: object = None) ->
     return _made(name.strip(), dict(arguments), dialect, number, given_id)
 
 
-def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, given_id: object = None) -> Call | None:
-    """None: they cannot be said in JSON."""
+def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, given_id: object = None) -> Call:
+    plain = _finite(arguments)
+    text = json.dumps(plain, ensure_ascii=False)
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:  # half of a pair, which JSON can only write as such
-        text = json.dumps(arguments)
-    except ValueError:
-        return None
+        text = json.dumps(plain)
     return Call(_new_id(name, dialect, number, given_id), name, text)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinities, and nothing that is no number: null."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list) else value
 
 
 def _loose(text: str) -> Any:
@@ -126,10 +134,7 @@ def _calls_in(source: str, dialect: Dialect, number: int) -> list[Call] | None:
             if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, (ast.Name, ast.Attribute)):
                 return None
             arguments = {each.arg: _literal(each.value, source) for each in node.keywords if each.arg is not None}
-            call = _made(ast.unparse(node.func), arguments, dialect, number + len(calls))
-            if call is None:
-                return None
-            calls.append(call)
+            calls.append(_made(ast.unparse(node.func), arguments, dialect, number + len(calls)))
     return calls or None
 
 

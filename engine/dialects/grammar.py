@@ -133,7 +133,7 @@ def calls_grammar(
         function = tool["function"]
         strict = bool(function.get("strict"))
         rules.options = {"whitespace_pattern": whitespace, "lenient": not strict, "coerce_one_of": not strict}
-        parameters = parameters_of(function)
+        parameters = parameters_of(function.get("parameters"), f"tools[{number}].function.parameters")
         _check_names(form, function["name"], parameters)
         arguments = rules.arguments(f"t{number}", parameters)
         body = f"{rules.literal(function['name'] + form.call[1])} {arguments} {rules.literal(form.call[2])}"

@@ -61,17 +61,15 @@ def typed(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "parameters": shown}}
 
 
-def parameters_of(function: Mapping[str, Any], where: str = "tools") -> dict[str, Any]:
+def parameters_of(parameters: Any, where: str, field: str = "tools") -> dict[str, Any]:
     """Raises `InvalidRequestError` where they are no schema of an object that one can go through."""
-    parameters = function.get("parameters")
     if not parameters:
         return {"type": "object", "properties": {}}
-    name = f"{where}: parameters of {function.get('name')!r}"
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise InvalidRequestError(f"{name} must be a JSON schema of an object", where)
+        raise InvalidRequestError(f"{where} must be a JSON schema of an object", field)
     properties, required = parameters.get("properties") or {}, parameters.get("required") or []
     if not isinstance(properties, Mapping):
-        raise InvalidRequestError(f"{name}: properties must be an object", where)
+        raise InvalidRequestError(f"{where}.properties must be an object", field)
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
-        raise InvalidRequestError(f"{name}: required must be a list of names", where)
+        raise InvalidRequestError(f"{where}.required must be a list of names", field)
     return {"type": "object", **parameters}

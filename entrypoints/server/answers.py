@@ -28,7 +28,7 @@ class Answers:
             raise no_calls(speech)
         if use.required and structure is not None:
             raise InvalidRequestError(
-                "tool_choice requires calls, and response_format asks for another answer: give one", "tool_choice"
+                "tool_choice requires calls, and the format requires another answer: give one", "tool_choice"
             )
         self._speech, self._use, self._structure, self._budget = speech, use, structure, budget
         self._state: ThinkingState = "none"

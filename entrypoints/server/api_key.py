@@ -7,11 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
-from entrypoints.server.errors import error_body
+from entrypoints.server.errors import error_body, error_response
 
 VARIABLE = "PAGELOOM_API_KEY"
 OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
@@ -21,7 +20,8 @@ logger = logging.getLogger("pageloom.server")
 
 
 class ApiKeyGuard:
-    """Refuses requests without `Authorization: Bearer KEY`; plain ASGI, so that routes still see disconnects."""
+    """Refuses requests without `Authorization: Bearer KEY` or `x-api-key: KEY`, which is Anthropic's; plain ASGI, so
+    that routes still see disconnects."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
@@ -29,16 +29,17 @@ class ApiKeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
             body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
-            await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await error_response(scope, 401, body, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
+        """One of the two will do; a header that is there twice does not count."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+        own = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        bears = scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+        return bears or (len(own) == 1 and hmac.compare_digest(own[0].strip(), self._key))
 
 
 def take_api_key(given: str | None, file: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP application around one AsyncEngine."""
+"""The HTTP application around one AsyncEngine, compatible with OpenAI's and Anthropic's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import errors, operation, prefixes
+from entrypoints.server import errors, messages_api, operation, prefixes
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -73,6 +73,7 @@ def create_app(
     app.add_exception_handler(ClientLeftError, on_client_left)
     context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
+    messages_api.add_routes(app, context)
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)
@@ -86,7 +87,7 @@ def create_app(
             allow_origins=allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", IGNORED],
+            expose_headers=["x-request-id", "request-id", IGNORED],
         )
     return app
 
@@ -94,22 +95,25 @@ def create_app(
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
     started = int(time.time())
 
-    model = {
-        "id": context.served_name,
-        "object": "model",
-        "created": started,
-        "owned_by": "pageloom",
-        "max_model_len": context.engine.max_model_len,
+    known = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "pageloom",
+            "max_model_len": context.engine.max_model_len,
+        }
+        for name in context.names
     }
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": list(known.values())}
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
         context.check_model(name)
-        return model
+        return known[name]
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

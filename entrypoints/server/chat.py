@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -12,13 +11,13 @@ from msgspec import UNSET
 
 from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
-from engine.frontend.texts import too_many_tokens
 from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.answers import Answers
 from entrypoints.server.chat_parts import ChatParts
 from entrypoints.server.context import Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.logprobs import ChatLogprob, ChatLogprobs, chat_logprobs, prompt_logprobs
+from entrypoints.server.prompting import Conversation, outputs_of
 from entrypoints.server.protocol import ChatCompletionRequest
 from entrypoints.server.responses import (
     ChatChoice,
@@ -59,23 +58,19 @@ class ChatHandler:
         self.usage = UsageCount()
 
     async def stream(self, *, delta: bool) -> Outputs:
-        body, speech = self.body, self.context.speech
-        switches = speech.template_switches(body.reasoning_effort, body.thinks())
-        text, token_ids = await self.context.engine.render_chat(
-            body.messages,
+        body = self.body
+        switches = self.context.speech.template_switches(body.reasoning_effort, body.thinks())
+        asked = Conversation(
+            messages=body.messages,
+            tools=self.answers.use.tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=self.answers.use.tools or None,
             template_kwargs={**switches, **(body.chat_template_kwargs or {})},
             add_special_tokens=bool(body.add_special_tokens),
         )
-        if len(token_ids) >= self.context.engine.max_model_len:
-            raise too_many_tokens(len(token_ids), self.context.engine.max_model_len, "messages")
-        said = _answer_so_far(body.messages[-1])  # rendered, so it is a message
-        self.echoed = said if body.echo else ""
-        params = self.answers.prepare(self.params, text, said if body.continue_final_message else "")
-        prompt = {"prompt_token_ids": token_ids}
-        return self.context.generate(prompt, params, body, self.id, delta=delta)
+        outputs = await outputs_of(self.context, asked, self.params, self.answers, body, self.id, delta=delta)
+        self.echoed = asked.answer_so_far() if body.echo else ""
+        return outputs
 
     def logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
         if self.top is None:
@@ -154,16 +149,6 @@ class ChatHandler:
             final.usage = self.usage.usage(self.answers.reasoning_tokens)
             yield event(final)
         yield DONE
-
-
-def _answer_so_far(message: dict[str, Any]) -> str:
-    """What `echo` puts before the answer: the last message, if it is the assistant's own."""
-    content = message.get("content")
-    if message.get("role") != "assistant" or content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
 
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:

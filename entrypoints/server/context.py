@@ -9,18 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from fastapi import HTTPException, Request
 
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
-from entrypoints.server.protocol import SamplingFields
 from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.speech import Speech
 from entrypoints.server.token_text import TokenTexts
@@ -47,6 +46,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """under which thinking is given out"""
     response_store: Path | None = None
     """file of `/v1/responses`; None: in memory"""
+    model_aliases: tuple[str, ...] = ()
+    """further names that the model goes by: those of --served-model-name but the first"""
+
+
+class Queued(Protocol):
+    """What bodies say of their place among others."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def cache_salt(self) -> str | None: ...
 
 
 class ServerContext:
@@ -56,6 +66,10 @@ class ServerContext:
         """Raises `ConfigError`."""
         self.engine = engine
         self.served_name = served_name
+        self.names = tuple(dict.fromkeys((served_name, *settings.model_aliases)))
+        """that requests may give the model; answers give it the first"""
+        if not all(self.names):
+            raise ConfigError("--served-model-name: a name must not be empty")
         self.settings = settings
         self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         config = engine.config
@@ -71,7 +85,7 @@ class ServerContext:
         """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""
         if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
-        if name is not None and name != self.served_name:
+        if name is not None and name not in self.names:
             raise HTTPException(404, model_not_found(name, self.served_name))
 
     def take_note(self, body: Body, request: Request, more: Sequence[str] = ()) -> None:
@@ -88,7 +102,7 @@ class ServerContext:
         logger.info("request %s: fields that nobody knows are ignored: %s", request_id_of(request.scope), names)
 
     def generate(
-        self, prompt: EnginePrompt, params: SamplingParams, body: SamplingFields, request_id: str, *, delta: bool
+        self, prompt: EnginePrompt, params: SamplingParams, body: Queued, request_id: str, *, delta: bool
     ) -> Outputs:
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,

@@ -1,17 +1,20 @@
-"""Every error leaves the server in OpenAI's shape with all four fields: message, type, param, code."""
+"""Every error leaves the server in OpenAI's shape with all four fields (message, type, param, code), but on the routes
+that are Anthropic's (`messages_errors`)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
+from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
@@ -85,23 +88,36 @@ def _names_an_alternative(part: object) -> bool:
     return isinstance(part, str) and (part in ("str", "int", "bool") or "[" in part)
 
 
+def error_response(
+    scope: Scope, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """In the words of the API that was asked."""
+    if not is_anthropics(scope["path"]):
+        return JSONResponse(body, status, headers)
+    request_id = request_id_of(scope)
+    status, told = in_anthropics_words(status, body, request_id)
+    return JSONResponse(told, status, {**(headers or {}), "request-id": request_id})
+
+
 def install(app: FastAPI) -> None:
     """Route every exception through `describe`."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         status, body, headers = describe(error, request_id_of(request.scope))
-        return JSONResponse(body, status, headers)
+        return error_response(request.scope, status, body, headers)
 
     async def on_validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return JSONResponse(_validation_body(error.errors(), request.headers.get("content-type", "")), 400)
+        body = _validation_body(error.errors(), request.headers.get("content-type", ""))
+        return error_response(request.scope, 400, body)
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        if isinstance(error.detail, dict):
-            return JSONResponse(error.detail, error.status_code, error.headers)
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
+        body: Any = error.detail
+        if not isinstance(body, dict):
+            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+            body = error_body(str(error.detail), kind)
+        return error_response(request.scope, error.status_code, cast(ErrorBody, body), error.headers)
 
     for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, ServerEndsError, Exception):
         app.add_exception_handler(kind, on_error)

@@ -16,13 +16,21 @@ from fastapi_offline.core import _STATIC_PATH
 
 from entrypoints.server.api_key import OPEN_PATHS
 from entrypoints.server.errors import ErrorBody
+from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
+from entrypoints.server.messages_parts import Event, Message, TokenCount
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
+from entrypoints.server.responses_api.fields import ResponseEvent, ResponseObject
 
-_ANSWERS: Mapping[str, tuple[type, type]] = {
+_ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/completions": (Completion, Completion),
     "/v1/chat/completions": (ChatCompletion, ChatChunk),
+    "/v1/messages": (Message, Event),
+    "/v1/messages/count_tokens": (TokenCount,),
+    "/v1/responses": (ResponseObject, ResponseEvent),
 }
 """whole, and each event of a stream"""
+_LAST = {"/v1/messages": "`message_stop`"}
+"""event of a stream that is not OpenAI's"""
 _ERRORS = {
     "400": "the request cannot be served as it is written; `param` names the field",
     "404": "there is no such model",
@@ -63,30 +71,41 @@ def add_document(app: FastAPI, *, keyed: bool) -> None:
 
 def _document(app: FastAPI, keyed: bool) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [kind for pair in _ANSWERS.values() for kind in pair]
-    references, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template=_REFERENCE)
-    described = dict(zip([*kinds, ErrorBody], references, strict=True))
+    kinds = [ErrorBody, AnthropicErrorBody, *(kind for answers in _ANSWERS.values() for kind in answers)]
+    references, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    described = dict(zip(kinds, references, strict=True))
     components = document.setdefault("components", {})
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which nobody is sent
         components.get("schemas", {}).pop(unused, None)
     components.setdefault("schemas", {}).update(schemas)
-    error = {"application/json": {"schema": described[ErrorBody]}}
     for path, operations in document["paths"].items():
+        error = {"application/json": {"schema": described[AnthropicErrorBody if is_anthropics(path) else ErrorBody]}}
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
             if path in _ANSWERS:
-                whole, event = (described[kind] for kind in _ANSWERS[path])
-                responses["200"] = {
-                    "description": "whole, or streamed as server-sent events, the last of which is `[DONE]`",
-                    "content": {"application/json": {"schema": whole}, "text/event-stream": {"schema": event}},
-                }
+                responses["200"] = _success(path, *(described[kind] for kind in _ANSWERS[path]))
             for status, about in _ERRORS.items():
                 if path not in OPEN_PATHS and ("requestBody" in operation or status not in _UNASKED):
-                    responses[status] = {"description": about, "content": error}
+                    shown = str(OVERLOADED) if status == "503" and is_anthropics(path) else status
+                    responses[shown] = {"description": about, "content": error}
             if keyed and path not in OPEN_PATHS:
-                operation["security"] = [{"key": []}]
+                operation["security"] = [{"key": []}, {"x-api-key": []}]
                 responses["401"] = {"description": "the key is missing or wrong", "content": error}
     if keyed:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return document
+
+
+def _success(path: str, whole: dict[str, Any], event: dict[str, Any] | None = None) -> dict[str, Any]:
+    content = {"application/json": {"schema": whole}}
+    if event is None:
+        return {"description": "whole", "content": content}
+    last = _LAST.get(path, "`[DONE]`")
+    return {
+        "description": f"whole, or streamed as server-sent events, the last of which is {last}",
+        "content": {**content, "text/event-stream": {"schema": event}},
+    }

@@ -131,8 +131,8 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | None = None
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_id(prefix: str, separator: str = "-") -> str:
+    return f"{prefix}{separator}{uuid.uuid4().hex}"
 
 
 def new_item_id(prefix: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +31,11 @@ class ClientLeftError(Exception):
 def event(body: object) -> bytes:
     """One server-sent event holding `body` as JSON."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def failure(error: Exception, request_id: str) -> bytes:
+    """What ends a stream that fails, in OpenAI's shape."""
+    return event(describe(error, request_id)[1])
 
 
 async def _until_disconnect(receive: Receive) -> None:
@@ -114,14 +119,15 @@ class Primed:
 
 
 class EventStream(Response):
-    """Sends chunks as they come; closes them when they end or the client leaves."""
+    """Sends chunks as they come; closes them when they end or the client leaves. `failure`: their last where they
+    fail."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: Primed) -> None:
+    def __init__(self, chunks: Primed, failure: Callable[[Exception, str], bytes] = failure) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._chunks, self._failure = chunks, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -137,7 +143,7 @@ class EventStream(Response):
         except OSError:
             raise  # the connection, not the work
         except Exception as error:  # the status line is gone: the error travels as an event
-            await send({"type": "http.response.body", "body": event(describe(error, request_id)[1]), "more_body": True})
+            await send({"type": "http.response.body", "body": self._failure(error, request_id), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

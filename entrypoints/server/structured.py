@@ -53,15 +53,15 @@ class StructuredFields(BaseModel):
 
 
 @contextmanager
-def blamed_on(field: str | None) -> Iterator[None]:
+def blamed_on(field: str | None, engines: str = _ENGINES) -> Iterator[None]:
     """The client's name in place of the engine's, where that is at fault."""
     try:
         yield
     except InvalidRequestError as error:
-        if field is None or error.field != _ENGINES:
+        if field is None or error.field != engines:
             raise
         reason = str(error)
-        text = field + reason.removeprefix(_ENGINES) if reason.startswith(_ENGINES) else f"{field}: {reason}"
+        text = field + reason.removeprefix(engines) if reason.startswith(engines) else f"{field}: {reason}"
         raise InvalidRequestError(text, field, error.code) from error
 
 

@@ -61,9 +61,7 @@ class ToolFields(BaseModel):
             tools.append(made)
             if is_custom:
                 custom.add(made["function"]["name"])
-        names = [tool["function"]["name"] for tool in tools]
-        if len(set(names)) < len(names):
-            _refuse(f"{field} holds two of the name {next(n for n in names if names.count(n) > 1)!r}", field)
+        names = names_of(tools, field)
         mode, chosen = _choice(self.function_call if legacy else self.tool_choice, names, legacy)
         if mode == NONE or not tools:
             return ToolUse()
@@ -76,6 +74,14 @@ class ToolFields(BaseModel):
         )
 
 
+def names_of(tools: list[dict[str, Any]], field: str) -> list[str]:
+    """Of tools as chat templates take them. Raises `InvalidRequestError` where two have the same."""
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        _refuse(f"{field} holds two of the name {next(n for n in names if names.count(n) > 1)!r}", field)
+    return names
+
+
 def _tool(given: Mapping[str, Any], where: str, field: str) -> tuple[dict[str, Any], bool]:
     kind = given.get("type", "function")
     if kind == "custom":
@@ -86,8 +92,8 @@ def _tool(given: Mapping[str, Any], where: str, field: str) -> tuple[dict[str, A
     if not isinstance(function, dict):
         _refuse(f"{where}.function must be an object", field)
     present = {key: value for key, value in function.items() if value is not None}
-    _check_name(present, f"{where}.function", field)
-    parameters_of(present, field)
+    check_name(present, f"{where}.function", field)
+    check_parameters(present.get("parameters", {}), f"{where}.function.parameters", field)
     return {"type": "function", "function": present}, False
 
 
@@ -95,7 +101,7 @@ def _custom(given: object, where: str, field: str) -> dict[str, Any]:
     """A tool that takes any text, for templates that know functions."""
     if not isinstance(given, dict):
         _refuse(f"{where}.custom must be an object", field)
-    _check_name(given, f"{where}.custom", field)
+    check_name(given, f"{where}.custom", field)
     described = [str(given.get("description") or "")]
     form = given.get("format") or {}
     grammar = form.get("grammar", form) if isinstance(form, dict) else {}
@@ -112,7 +118,15 @@ def _custom(given: object, where: str, field: str) -> dict[str, Any]:
     }
 
 
-def _check_name(given: Mapping[str, Any], where: str, field: str) -> None:
+def check_parameters(schema: object, where: str, field: str) -> None:
+    """Raises `InvalidRequestError`."""
+    if not isinstance(schema, dict):
+        _refuse(f"{where} must be a JSON schema of an object", field)
+    parameters_of(schema, where, field)
+
+
+def check_name(given: Mapping[str, Any], where: str, field: str) -> None:
+    """Raises `InvalidRequestError`."""
     name = given.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         _refuse(f"{where}.name must be 1 to 256 letters, digits and _ . : -", field)

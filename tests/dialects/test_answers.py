@@ -195,7 +195,6 @@ def test_what_a_mark_does_not_begin_stays_as_it_was_written() -> None:
         (coder, "One </tool_call> alone."),
         (coder, "<tool_call>\n<function=nobody>\n</function>"),
         (coder, "<tool_call>\n<function=edit_file>\n<parameter=path>\na\n</parameter>\n<parameter=text>\nhalf"),
-        (HERMES, '<tool_call>{"name": "edit_file", "arguments": {"path": NaN}}</tool_call>'),
     ):
         for pieces in ([text], list(text)):
             assert read(reader_of(dialect), pieces) == (text.rstrip(), "", []), pieces
@@ -213,6 +212,11 @@ def test_a_mark_within_a_bare_argument_ends_nothing() -> None:
 def test_half_of_a_pair_is_an_argument_all_the_same() -> None:
     (piece,) = reader_of(HERMES).feed('<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}</tool_call>')
     assert piece.call is not None and piece.call.arguments == '{"a": "\\ud83d"}'
+
+
+def test_what_json_has_no_number_for_is_null() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": [NaN, -Infinity, 1e999, 1]}}</tool_call>'
+    assert read(reader_of(HERMES), text)[2] == [("now", {"a": [None, None, None, 1]})]
 
 
 def test_nested_texts_of_gemma() -> None:

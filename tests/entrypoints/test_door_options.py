@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.config import EngineArgs
+from entrypoints import serve
 from entrypoints.options import add_engine_options, engine_args, size_bytes
 
 
@@ -96,3 +98,15 @@ def test_a_list_of_cores_reads_numbers_and_ranges() -> None:
     for text in ("", "a", "1-", "0,,1"):
         with pytest.raises(argparse.ArgumentTypeError, match="list of CPUs"):
             core_list(text)
+
+
+def test_of_several_names_the_first_is_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = serve.build_parser()
+    several = parser.parse_args(["m", "--served-model-name", "a", "b", "c"])
+    assert engine_args(several, "m").served_model_name == "a" and several.model_aliases == ("b", "c")
+    one, none = parser.parse_args(["--served-model-name", "a", "--port", "1"]), parser.parse_args(["m"])
+    assert (one.served_model_name, one.model_aliases) == ("a", ())
+    assert (none.served_model_name, none.model_aliases) == (None, ())
+    with pytest.raises(SystemExit):
+        serve.main(["--served-model-name", "a", str(tmp_path)])
+    assert "put the model before it" in capsys.readouterr().err

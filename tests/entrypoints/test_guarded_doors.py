@@ -40,7 +40,9 @@ def test_the_key_guards_every_route_but_liveness_and_readiness(tiny_server_model
                 if route.path in OPEN_PATHS:
                     assert reply.status_code == 200 and not reply.content
                 else:
-                    assert reply.status_code == 401 and error_of(reply)["code"] == "invalid_api_key", route.path
+                    assert reply.status_code == 401, route.path
+                    if not route.path.startswith("/v1/messages"):  # whose errors are Anthropic's
+                        assert error_of(reply)["code"] == "invalid_api_key", route.path
                     assert reply.headers["www-authenticate"] == "Bearer" and reply.headers["x-request-id"]
         assert (await client.get("/no-such-route")).status_code == 401
         for given in ("Bearer secret", "bearer secret", "BEARER  secret ", "bEaReR secret"):

@@ -71,8 +71,11 @@ def test_a_server_with_a_key_says_so(tiny_server_model: Path) -> None:
     asked = [("GET", path, None) for path in ("/openapi.json", "/v1/models", "/docs", "/docs/static/swagger-ui.css")]
     described, *_ = ask(server, *asked, authorization="Bearer secret")
     document = described.json()
-    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
-    assert document["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    assert document["paths"]["/v1/models"]["get"]["security"] == [{"key": []}, {"x-api-key": []}]
     assert "security" not in document["paths"]["/live"]["get"]
     assert [reply.status_code for reply in ask(Server(tiny_server_model, api_key="secret"), *asked)] == [401] * 4
 

@@ -3,6 +3,7 @@ is not supported is refused by name."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import httpx
 import pytest
 from scripted_server import CHATS, COMPLETIONS, CONTEXT, Server, post_all
 
+from engine.errors import ConfigError
+from entrypoints.server.app import create_app
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -121,3 +124,20 @@ def test_messages_of_all_kinds_render(server: Server, given: list[dict[str, Any]
     assert post(server, {"messages": given}).status_code == 200
     prompt = server.engine.tokenizer.decode(server.core.added[0].prompt_token_ids)
     assert prompt == rendered + "<|assistant|>"
+
+
+def test_the_model_goes_by_several_names(tiny_server_model: Path) -> None:
+    server = Server(tiny_server_model, settings=ServerSettings(model_aliases=("other", "tiny", "third")))
+
+    async def go() -> list[httpx.Response]:
+        async with server.client() as client:
+            with pytest.raises(ConfigError, match="must not be empty"):
+                create_app(server.engine, "tiny", settings=ServerSettings(model_aliases=("",)))
+            made = await client.post(CHATS, json={**CHAT, "model": "other"})
+            wrong = await client.post(CHATS, json={**CHAT, "model": "fourth"})
+            return [made, wrong, await client.get("/v1/models"), await client.get("/v1/models/third")]
+
+    made, wrong, models, one = asyncio.run(go())
+    assert made.json()["model"] == "tiny" and wrong.status_code == 404
+    assert [each["id"] for each in models.json()["data"]] == ["tiny", "other", "third"]
+    assert one.json()["id"] == "third"

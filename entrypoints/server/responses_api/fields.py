@@ -209,3 +209,10 @@ class ResponseObject(Struct):
     usage: ResponseUsage | None = None
     user: str | None = None
     schema_error: str | UnsetType = UNSET
+
+
+class ResponseEvent(Struct):
+    """Of a stream; what else it holds its type says, as OpenAI's documentation has it."""
+
+    type: str
+    sequence_number: int

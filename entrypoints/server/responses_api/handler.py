@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from entrypoints.server.answers import Answers
 from entrypoints.server.context import Outputs, ServerContext
 from entrypoints.server.errors import describe
 from entrypoints.server.logprobs import ChatLogprob, chat_logprobs
+from entrypoints.server.prompting import Conversation, outputs_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.builder import Event, ResponseBuilder
 from entrypoints.server.responses_api.fields import (
@@ -34,12 +35,13 @@ from entrypoints.server.responses_api.fields import (
 )
 from entrypoints.server.responses_api.items import Messages, resolved
 from entrypoints.server.responses_api.store import ResponseStore, Stored
+from entrypoints.server.structured import blamed_on
 
 _encoder = msgspec.json.Encoder()
 logger = logging.getLogger("pageloom.server")
 
 
-class Conversation:
+class Items:
     """What `body` goes on from, as messages. Raises `InvalidRequestError`."""
 
     def __init__(self, context: ServerContext, store: ResponseStore, body: ContextFields) -> None:
@@ -67,23 +69,26 @@ class Conversation:
             raise InvalidRequestError("input must hold at least one item", "input")
         self.messages = messages.messages
 
-    async def render(self) -> tuple[str, list[int]]:
-        """Raises `InvalidRequestError`."""
-        body, engine = self.body, self.context.engine
+    def prompt(self) -> Conversation:
+        body = self.body
         effort = body.reasoning.effort if body.reasoning is not None else None
         switches = self.context.speech.template_switches(effort, None)
-        try:
-            text, token_ids = await engine.render_chat(
-                self.messages,
-                tools=self.tools.use.tools or None,
-                template_kwargs={**switches, **(body.chat_template_kwargs or {})},
-            )
-        except InvalidRequestError as error:
-            field = "input" if error.field == "messages" else error.field
-            raise InvalidRequestError(str(error), field, error.code) from error
-        if len(token_ids) >= engine.max_model_len:
-            raise too_many_tokens(len(token_ids), engine.max_model_len, "input")
-        return text, token_ids
+        kwargs = {**switches, **(body.chat_template_kwargs or {})}
+        return Conversation(messages=self.messages, tools=self.tools.use.tools, template_kwargs=kwargs)
+
+    async def render(self) -> tuple[str, list[int]]:
+        """Raises `InvalidRequestError`."""
+        with in_input():
+            text, token_ids = await self.prompt().render(self.context.engine)
+            most = self.context.engine.max_model_len
+            if len(token_ids) >= most:
+                raise too_many_tokens(len(token_ids), most, "messages")
+            return text, token_ids
+
+
+def in_input() -> AbstractContextManager[None]:
+    """What is wrong with messages is wrong with what they were made of."""
+    return blamed_on("input", "messages")
 
 
 def _prefix(item: dict[str, Any]) -> str:
@@ -98,7 +103,7 @@ class ResponseHandler:
     def __init__(self, context: ServerContext, store: ResponseStore, body: ResponsesRequest) -> None:
         self.context, self.store, self.body = context, store, body
         self.structured_by, structure = body.wanted_structure()
-        self.conversation = Conversation(context, store, body)
+        self.conversation = Items(context, store, body)
         use = self.conversation.tools.use
         self.answers = Answers(context.speech, use, structure)
         include = body.include or ()
@@ -153,10 +158,10 @@ class ResponseHandler:
         )
 
     async def outputs(self) -> Outputs:
-        text, token_ids = await self.conversation.render()
-        params = self.answers.prepare(self.params, text, "")
-        prompt = {"prompt_token_ids": token_ids}
-        return self.context.generate(prompt, params, self.body, self.response.id, delta=True)
+        with in_input():
+            asked = self.conversation.prompt()
+            name = self.response.id
+            return await outputs_of(self.context, asked, self.params, self.answers, self.body, name, delta=True)
 
     def take(self, output: RequestOutput) -> list[Event]:
         """What is new."""

@@ -18,7 +18,7 @@ from entrypoints.server.errors import describe, error_body
 from entrypoints.server.request_ids import request_id_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
-from entrypoints.server.responses_api.handler import Conversation, ResponseHandler
+from entrypoints.server.responses_api.handler import Items, ResponseHandler
 from entrypoints.server.responses_api.items import sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 from entrypoints.server.streaming import EventStream, Primed, answer
@@ -93,7 +93,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, object]:
         context.check_model(body.model)
-        conversation = Conversation(context, store, body)
+        conversation = Items(context, store, body)
         context.take_note(body, request, conversation.tools.ignored)
         _, token_ids = await answer(request, conversation.render())
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -153,7 +153,7 @@ def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -
 
 async def compacted(context: ServerContext, store: ResponseStore, body: CompactRequest) -> dict[str, object]:
     """The model sums a conversation up. What users said is kept as it is."""
-    conversation = Conversation(context, store, body)
+    conversation = Items(context, store, body)
     conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
     text, token_ids = await conversation.render()
     params = msgspec.structs.replace(context.engine.default_sampling_params(), max_tokens=_SUMMARY_TOKENS)

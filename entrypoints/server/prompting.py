@@ -1,0 +1,63 @@
+"""From a conversation to what the engine makes of it: rendered, measured, and generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine import AsyncEngine, SamplingParams
+from engine.frontend.texts import too_many_tokens
+from entrypoints.server.answers import Answers
+from entrypoints.server.context import Outputs, Queued, ServerContext
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat template is given."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = False
+
+    async def render(self, engine: AsyncEngine) -> tuple[str, list[int]]:
+        """Text and token ids. Raises `InvalidRequestError`, also for what is no message."""
+        return await engine.render_chat(
+            self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=self.tools or None,
+            template_kwargs=self.template_kwargs,
+            add_special_tokens=self.add_special_tokens,
+        )
+
+    def answer_so_far(self) -> str:
+        """The last message, if it is the assistant's own. The conversation has been rendered, so it is a message."""
+        message = self.messages[-1]
+        content = message.get("content")
+        if message.get("role") != "assistant" or content is None:
+            return ""
+        if isinstance(content, str):
+            return content
+        return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+
+
+async def outputs_of(
+    context: ServerContext,
+    asked: Conversation,
+    params: SamplingParams,
+    answers: Answers,
+    body: Queued,
+    request_id: str,
+    *,
+    delta: bool,
+) -> Outputs:
+    """Raises `InvalidRequestError`."""
+    text, token_ids = await asked.render(context.engine)
+    if len(token_ids) >= context.engine.max_model_len:
+        raise too_many_tokens(len(token_ids), context.engine.max_model_len, "messages")
+    continued = asked.answer_so_far() if asked.continue_final_message else ""
+    prepared = answers.prepare(params, text, continued)
+    return context.generate({"prompt_token_ids": token_ids}, prepared, body, request_id, delta=delta)
