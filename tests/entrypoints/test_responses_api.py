@@ -11,11 +11,8 @@ import httpx
 import pytest
 from scripted_server import Server, post_all, save_model
 
-from engine.errors import ConfigError
 from entrypoints.server.context import ServerSettings
-from entrypoints.server.responses_api.fields import ResponseObject
 from entrypoints.server.responses_api.items import Messages, resolved, sealed
-from entrypoints.server.responses_api.store import ResponseStore, Stored
 
 URL = "/v1/responses"
 TEMPLATE = (
@@ -278,14 +275,6 @@ def test_what_cannot_be_stored_is_answered_all_the_same(model: Path, tmp_path: P
     assert made.status_code == other.status_code == 200
 
 
-def test_a_file_is_one_servers(tmp_path: Path) -> None:
-    store = ResponseStore(tmp_path / "r.db", 10**6, 1000)
-    store.put(stored("a"))
-    with pytest.raises(ConfigError, match="cannot be opened: database is locked"):
-        ResponseStore(tmp_path / "r.db", 10**6, 1000)
-    store.close()
-
-
 @pytest.mark.parametrize(
     ("items", "messages"),
     [
@@ -373,39 +362,3 @@ def test_what_is_wrong_is_said(model: Path, body: dict[str, Any], param: str, wo
     (reply,) = post_all(serve(model), (URL, {"input": "hi"} | body))
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == param and word in error["message"], error
-
-
-def stored(name: str, previous: str | None = None, size: int = 10) -> Stored:
-    response = ResponseObject(id=name, created_at=0, model="m", status="completed", previous_response_id=previous)
-    return Stored(response, [{"id": f"i-{name}", "content": "x" * size}])
-
-
-def test_the_store_lets_go_of_what_was_not_used_for_longest() -> None:
-    store = ResponseStore(None, 12_000, 1000)
-    for name, previous in (("a", None), ("b", "a"), ("c", None)):
-        store.put(stored(name, previous, 3000))
-    assert [turn.response.id for turn in store.turns("b") or ()] == ["a", "b"]
-    store.put(stored("d", None, 3000))
-    assert store.get("c") is None and store.get("b") is not None and store.item("i-c") is None
-    assert store.item("i-a") == {"id": "i-a", "content": "x" * 3000}
-    assert store.delete("a") and not store.delete("a") and store.turns("b") is None
-    store.put(stored("e", None, 20_000))
-    assert store.get("e") is None and store.get("d") is None, "what is larger than all of it is not kept"
-
-
-def test_the_store_lets_go_of_what_is_old() -> None:
-    store = ResponseStore(None, 10**6, 0.0)
-    store.put(stored("a"))
-    assert store.get("a") is None
-
-
-def test_a_store_in_a_file_outlives_its_server(tmp_path: Path) -> None:
-    file = tmp_path / "responses.db"
-    store = ResponseStore(file, 10**6, 1000)
-    store.put(stored("a"))
-    store.close()
-    again = ResponseStore(file, 10**6, 1000)
-    found = again.get("a")
-    assert found is not None and found.input[0]["id"] == "i-a"
-    again.put(stored("a", size=20))
-    assert again.delete("a") and again._bytes == 0
