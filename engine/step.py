@@ -185,7 +185,8 @@ NO_WRITES = Writes(np.zeros((4, 0), dtype=np.int32), np.zeros(0, dtype=np.int32)
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     rows: Rows = NO_ROWS
-    """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks, each before its forks"""
+    """decode rows (query_len 1 and sampling) first, then prefill chunks and those with forks (or that might have had
+    some when they started), each before its forks"""
     released: list[int] = []
     added: list[NewRow] = []
     rewrites: Writes = NO_WRITES
