@@ -19,13 +19,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
 from engine.errors import EngineError, InvalidRequestError, ShutDownError
-from engine.frontend.admission import (
-    PIN_PARAMS,
-    AdmittedRequest,
-    Prompt,
-    parse_prompt,
-    spellings,
-)
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, Prompt, parse_prompt, spellings
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -33,9 +27,11 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
+from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
 from engine.serving import Serving
+from engine.step import Pooling
 
 _COMPILED_POLL_S = 0.05
 
@@ -105,13 +101,36 @@ class AsyncEngine:
             async for output in outputs:
                 yield output
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
+        arrival = time.monotonic()
+        engine = await self._started()
+        self.check_health()
+        pooling = engine.resolve_pooling(pooling_params)
+        parsed = parse_prompt(prompt)
+        ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
+        salt = cache_salt if cache_salt is not None else parsed.cache_salt
+        given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
+        admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
+        async with aclosing(engine.stream(admitted, arrival, final_only=True)) as outputs:
+            async for output in outputs:
+                yield pooled_output(output, pooling)
+
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """As `LLM.pin_prefix`; raises as `generate`. Whoever cancels it leaves nothing pinned."""
         engine = await self._started()
         self.check_health()
         engine.pinned.reserve(name)
         try:
-            admitted = await self._admit(engine, prefix, PIN_PARAMS, None, 0, None, pin=name)
+            admitted = await self._admit(engine, prefix, PROMPT_ONLY, None, 0, None, pin=name)
         except BaseException:
             engine.pinned.release(name)
             raise
@@ -344,6 +363,7 @@ class AsyncEngine:
         priority: int,
         cache_salt: str | None,
         pin: str | None = None,
+        pooling: Pooling | None = None,
     ) -> AdmittedRequest:
         name = (
             secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", engine.config.limits)
@@ -375,4 +395,5 @@ class AsyncEngine:
                 wait_s=engine.config.limits.waiting_s,
                 bad_words=bad_words,
                 grammar=grammar,
+                pooling=pooling,
             )

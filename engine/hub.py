@@ -31,6 +31,8 @@ _PATIENCE_S = 20.0
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _TEXTS = (".json", ".jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 _WEIGHTS = ".safetensors"
+_POOLING = re.compile(r"\d+_Pooling/config\.json")
+"""how sentence-transformers calls the one file below the root that is read"""
 _QUANTIZED = {"int8": 0.55, "int4": 0.33}
 """of bfloat16's bytes, about"""
 
@@ -114,7 +116,7 @@ def fetched(
 
 
 def _files(repo: str, revision: str | None, cache_dir: str | None) -> list[HubFile]:
-    """At the root of the repository; where no hub can be asked, of what was fetched before."""
+    """Those that may be read; where no hub can be asked, of what was fetched before."""
     import huggingface_hub as library
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -126,9 +128,13 @@ def _files(repo: str, revision: str | None, cache_dir: str | None) -> list[HubFi
     except Exception as error:  # the network's, of an HTTP library underneath, or none is allowed
         logger.warning("no hub can be asked for %s (%s): what was fetched before is used", repo, type(error).__name__)
         return _kept(repo, revision or "main", cache_dir)
-    names = [(each.rfilename, each.size or 0) for each in found.siblings or () if "/" not in each.rfilename]
+    names = [(each.rfilename, each.size or 0) for each in found.siblings or () if _is_read(each.rfilename)]
     here = [library.try_to_load_from_cache(repo, name, cache_dir=cache_dir, revision=found.sha) for name, _ in names]
     return [HubFile(name, size, not isinstance(path, str)) for (name, size), path in zip(names, here)]
+
+
+def _is_read(name: str) -> bool:
+    return "/" not in name or _POOLING.fullmatch(name) is not None
 
 
 def _kept(repo: str, revision: str, cache_dir: str | None) -> list[HubFile]:
@@ -143,8 +149,8 @@ def _kept(repo: str, revision: str, cache_dir: str | None) -> list[HubFile]:
     for each in repositories:
         for kept in each.revisions if each.repo_id == repo and each.repo_type == "model" else ():
             if revision in kept.refs or revision == kept.commit_hash:
-                files = [file for file in kept.files if file.file_path.parent == kept.snapshot_path]
-                return sorted(HubFile(file.file_name, file.size_on_disk, False) for file in files)
+                files = [(file.file_path.relative_to(kept.snapshot_path).as_posix(), file) for file in kept.files]
+                return sorted(HubFile(name, file.size_on_disk, False) for name, file in files if _is_read(name))
     raise FileNotFoundError
 
 

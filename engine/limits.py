@@ -100,7 +100,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: Annotated[float, _limit("seconds that a connection is kept open between requests", 0.1, 408)] = 60.0
 
     # What one request may hold.
-    prompts: Annotated[int, _limit("prompts in one body")] = 1024
+    prompts: Annotated[int, _limit("prompts in one body")] = 2048
     messages: Annotated[int, _limit("messages of a conversation")] = 4096
     tools: Annotated[int, _limit("tools of a conversation")] = 512
     stop_strings: Annotated[int, _limit("stop strings of a request")] = 64

@@ -16,23 +16,13 @@ from engine.batch_run import Progress, interrupts_between_steps
 from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreStats, ResetPrefixCache
-from engine.errors import (
-    InvalidRequestError,
-    QueueFullError,
-    ShutDownError,
-)
-from engine.frontend.admission import (
-    PIN_PARAMS,
-    AdmittedRequest,
-    ParsedPrompt,
-    Prompt,
-    parse_prompt,
-    parse_prompts,
-)
+from engine.errors import InvalidRequestError, QueueFullError, ShutDownError
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt, parse_prompts
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
+from engine.pooled_calls import PooledCalls
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
 from engine.session import Session
@@ -42,7 +32,7 @@ logger = logging.getLogger(__name__)
 ClientFactory = Callable[[EngineConfig], CoreClient]
 
 
-class LLM:
+class LLM(PooledCalls):
     """A model, loaded and ready. Use it as a context manager, or call `shutdown`, to free its memory at a certain time.
 
     One thread at a time. With `in_process` the core runs in the calling thread (nothing to start, easy to debug);
@@ -108,7 +98,7 @@ class LLM:
             parsed = parse_prompt(prefix)
             [ids] = self._token_ids([parsed])
             admitted = session.admission.admit(
-                "pin", parsed.text, ids, PIN_PARAMS, cache_salt=parsed.cache_salt, pin=name
+                "pin", parsed.text, ids, PROMPT_ONLY, cache_salt=parsed.cache_salt, pin=name
             )
             [output] = self._run([admitted], time.monotonic(), use_tqdm=False)
             ended = output.outputs[0]
@@ -151,7 +141,7 @@ class LLM:
         params = self._per_prompt(sampling_params, len(parsed))
         if priority is not None and len(priority) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts but {len(priority)} priorities", "priority")
-        call, self._calls = self._calls, self._calls + 1
+        call = self._number_call()
         admitted = []
         for i, (prompt, token_ids) in enumerate(zip(parsed, self._token_ids(parsed), strict=True)):
             with _naming(i, len(parsed)):
@@ -218,6 +208,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _number_call(self) -> int:
+        self._calls += 1
+        return self._calls - 1
 
     def _alive(self) -> Session:
         if self._closed:

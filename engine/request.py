@@ -260,4 +260,6 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
     """of all tokens so far, those that were drafts (`speculative_config`, or forced by a grammar)"""
+    pooled: Any = None
+    """of requests that are pooled (`engine.pooling`): a NumPy array, float32 [vectors, size], when they have ended"""
     metrics: RequestMetrics | None = None

@@ -20,6 +20,7 @@ from engine.grammars.vocabularies import ModelVocabulary
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
+from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Session:
         self.tokenizer = tokenizer
         self.client = client
         self.ready = ready
-        self.admission = Admission(config, tokenizer)
+        self.admission = Admission(config, tokenizer, generates=model.generates)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name)
         self.metrics.stats = CoreStats(compiling=ready.compiling)
@@ -53,6 +54,16 @@ class Session:
     def default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: what the model's authors recommend, else the defaults."""
         return default_sampling_params(self.model.generation_defaults)
+
+    def resolve_pooling(self, params: PoolingParams | None) -> ResolvedPooling:
+        """Raises `InvalidRequestError`."""
+        spec = self.model.spec
+        return resolve_pooling(params, self.model.pooling, spec.embedding_size or spec.hidden_size)
+
+    def truncated(self, token_ids: list[int], params: PoolingParams | None) -> list[int]:
+        """As `PoolingParams.truncate_prompt_tokens` wants it."""
+        most = None if params is None else params.truncate_prompt_tokens
+        return truncated(token_ids, most, self.config.model.max_model_len - 1, self.tokenizer.suffix)
 
     def check_alive(self) -> None:
         """Raises what ended the core."""

@@ -23,10 +23,13 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+
+Pooling = Literal["last", "mean", "all"]
+"""what of a prompt's hidden states is wanted in place of tokens: the last one, their mean, or each"""
 
 
 class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,6 +54,8 @@ class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     """None: off; k: the sampled token and the k most likely"""
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
+    """the row ends with its prompt: what it samples does not count"""
 
     @property
     def has_penalties(self) -> bool:
@@ -271,6 +276,33 @@ _NONE = np.zeros(0, dtype=np.int32)
 NO_LOGPROBS = RowLogprobs(_NONE, _NONE, np.zeros((0, 1), dtype=np.int32), np.zeros((0, 1)), _NONE)
 
 
+class RowVectors(Columns, frozen=True, eq=False):
+    """Hidden states behind the final norm, by row: the last one, the sum of a chunk's, or each of a chunk's."""
+
+    rows: np.ndarray
+    """int32 [rows]"""
+    counts: np.ndarray
+    """int32 [rows]: how many of the vectors are the row's"""
+    vectors: np.ndarray
+    """float32 [sum of the counts, hidden_size]"""
+
+    @classmethod
+    def of(cls, found: list[tuple[int, np.ndarray]]) -> RowVectors:
+        if not found:
+            return NO_VECTORS
+        rows, vectors = zip(*found, strict=True)
+        counts = [len(each) for each in vectors]
+        return cls(np.array(rows, dtype=np.int32), np.array(counts, dtype=np.int32), np.concatenate(vectors))
+
+    def of_row(self, row: int) -> np.ndarray:
+        """float32 [vectors, hidden_size]"""
+        chosen: np.ndarray = self.vectors[np.repeat(self.rows == row, self.counts)]
+        return chosen
+
+
+NO_VECTORS = RowVectors(_NONE, _NONE, np.zeros((0, 0), dtype=np.float32))
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step has brought."""
 
@@ -286,6 +318,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """row → one entry per prompt token at positions computed+1 .. min(computed+query_len, prompt_len-1), for rows that
     asked. The chunk's query at position p scores the known token at p+1, so position 0 never has an entry."""
+    pooled: RowVectors = NO_VECTORS
+    """of rows that are pooled: "last" brings its vector with its sample, the others something of every chunk"""
     faults: list[int] = []
     """rows whose logits held NaN (or nothing allowed), or of which anything else failed: their token does not count"""
     reasons: dict[int, str] = {}
@@ -327,42 +361,3 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_of_array)
 _PLANS = msgspec.msgpack.Decoder(StepPlan, dec_hook=_to_array)
 _MASKS = msgspec.msgpack.Decoder(StepMasks, dec_hook=_to_array)
 _RESULTS = msgspec.msgpack.Decoder(StepResult, dec_hook=_to_array)
-
-
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor found out when it loaded the model; bytes."""
-
-    weight_bytes: int
-    activation_bytes: int
-    """peak of a step at the full token budget"""
-    workspace_bytes: int
-    """tables, sampler state, attention workspace"""
-    graph_bytes: int = 0
-    """what captured graphs will take, estimated"""
-    block_bytes: int
-    """one KV block over all layers of a group"""
-    windows: tuple[int | None, ...] = (None,)
-    """of each layer group, in tokens; None: its layers see everything"""
-    device_bytes_total: int
-    device_bytes_free: int
-    """before anything was loaded"""
-    attention_backend: str
-    exact_lengths: bool = False
-    """attention has to be told by the host how long each sequence is: nothing is planned behind drafts"""
-
-
-class WarmUpReport(msgspec.Struct, frozen=True, kw_only=True):
-    distinct_pieces: int = 0
-    compiled: int = 0
-    """pieces compiled now; the rest came from the cache"""
-    reused: int = 0
-    seconds: float = 0.0
-    graph_bytes: int = 0
-    """what the graphs captured so far took of the device, measured"""
-    graphs_captured: int = 0
-    graphs_pending: int = 0
-    """captured later, between steps"""
-    swap_block_s: float = 0.0
-    """a block to the host tier and back, measured; 0: there is no tier"""
-    compile_failed: bool = False
-    """pieces were wanted and failed on this device: the model itself runs"""

@@ -28,7 +28,8 @@ from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
 from engine.executor.interface import CompileState
-from engine.step import LoadReport, RowParams, Rows, ScheduledRow, StepMasks, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import RowParams, Rows, ScheduledRow, StepMasks, StepPlan, StepResult
 
 PLAN_SHARE, COMPLETE_SHARE, PUBLISH_SHARE = 0.5, 0.375, 0.125
 LIMIT_AHEAD = 1.1

@@ -101,6 +101,10 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """complete when the first token arrives: one per prompt token after the first; may come in several deltas"""
+    pooled: bytes = b""
+    """of a request that is pooled: what `StepResult.pooled` says of its row, float32"""
+    pooled_from: int = 0
+    """the position at which that chunk begins; 0: what came before does not count (its sequence was preempted)"""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """the token id that ended it; it is the last of `token_ids`"""

@@ -26,8 +26,9 @@ from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.executor.team import Team
+from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
-from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
+from engine.step import StepMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from engine.executor.team import Team
-from engine.step import LoadReport, StepMasks, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import StepMasks, StepPlan, StepResult
 
 CompileState = Literal["done", "running", "failed"]
 """running: steps are computed eagerly until compiled pieces take over; failed: they stay eager (on a GPU, full

@@ -21,7 +21,7 @@ from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import RANGES, Limits, check_token_ids
 from engine.request import SamplingParams
-from engine.step import RowParams
+from engine.step import Pooling, RowParams
 
 
 class TextPrompt(TypedDict):
@@ -116,7 +116,9 @@ class Admission:
     vLLM's does.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, *, generates: bool = True) -> None:
+        """`generates`: false for a model that has no head."""
+        self._generates = generates
         self._tokenizer = tokenizer
         self._vocab_size = config.model.vocab_size
         self._max_model_len = config.model.max_model_len
@@ -143,25 +145,27 @@ class Admission:
         wait_s: float | None = None,
         bad_words: list[list[int]] | None = None,
         grammar: str | None = None,
+        pooling: Pooling | None = None,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError` naming the field at fault; changes nothing then.
 
         `wait_s`: how long it may wait for its turn. `bad_words`: what `spellings` gives for them as token ids; None:
-        they are tokenized here. `grammar`: what `GrammarChecks` makes of `structured_outputs`.
+        they are tokenized here. `grammar`: what `GrammarChecks` makes of `structured_outputs`. `pooling`: what is
+        wanted in place of tokens.
         """
-        self._limits.check("name_chars", len(request_id), "request_id")
-        self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
-        RANGES["priority"].check("priority", priority)
+        if not self._generates and pooling is None and pin is None:
+            raise InvalidRequestError(
+                "this is an embedding model, which generates nothing: use /v1/embeddings, or LLM.embed", "model"
+            )
         self._check_prompt(prompt_token_ids)
         self.check_params(params)
-        if priority != 0 and self._policy != "priority":
-            raise InvalidRequestError(
-                "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
-            )
+        self._check_place(request_id, priority, cache_salt)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         if bad_words is None:
             bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
         template = self._row_params(params, bad_words)
+        if pooling is not None:
+            template = msgspec.structs.replace(template, pooling=pooling)
         base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
         first, *others = (
@@ -188,6 +192,16 @@ class Admission:
             params=params,
             message=message,
         )
+
+    def _check_place(self, request_id: str, priority: int, cache_salt: str | None) -> None:
+        """Among other requests."""
+        self._limits.check("name_chars", len(request_id), "request_id")
+        self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
+        RANGES["priority"].check("priority", priority)
+        if priority != 0 and self._policy != "priority":
+            raise InvalidRequestError(
+                "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -272,8 +286,8 @@ def spellings(params: SamplingParams) -> list[str]:
     return [text for word in params.bad_words or () for text in (word.lstrip(), " " + word.lstrip())]
 
 
-PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-"""of the request that computes a prefix to pin"""
+PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""of requests that compute their prompt, to pin it or to pool it"""
 
 
 def _beams(params: SamplingParams) -> BeamParams | None:

@@ -18,6 +18,7 @@ from engine.core.wire import Delta, SequenceDelta, each_delta
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.frontend.admission import AdmittedRequest
 from engine.frontend.failures import fails_alone
+from engine.frontend.pooled_prompt import PooledPrompt
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
 from engine.observability.timings import RequestTimings
@@ -51,6 +52,8 @@ class _Request:
         self.metrics = RequestMetrics(arrival_time=now)
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_shown: list[LogprobsAt | None] | None = None
+        kind = admitted.message.params.pooling
+        self.pooled = None if kind is None else PooledPrompt(kind, len(admitted.prompt_token_ids))
         self.cached_tokens = self.accepted_tokens = 0
         self.error: EngineError | None = None
         self.news = False
@@ -176,6 +179,8 @@ class OutputProcessor:
     def _apply(self, delta: SequenceDelta, request: _Request, sample: Sample, now: float, progress: Progress) -> None:
         if sample is request.samples[0]:
             request.prompt_logprobs.extend(delta.prompt_logprobs)
+            if request.pooled is not None and delta.pooled:
+                request.pooled.add(delta.pooled, delta.pooled_from)
             request.cached_tokens = delta.cached_tokens or request.cached_tokens
         request.accepted_tokens += delta.accepted_tokens
         if delta.token_ids and request.metrics.first_token_time is None:
@@ -239,6 +244,7 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.cached_tokens,
             num_accepted_tokens=request.accepted_tokens,
+            pooled=None if request.pooled is None else request.pooled.vectors(),
             metrics=replace(request.metrics),
         )
 

@@ -130,6 +130,13 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
+    @cached_property
+    def suffix(self) -> list[int]:
+        """Special tokens that it puts behind every text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+        return whole[starts[0] + len(plain) :] if starts else []
+
     def check_length(self, text: str, field: str = "prompt", *, contexts: int = 1) -> None:
         """Before it is tokenized: a token has at most so many characters, so a text that has more than a context's
         worth of them is not looked at. Raises `InvalidRequestError` for it, and for what is no text.

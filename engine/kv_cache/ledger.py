@@ -15,7 +15,7 @@ import msgspec
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.layer_groups import most_blocks
-from engine.step import LoadReport
+from engine.reports import LoadReport
 
 CPU_SHARE = 0.25
 """Of the memory that is left on a CPU, the part that the KV cache takes unasked: the rest of the machine lives there

@@ -201,14 +201,17 @@ class Decoder(nn.Module):
     def _rows(self, table: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         return None if table is None else table[positions].to(self.dtype)
 
+    def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of what `forward` returns → what the head is given: [rows, embedding_size], transformers'
+        last_hidden_state."""
+        if self.shown_layers:
+            hidden = hidden.narrow(1, 0, self.spec.hidden_size).contiguous()
+        return hidden if self.project_out is None else self.project_out(hidden)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of what `forward` returns → float32 [rows, vocab_size], rounded to the model's dtype first (as
         transformers); a cap is applied to float32."""
-        if self.shown_layers:
-            hidden = hidden.narrow(1, 0, self.spec.hidden_size).contiguous()
-        if self.project_out is not None:
-            hidden = self.project_out(hidden)
-        logits = self.lm_head(hidden).float()
+        logits = self.lm_head(self.final_states(hidden)).float()
         cap = self.spec.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -16,6 +16,7 @@ from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
 from engine.models.gguf_header import read_gguf_header
 from engine.models.json_file import read_json_object, shown
+from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
 from engine.models.spec import DecoderSpec
 
 ModelDType = Literal["bfloat16", "float16", "float32"]
@@ -35,6 +36,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """how the weights are stored; bfloat16 for quantised GGUF"""
     max_position: int
     vocab_size: int
+    pooling: PoolingDefaults
+    """how prompts become vectors"""
+    generates: bool
+    """false: an embedding model, or a bare one: its checkpoint may have no head"""
     generation_defaults: dict[str, bool | int | float]
     """the sampling values that the model's authors recommend, under generation_config.json's names; may be empty.
     `engine.resolve.resolve_here` puts what the user wants in their place and checks the ranges."""
@@ -50,14 +55,16 @@ def describe(path: str) -> ModelDescription:
     if location.is_file() and location.suffix.lower() == ".gguf":
         header = read_gguf_header(location)
         config = hf_config_of(header)
-        return _described(path, "gguf", (path, config), (path, generation_config_of(header)), dtype_of(header))
+        pooling = pooling_of_gguf(header.metadata)
+        return _described(path, "gguf", (path, config), (path, generation_config_of(header)), dtype_of(header), pooling)
     config_file, generation_file = location / "config.json", location / "generation_config.json"
     if not config_file.is_file():
         raise ConfigError(f"model: {path} is neither a directory with a config.json nor a .gguf file")
     config = read_json_object(config_file, CONFIG_BYTES)
     generation = read_json_object(generation_file, CONFIG_BYTES) if generation_file.is_file() else {}
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return _described(path, "hf", (str(config_file), config), (str(generation_file), generation), dtype)
+    read, generation_read = (str(config_file), config), (str(generation_file), generation)
+    return _described(path, "hf", read, generation_read, dtype, pooling_of(location))
 
 
 _Read = tuple[str, Mapping[str, object]]
@@ -65,7 +72,12 @@ _Read = tuple[str, Mapping[str, object]]
 
 
 def _described(
-    path: str, source: Literal["hf", "gguf"], config_read: _Read, generation_read: _Read, dtype: object
+    path: str,
+    source: Literal["hf", "gguf"],
+    config_read: _Read,
+    generation_read: _Read,
+    dtype: object,
+    pooling: PoolingDefaults,
 ) -> ModelDescription:
     (config_file, config), (generation_file, generation) = config_read, generation_read
     for key in ("quantization_config", "compression_config"):
@@ -81,7 +93,9 @@ def _described(
             f"{config_file}: dtype {shown(dtype)} is not supported; supported are {', '.join(_DTYPES)}"
         )
     with _errors_name(config_file):
-        spec = find_family(config).spec(config)
+        family, generates = find_family(config)
+        generates = generates and not pooling.declared
+        spec = family.spec(config if generates else {**config, "tie_word_embeddings": True})
         starts, ends = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
     with _errors_name(generation_file):
         starts = _token_ids(generation, "bos_token_id") or starts
@@ -98,6 +112,8 @@ def _described(
         default_dtype=cast(ModelDType, stored),
         max_position=spec.max_position,
         vocab_size=spec.vocab_size,
+        pooling=pooling,
+        generates=generates,
         generation_defaults=defaults,
     )
 

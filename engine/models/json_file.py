@@ -13,20 +13,26 @@ from engine.errors import ConfigError
 
 def read_json_object(file: Path, largest_bytes: int) -> dict[str, object]:
     """Raises `ConfigError` where the file is larger, cannot be read, is no JSON object, or says a thing twice."""
+    content = read_json_value(file, largest_bytes)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
+    return content
+
+
+def read_json_value(file: Path, largest_bytes: int) -> object:
+    """The same of any JSON."""
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size > largest_bytes:
                 raise ConfigError(f"{file}: has {size} bytes; at most {largest_bytes} are read of such a file")
-            content = json.loads(opened.read(largest_bytes).decode("utf-8"), object_pairs_hook=_each_key_once)
+            content: object = json.loads(opened.read(largest_bytes).decode("utf-8"), object_pairs_hook=_each_key_once)
     except RecursionError:
         raise ConfigError(f"{file}: cannot be read as JSON: it is nested too deeply") from None
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: holds {type(content).__name__}, not an object")
     return content
 
 

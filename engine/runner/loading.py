@@ -61,6 +61,10 @@ class CausalModel(Protocol):
         """int64 [n], int64 [n] → hidden states [n, hidden_size]."""
         ...
 
+    def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, hidden_size] → [m, size of an embedding]: what logits are made of, and prompts are pooled from."""
+        ...
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden_size] → float32 [m, vocab_size], fresh memory."""
         ...

@@ -30,6 +30,7 @@ from engine.errors import ConfigError, EngineError
 from engine.layer_groups import full_group, group_layers, with_layers_behind
 from engine.observability import step_profile
 from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.reports import LoadReport, WarmUpReport
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
@@ -49,7 +50,7 @@ from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
 from engine.sampling import Sampler
-from engine.step import LoadReport, StepPlan, WarmUpReport
+from engine.step import StepPlan
 
 _EXAMPLE_TOKENS = 8
 FIRST_CAPTURES_S = 10.0
@@ -100,8 +101,7 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        vocab_size = parts.spec.vocab_size
-        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size)
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer

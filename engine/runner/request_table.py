@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.errors import in_words
-from engine.step import NewRow, RowParams, StepPlan
+from engine.step import NewRow, Pooling, RowParams, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,8 @@ class RequestTable:
         """on the host: no kernel needs it"""
         self.prompt_logprobs: dict[int, int] = {}
         """rows that asked for the log-probabilities of their prompt → how many alternatives"""
+        self.pooling: dict[int, Pooling] = {}
+        """rows of which hidden states are wanted, and which"""
         self.failed: dict[int, str] = {}
         """rows that hold what could not be applied, and why: they end with the step that is told of it"""
 
@@ -96,6 +98,7 @@ class RequestTable:
         if self.prompt_len.pop(row, None) is None:
             raise ValueError(f"row {row} was released, but holds nothing")
         self.prompt_logprobs.pop(row, None)
+        self.pooling.pop(row, None)
         self.failed.pop(row, None)
 
     def _add(self, new: NewRow) -> None:
@@ -108,3 +111,5 @@ class RequestTable:
         self.prompt_len[new.row] = new.prompt_len
         if new.params.prompt_logprobs is not None:
             self.prompt_logprobs[new.row] = new.params.prompt_logprobs
+        if new.params.pooling is not None:
+            self.pooling[new.row] = new.params.pooling

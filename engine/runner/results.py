@@ -11,7 +11,7 @@ import torch
 
 from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
-from engine.step import NO_LOGPROBS, StepResult, TokenLogprobs
+from engine.step import NO_LOGPROBS, RowVectors, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class SampledStep:
     """of each row that sampled, at how many positions; None: at one"""
     counts: torch.Tensor | None = None
     """int64 [rows that sampled]: where that is not one, how many of its tokens count"""
+    pooled: Sequence[tuple[int, torch.Tensor]] = ()
+    """(row, float32 [vectors, size])"""
 
 
 class PendingResult:
@@ -75,6 +77,7 @@ class ResultCopier:
                 failures=step.failures,
                 positions_each=step.positions_each,
                 counts=None if step.counts is None else _pinned(step.counts),
+                pooled=[(row, _pinned(vectors)) for row, vectors in step.pooled],
             )
             event.record()
 
@@ -102,11 +105,13 @@ def _to_result(step: SampledStep) -> StepResult:
     prompt: dict[int, list[TokenLogprobs]] = {}
     for row, scores in step.prompt:
         prompt.setdefault(row, []).extend(scores.to_list())
+    pooled = RowVectors.of([(row, vectors.numpy()) for row, vectors in step.pooled])
     if step.sampled is None:
         return StepResult(
             step_id=step.step_id,
             token_ids=[],
             prompt_logprobs=prompt,
+            pooled=pooled,
             faults=list(step.failures),
             reasons=dict(step.failures),
         )
@@ -126,6 +131,7 @@ def _to_result(step: SampledStep) -> StepResult:
         drafted=drafted,
         logprobs=NO_LOGPROBS if step.sampled.logprobs is None else step.sampled.logprobs.to_host(),
         prompt_logprobs=prompt,
+        pooled=pooled,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
         reasons=dict(step.failures),
     )

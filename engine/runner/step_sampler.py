@@ -58,10 +58,13 @@ class StepSampler:
         observer.mark(step_profile.LOGITS)
         failures = dict(self._table.failed)
         prompt = self._score_prompts(batch.rows, hidden, failures) if self._table.prompt_logprobs else ()
+        pooled = self._pool(batch.rows, hidden) if self._table.pooling else ()
         rows = batch.sample_rows_host
         if not rows:
-            return SampledStep(plan.step_id, rows, None, prompt, failures)
+            return SampledStep(plan.step_id, rows, None, prompt, failures, pooled=pooled)
         last = hidden if batch.every_token_samples else hidden.index_select(0, batch.logits_indices)
+        if pooled and self._table.pooling.keys() >= set(rows):
+            return SampledStep(plan.step_id, rows, _nothing_sampled(last), prompt, failures, pooled=pooled)
         logits = self._model.compute_logits(last)
         allowed, places = (masks().bits, _places(batch.rows, plan.masked)) if plan.masked else (None, [])
         observer.mark(step_profile.SAMPLING)
@@ -81,7 +84,21 @@ class StepSampler:
         self._kernels.post_update(
             tokens, self._table.lengths, batch.sample_rows, batch.sample_positions, sampled.token_ids, known
         )
-        return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts)
+        return SampledStep(plan.step_id, rows, sampled, prompt, failures, batch.positions_each, counts, pooled)
+
+    def _pool(self, rows: Rows, hidden: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What this step's tokens bring to rows that are pooled, each float32 [vectors, size], in memory of its own."""
+        parts = []
+        asked = np.flatnonzero(np.isin(rows.row, list(self._table.pooling)))
+        ends = np.cumsum(rows.query_lens)[asked].tolist()
+        for end, row in zip(ends, Rows(rows.columns[:, asked]).each(), strict=True):
+            kind = self._table.pooling[row.row]
+            if kind == "last" and not row.samples:
+                continue
+            states = self._model.final_states(hidden[end - 1 if kind == "last" else end - row.query_len : end])
+            part = states.to(torch.float32, copy=True)
+            parts.append((row.row, part.sum(dim=0, keepdim=True) if kind == "mean" else part))
+        return parts
 
     def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
         """Nothing behind drafts, which then count as wrong."""
@@ -130,6 +147,12 @@ class StepSampler:
             logits = self._model.compute_logits(hidden[start:end])
             scores.append((row.row, self._sampler.prompt_logprobs(logits, known.to(torch.int64), k)))
         return scores
+
+
+def _nothing_sampled(last: torch.Tensor) -> SampleOutput:
+    """For rows that end with their prompts: whether their hidden states are numbers is all that is to be known."""
+    finite = torch.isfinite(last).all(dim=1)
+    return SampleOutput(torch.zeros(len(last), dtype=torch.int64, device=last.device), ~finite, None)
 
 
 def _places(rows: Rows, masked: list[int]) -> list[int]:

@@ -22,8 +22,7 @@ _Logprobs = dict[int, list[TokenLogprobs]]
 
 class Outcomes:
     def __init__(self, held: Holdings, speculation: Speculation) -> None:
-        self._held, self._speculation = held, speculation
-        self._rows = held.rows
+        self._held, self._speculation, self._rows = held, speculation, held.rows
         self.generated_tokens = 0
         """since the start"""
 
@@ -155,11 +154,15 @@ class Outcomes:
         prompt_logprobs: list[TokenLogprobs] = []
         if row.row in result.prompt_logprobs:
             prompt_logprobs = seq.undelivered(row.computed, result.prompt_logprobs[row.row])
-        if tokens:
+        if tokens and seq.params.pooling is None:
             return [self._deliver(seq, tokens, found, prompt_logprobs, cached_tokens)]
-        if not prompt_logprobs:
-            return []
-        return [SequenceDelta(request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)]
+        delta = SequenceDelta(request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)
+        if seq.params.pooling is None:
+            return [delta] if prompt_logprobs else []
+        if tokens:  # nothing is generated: that was its last part
+            self._held.end(seq)
+        pooled, end = result.pooled.of_row(row.row).tobytes(), "stop" if tokens else None
+        return [replace(delta, pooled=pooled, pooled_from=row.computed, finish_reason=end)]
 
     def _deliver(
         self,

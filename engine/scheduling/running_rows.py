@@ -80,7 +80,7 @@ class RunningRows:
         self.owners[row], self.request_ids[row] = seq, seq.request_id
         self.limits[row], self.room[row] = seq.max_total, 0
         self.masked[row] = seq.matcher is not None
-        self.detailed[row] = seq.params.logprobs is not None
+        self.detailed[row] = seq.params.logprobs is not None or seq.params.pooling is not None
         self.stop_tokens.update(seq.stop_token_ids)
         self.go_on(seq, computed)
         insort(self.sequences, seq, key=_key)

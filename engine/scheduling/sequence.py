@@ -88,15 +88,6 @@ class Sequence:
         first = len(self.tokens) == self.prompt_len and self.next_prompt_logprob == 1
         return (self.cached_tokens or 0) if first else 0
 
-    @property
-    def prefix_limit(self) -> int:
-        """Tokens that may come from the prefix cache: all but the last, and nothing that prompt log-probabilities
-        still need (the query at p scores the token at p+1)."""
-        limit = len(self.tokens) - 1
-        if self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.prompt_len:
-            limit = min(limit, self.next_prompt_logprob - 1)
-        return limit
-
     def undelivered(self, computed: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """Of a chunk's prompt log-probabilities (positions computed+1 …), those not delivered before a preemption."""
         fresh = entries[max(self.next_prompt_logprob - (computed + 1), 0) :]

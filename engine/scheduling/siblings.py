@@ -42,11 +42,15 @@ def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
 
 
 def prefix_limit(seq: Sequence, kv: KVCache) -> int:
-    """Tokens that may come from the prefix cache: where windows move on, nothing beyond a place at which a follower is
-    to be forked, because what that one sees would be missing."""
-    if not kv.slides:
-        return seq.prefix_limit
-    return min([seq.prefix_limit, *(start_of(follower, seq, kv.block_size) for follower in seq.followers)])
+    """Tokens that may come from the prefix cache: all but the last, and nothing that prompt log-probabilities still
+    need (the query at p scores the token at p+1), nor what is pooled of every token. Where windows move on, nothing
+    beyond a place at which a follower is to be forked, because what that one sees would be missing."""
+    limits = [0 if seq.params.pooling in ("mean", "all") else len(seq.tokens) - 1]
+    if seq.params.prompt_logprobs is not None and seq.next_prompt_logprob < seq.prompt_len:
+        limits.append(seq.next_prompt_logprob - 1)
+    if kv.slides:
+        limits += [start_of(follower, seq, kv.block_size) for follower in seq.followers]
+    return min(limits)
 
 
 def _common_prefix(one: Tokens[int], other: Tokens[int]) -> int:

@@ -58,7 +58,10 @@ def load_weights(
             source = SafetensorsSource(description.path)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
-            _fill(model, ArrangedSource(source, rows, family.ignored), rows, packer)
+            arranged = ArrangedSource(source, rows, family.ignored)
+            _fill(model, arranged, rows, packer)
+            if description.generates:
+                _check_tied_copy(model, arranged, rows)
     return weight_bytes(model)
 
 
@@ -80,9 +83,6 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
     shapes = source.shapes()
     places = {name: model.get_parameter(row.parameter)[row.start : row.start + row.count] for name, row in rows.items()}
     _check(source, shapes, {name: tuple(place.shape) for name, place in places.items()}, model)
-    if "lm_head.weight" in shapes and "lm_head.weight" not in places:
-        (embedding,) = (name for name, row in rows.items() if row.parameter == _EMBEDDING)
-        _check_tied_copy(model, source, embedding)
     matrices = _matrices(model, rows) if packer is not None else {}
     packed = {part.name for parts in matrices.values() for part in parts}
     for name, place in places.items():
@@ -137,9 +137,12 @@ def _check(
         )
 
 
-def _check_tied_copy(model: Decoder, source: WeightSource, embedding: str) -> None:
+def _check_tied_copy(model: Decoder, source: WeightSource, rows: Mapping[str, Rows]) -> None:
     """A checkpoint may store the tied head again; one that stores another head would be served wrongly."""
     shapes = source.shapes()
+    if "lm_head.weight" not in shapes or "lm_head.weight" in rows:
+        return
+    (embedding,) = (name for name, row in rows.items() if row.parameter == _EMBEDDING)
     if shapes["lm_head.weight"] == shapes[embedding]:
         pair = torch.empty(2, *shapes[embedding], dtype=model.dtype)
         source.read_into(embedding, pair[0])

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import errors, messages_api, operation, prefixes
+from entrypoints.server import embeddings, errors, messages_api, operation, prefixes, scores
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -74,6 +74,8 @@ def create_app(
     context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
     messages_api.add_routes(app, context)
+    embeddings.add_routes(app, context)
+    scores.add_routes(app, context)
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)

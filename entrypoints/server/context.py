@@ -17,6 +17,7 @@ from fastapi import HTTPException, Request
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
 from engine.errors import ConfigError, InvalidRequestError
+from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
@@ -112,6 +113,15 @@ class ServerContext:
             cache_salt=body.cache_salt,
             delta=delta,
             final_only=not delta,
+        )
+        assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
+        return stream
+
+    def encode(
+        self, prompt: EnginePrompt, params: PoolingParams, body: Queued, request_id: str
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        stream: AsyncIterator[PoolingRequestOutput] = self.engine.encode(
+            prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream

@@ -15,15 +15,20 @@ from fastapi.staticfiles import StaticFiles
 from fastapi_offline.core import _STATIC_PATH
 
 from entrypoints.server.api_key import OPEN_PATHS
+from entrypoints.server.embeddings import EmbeddingListSchema
 from entrypoints.server.errors import ErrorBody
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
 from entrypoints.server.responses_api.fields import ResponseEvent, ResponseObject
+from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS, Ranking, ScoreList
 
 _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/completions": (Completion, Completion),
     "/v1/chat/completions": (ChatCompletion, ChatChunk),
+    "/v1/embeddings": (EmbeddingListSchema,),
+    **dict.fromkeys(SCORE_PATHS, (ScoreList,)),
+    **dict.fromkeys(RERANK_PATHS, (Ranking,)),
     "/v1/messages": (Message, Event),
     "/v1/messages/count_tokens": (TokenCount,),
     "/v1/responses": (ResponseObject, ResponseEvent),

@@ -17,7 +17,8 @@ from engine.core.wire import AddRequest
 from engine.errors import ConfigError
 from engine.executor.interface import CompileState
 from engine.limits import Limits
-from engine.step import LoadReport, RowParams, StepMasks, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import RowParams, StepMasks, StepPlan, StepResult
 
 TOKEN = 7
 MIB = 1 << 20

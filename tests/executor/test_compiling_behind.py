@@ -30,8 +30,9 @@ from engine.core.start import build_core
 from engine.core.wire import Shutdown
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import CompileState
+from engine.reports import WarmUpReport
 from engine.runner import model_runner
-from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, WarmUpReport, Write, Writes
+from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
 
 WAIT_S = 30.0
 

@@ -16,7 +16,8 @@ from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig
 from engine.errors import EngineError
 from engine.executor.in_process import STEPS_BETWEEN_IDLE_WORK, InProcessExecutor
 from engine.executor.interface import Executor
-from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import StepPlan, StepResult
 
 REPORT = LoadReport(
     weight_bytes=1,

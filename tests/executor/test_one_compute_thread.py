@@ -16,7 +16,8 @@ from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import Places, _cores, bind_thread
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, make_executor
-from engine.step import LoadReport, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import Rows, ScheduledRow, StepPlan, StepResult
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 

@@ -19,7 +19,8 @@ from engine.core.start import build_core
 from engine.core.wire import AbortRequests, Shutdown
 from engine.errors import EngineError
 from engine.executor.in_process import InProcessExecutor
-from engine.step import LoadReport, StepPlan, StepResult, WarmUpReport
+from engine.reports import LoadReport, WarmUpReport
+from engine.step import StepPlan, StepResult
 
 pytestmark = pytest.mark.timeout(120)
 

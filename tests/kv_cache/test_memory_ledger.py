@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv_cache.ledger import human, memory_ledger
-from engine.step import LoadReport
+from engine.reports import LoadReport
 
 GIB = 2**30
 MIB = 2**20

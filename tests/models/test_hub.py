@@ -79,6 +79,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
     (plain / "model.safetensors").write_bytes(os.urandom(400_000))
     (plain / "consolidated.safetensors").write_bytes(b"the same once more")
     (plain / "original" / "model.safetensors").write_bytes(b"and again")
+    for folder in ("1_Pooling", "onnx"):
+        (plain / folder).mkdir()
+        (plain / folder / "config.json").write_text("{}")
     quantized = root / "org" / "quantized"
     quantized.mkdir(parents=True)
     for name in ("Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "Tiny-F16-00001-of-00002.gguf", "mmproj-Tiny.gguf"):
@@ -89,13 +92,17 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 def test_only_weights_and_texts_are_fetched(home: Home) -> None:
     place = Path(home.fetch("org/plain"))
-    names = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
-    assert {file.name for file in place.iterdir()} == names
+    names = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "1_Pooling/config.json"}
+    assert read_in(place) == names
     assert (place / "model.safetensors").read_bytes() == (home.hub.root / "org/plain/model.safetensors").read_bytes()
     assert not any(
         name in request for request in home.hub.requests for name in (".py", ".bin", "GET org/plain/resolve/README")
     )
-    assert {file.name for file in Path(home.fetch("org/plain", None)).iterdir()} == names
+    assert read_in(Path(home.fetch("org/plain", None))) == names
+
+
+def read_in(place: Path) -> set[str]:
+    return {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
 
 
 def test_a_name_is_what_is_served(home: Home) -> None:

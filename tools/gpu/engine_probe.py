@@ -23,9 +23,10 @@ from engine.core.loop import CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
 from engine.executor.in_process import InProcessExecutor, Pending
+from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_sampler import no_masks
-from engine.step import LoadReport, RowParams, StepMasks, StepPlan, WarmUpReport
+from engine.step import RowParams, StepMasks, StepPlan
 from gpu.context import Context
 
 

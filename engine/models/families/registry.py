@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from engine.errors import UnsupportedModelError
@@ -19,14 +20,19 @@ from engine.models.json_file import shown
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OPT, GPT2)
 
+_HEAD = re.compile("ForCausalLM|LMHeadModel")
 
-def find_family(config: Mapping[str, object]) -> Family:
-    """By `architectures`, or by `model_type` where a config names no architecture."""
+
+def find_family(config: Mapping[str, object]) -> tuple[Family, bool]:
+    """By `architectures`, or by `model_type` where a config names no architecture. False: the bare model, without its
+    head."""
     architectures = config.get("architectures")
     named = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for family in (*FAMILIES, GPT_OSS):
         if family.architecture in named or (not named and family.name == config.get("model_type")):
-            return family
+            return family, True
+        if _HEAD.sub("Model", family.architecture) in named:
+            return family, False
     found = f"architectures {shown(named)}" if named else f"model_type {shown(config.get('model_type'))}"
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModelError(f"{found} is not supported; supported architectures are {supported}")

@@ -1,0 +1,165 @@
+"""Prompts made into vectors instead of continued: what is asked for, and what comes. Names and shapes follow vLLM's,
+with NumPy arrays in place of tensors.
+
+Any decoder can be pooled: the hidden states behind its final norm, of the last token or the mean of all. An embedding
+model's own files say which of them it was trained for (`engine.models.pooling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine.errors import InvalidRequestError, RequestFailedError
+from engine.models.pooling import PoolingDefaults
+from engine.request import RequestOutput
+from engine.step import Pooling
+
+PoolingTask = Literal["embed", "token_embed"]
+Data = TypeVar("Data")
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """``pooling_type``: "last", "mean" or "all", in any case; None: the model's own, or "all" for the task
+    "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not). ``dimensions``:
+    the first ones, for models trained so (Matryoshka), cut before normalising. ``truncate_prompt_tokens``: longer
+    prompts lose their end, but for what the tokenizer puts behind each; -1: to what fits.
+    Raises `InvalidRequestError`."""
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    task: PoolingTask = "embed"
+
+    def __post_init__(self) -> None:
+        if self.pooling_type is not None and self.pooling_type.lower() not in ("last", "mean", "all"):
+            raise InvalidRequestError(
+                f"pooling_type must be last, mean or all, got {self.pooling_type[:20]!r}", "pooling_type"
+            )
+        if self.task not in ("embed", "token_embed"):
+            raise InvalidRequestError(f"task must be embed or token_embed, got {str(self.task)[:20]!r}", "task")
+        if (self.task == "token_embed") != ((self.pooling_type or "").lower() == "all") and self.pooling_type:
+            raise InvalidRequestError("pooling_type all and task token_embed go together", "pooling_type")
+        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < low or value == 0):
+                raise InvalidRequestError(f"{name} must be at least {low}{' and not 0' * (low < 0)}, got {value}", name)
+
+
+class ResolvedPooling(msgspec.Struct, frozen=True, kw_only=True):
+    """With the model's own in place of what was left out."""
+
+    kind: Pooling
+    normalize: bool
+    dimensions: int | None
+
+    def of(self, output: RequestOutput) -> np.ndarray:
+        """float32 [size], of "all" [tokens, size]. Raises `RequestFailedError` for what ended before."""
+        reason = output.outputs[0].finish_reason
+        if output.pooled is None or reason != "stop":
+            raise RequestFailedError(output.outputs[0].stop_reason or f"it was not pooled: it ended with {reason}")
+        vectors: np.ndarray = output.pooled[:, : self.dimensions]
+        if self.normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors if self.kind == "all" else vectors[0]
+
+
+def resolve_pooling(params: PoolingParams | None, model: PoolingDefaults, size: int) -> ResolvedPooling:
+    """`size`: of the model's embeddings. Raises `InvalidRequestError`."""
+    given = params or PoolingParams()
+    if model.unsupported:
+        raise InvalidRequestError(f"embeddings of this model are not supported: {model.unsupported}", "model")
+    if given.dimensions is not None and given.dimensions > size:
+        raise InvalidRequestError(
+            f"dimensions is {given.dimensions}; this model's embeddings have {size}", "dimensions"
+        )
+    kind = given.pooling_type.lower() if given.pooling_type else None
+    default: Pooling = "all" if given.task == "token_embed" else model.pooling_type
+    normalize = given.normalize
+    if normalize is None:
+        normalize = model.normalize and default != "all"
+    return ResolvedPooling(kind=kind or default, normalize=normalize, dimensions=given.dimensions)  # type: ignore[arg-type]
+
+
+def truncated(token_ids: list[int], most: int | None, room: int, suffix: Sequence[int]) -> list[int]:
+    """`most`: as `PoolingParams.truncate_prompt_tokens`; `room`: what fits; `suffix`: what the tokenizer puts behind a
+    text, and stays."""
+    limit = room if most == -1 else most
+    if limit is None or len(token_ids) <= limit:
+        return token_ids
+    kept = list(suffix) if suffix and token_ids[-len(suffix) :] == list(suffix) and limit > len(suffix) else []
+    return [*token_ids[: limit - len(kept)], *kept]
+
+
+class PoolingOutput(msgspec.Struct, frozen=True):
+    data: np.ndarray
+    """float32 [size], or [tokens, size]"""
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+class ScoringOutput(msgspec.Struct, frozen=True):
+    score: float
+
+
+class PooledRequestOutput(msgspec.Struct, Generic[Data], frozen=True, kw_only=True):
+    """`outputs`: one, as vLLM has it."""
+
+    request_id: str
+    outputs: Data
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+PoolingRequestOutput = PooledRequestOutput[PoolingOutput]
+EmbeddingRequestOutput = PooledRequestOutput[EmbeddingOutput]
+ScoringRequestOutput = PooledRequestOutput[ScoringOutput]
+
+
+def pooled_output(output: RequestOutput, pooling: ResolvedPooling) -> PoolingRequestOutput:
+    """Raises as `ResolvedPooling.of`."""
+    return PooledRequestOutput(
+        request_id=output.request_id,
+        outputs=PoolingOutput(pooling.of(output)),
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def embedding_output(pooled: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    return PooledRequestOutput(
+        request_id=pooled.request_id,
+        outputs=EmbeddingOutput(pooled.outputs.data.tolist()),
+        prompt_token_ids=pooled.prompt_token_ids,
+        num_cached_tokens=pooled.num_cached_tokens,
+    )
+
+
+def similarity(one: np.ndarray, other: np.ndarray) -> float:
+    """The cosine of the angle between two embeddings, in [-1, 1]."""
+    product = float(np.dot(one, other))
+    return product / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
+
+
+def pairs_of(one: Sequence[str], other: Sequence[str]) -> list[tuple[int, int]]:
+    """Which of the texts are compared: one with each, or each with its own. Raises `InvalidRequestError`."""
+    if not one or not other:
+        raise InvalidRequestError("there must be a text on both sides", "text_1" if not one else "text_2")
+    if len(one) == 1:
+        return [(0, index) for index in range(len(other))]
+    if len(one) != len(other):
+        raise InvalidRequestError(
+            f"{len(one)} texts are compared with one each, or with as many; got {len(other)}", "text_2"
+        )
+    return [(index, index) for index in range(len(one))]

@@ -1,0 +1,45 @@
+"""What the routes that make vectors share: their fields, and how many prompts become vectors at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from pydantic import Field
+
+from engine.pooling import PoolingParams, PoolingRequestOutput
+from entrypoints.server.context import EnginePrompt, ServerContext
+from entrypoints.server.fields import Body, NoEffect
+
+_AT_A_TIME = 128
+"""prompts of one body: enough to fill steps, and other clients' requests need not wait behind thousands"""
+
+
+class PooledFields(Body):
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = Field(default=None, min_length=1)
+    user: NoEffect = None
+
+
+async def vectors_of(
+    context: ServerContext, prompts: Sequence[EnginePrompt], params: PoolingParams, body: PooledFields, request_id: str
+) -> list[PoolingRequestOutput]:
+    """In their order; the first that fails ends the others. Raises what `AsyncEngine.encode` raises."""
+    turns = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(index: int) -> PoolingRequestOutput:
+        async with turns, aclosing(context.encode(prompts[index], params, body, f"{request_id}-{index}")) as outputs:
+            return await anext(outputs)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(len(prompts))]
+    except* Exception as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]

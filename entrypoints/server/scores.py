@@ -1,0 +1,163 @@
+"""POST /v1/score and /rerank: how alike texts are, and documents in the order of how well they fit a query.
+
+The score is the cosine of two embeddings, in [-1, 1]. `/rerank` answers as Jina's and Cohere's do."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import AliasChoices, Field
+
+from engine.errors import InvalidRequestError
+from engine.pooling import PoolingParams, PoolingRequestOutput, pairs_of, similarity
+from entrypoints.server.context import ServerContext
+from entrypoints.server.embeddings import EmbeddingUsage
+from entrypoints.server.encoding import json_response
+from entrypoints.server.fields import NoEffect, Texts
+from entrypoints.server.pooled import PooledFields, vectors_of
+from entrypoints.server.responses import new_id, now
+from entrypoints.server.streaming import answer
+
+SCORE_PATHS = ("/v1/score", "/score")
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
+COHERES = "/v2/rerank"
+
+
+class ScoreRequest(PooledFields):
+    text_1: str | Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: str | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class RerankRequest(PooledFields):
+    query: str
+    documents: list[str | dict[str, Any]] = Field(min_length=1)
+    """texts, or objects with a `text`"""
+    top_n: int | None = Field(default=None, ge=1)
+    return_documents: bool | None = None
+    """left out: yes, as Jina; no at /v2/rerank, as Cohere"""
+    max_tokens_per_doc: int | None = Field(default=None, ge=1)
+    max_chunks_per_doc: NoEffect = None
+    rank_fields: NoEffect = None
+
+    def texts(self) -> list[str]:
+        """Raises `InvalidRequestError`."""
+        found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
+        for index, text in enumerate(found):
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"documents[{index}] must be a text, or an object with a text", "documents")
+        return [text for text in found if isinstance(text, str)]
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class Ranked(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class BilledUnits(msgspec.Struct, frozen=True):
+    search_units: int = 1
+
+
+class ApiVersion(msgspec.Struct, frozen=True):
+    version: Literal["2"] = "2"
+
+
+class RerankMeta(msgspec.Struct, frozen=True):
+    api_version: ApiVersion = ApiVersion()
+    billed_units: BilledUnits = BilledUnits()
+
+
+class Ranking(msgspec.Struct):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+    meta: RerankMeta = RerankMeta()
+    object: str = "list"
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """The vectors of texts on two sides."""
+
+    ones: list[PoolingRequestOutput]
+    others: list[PoolingRequestOutput]
+
+    def score(self, one: int, other: int) -> float:
+        return similarity(self.ones[one].outputs.data, self.others[other].outputs.data)
+
+    def usage(self) -> EmbeddingUsage:
+        tokens = sum(len(each.prompt_token_ids) for each in (*self.ones, *self.others))
+        return EmbeddingUsage(tokens, tokens)
+
+
+async def compared(
+    context: ServerContext, ones: list[str], others: list[str], body: PooledFields, request_id: str, field: str
+) -> Compared:
+    """What the model's files put before queries stands before `ones`, before documents before `others`."""
+    context.engine.config.limits.check("prompts", max(len(ones), len(others)), field)
+    before = context.engine.model.pooling.prompts
+    texts = [before.get("query", "") + text for text in ones] + [before.get("document", "") + text for text in others]
+    params = PoolingParams(normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    found = await vectors_of(context, texts, params, body, request_id)
+    return Compared(found[: len(ones)], found[len(ones) :])
+
+
+async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList:
+    ones = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    others = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    pairs, name = pairs_of(ones, others), new_id("score")
+    found = await compared(context, ones, others, body, name, "text_2")
+    scores = [Score(index, found.score(one, other)) for index, (one, other) in enumerate(pairs)]
+    return ScoreList(name, now(), context.served_name, scores, found.usage())
+
+
+async def create_ranking(context: ServerContext, body: RerankRequest, *, show: bool) -> Ranking:
+    texts, name = body.texts(), new_id("rerank")
+    if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = body.max_tokens_per_doc
+    found = await compared(context, [body.query], texts, body, name, "documents")
+    ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
+    ranked.sort(key=lambda each: -each.relevance_score)
+    return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())
+
+
+def add_routes(app: FastAPI, context: ServerContext) -> None:
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        context.take_note(body, request)
+        context.check_model(body.model)
+        return json_response(await answer(request, create_scores(context, body)))
+
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        context.take_note(body, request)
+        context.check_model(body.model)
+        show = body.return_documents
+        if show is None:
+            show = request.url.path != COHERES
+        return json_response(await answer(request, create_ranking(context, body, show=show)))
+
+    for path in SCORE_PATHS:
+        app.post(path)(score)
+    for path in RERANK_PATHS:
+        app.post(path)(rerank)
