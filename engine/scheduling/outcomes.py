@@ -159,10 +159,10 @@ class Outcomes:
         delta = SequenceDelta(request_id=seq.request_id, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)
         if seq.params.pooling is None:
             return [delta] if prompt_logprobs else []
+        pooled, end = result.pooled.of_row(row.row).tobytes(), "stop" if tokens else None
         if tokens:  # nothing is generated: that was its last part
             self._held.end(seq)
-        pooled, end = result.pooled.of_row(row.row).tobytes(), "stop" if tokens else None
-        return [replace(delta, pooled=pooled, pooled_from=row.computed, finish_reason=end)]
+        return [replace(delta, pooled=pooled, pooled_from=row.computed, finish_reason=end)] if pooled else []
 
     def _deliver(
         self,

@@ -13,13 +13,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+import numpy as np
 from toy_grammars import VOCAB, allowed, length_of
 
 from engine.beam_search import BeamSearch, Hypothesis
 from engine.core.wire import BeamParams
 from engine.layer_groups import first_kept
 from engine.step import (
+    Pooling,
     RowLogprobs,
+    RowVectors,
     ScheduledRow,
     StepMasks,
     StepPlan,
@@ -117,6 +120,7 @@ class _Row:
     prompt_logprobs: bool
     seed: int
     num_candidates: int | None
+    pooling: Pooling | None
     tables: list[list[int]]
     """of each layer group"""
     next_position: int = 0
@@ -184,7 +188,7 @@ class ReplayingExecutor:
             state.next_position, state.end = row.computed, row.computed + row.query_len
         for row in rows:
             self._write(row, rows)
-        tokens, prompt_logprobs, logprobs, faults = [], {}, {}, []
+        tokens, prompt_logprobs, logprobs, pooled, faults = [], {}, {}, [], []
         counts, drafted = [], []
         for index, row in enumerate(rows):
             state = self.rows[row.row]
@@ -194,6 +198,8 @@ class ReplayingExecutor:
                 last = min(row.computed + row.query_len, state.prompt_len - 1)
                 entries = [_entry(state.tokens[p], p) for p in range(row.computed + 1, last + 1)]
                 prompt_logprobs[row.row] = entries
+            if state.pooling is not None and (row.samples or state.pooling != "last"):
+                pooled.append((row.row, _pooled(state.pooling, known[row.computed :])))
             if not row.samples:
                 continue
             assert row.samples == 1 or state.num_candidates is None, "a beam with drafts"
@@ -228,6 +234,7 @@ class ReplayingExecutor:
                 drafted=drafted if many else [],
                 logprobs=RowLogprobs.of(logprobs),
                 prompt_logprobs=prompt_logprobs,
+                pooled=RowVectors.of(pooled),
                 faults=faults,
             )
         )
@@ -295,7 +302,10 @@ class ReplayingExecutor:
             tokens = dict(enumerate(new.token_ids))
             scores = new.params.prompt_logprobs is not None
             tables: list[list[int]] = [[] for _ in self.windows]
-            self.rows[new.row] = _Row(tokens, new.prompt_len, scores, new.params.seed, new.params.logprobs, tables)
+            params = new.params
+            self.rows[new.row] = _Row(
+                tokens, new.prompt_len, scores, params.seed, params.logprobs, params.pooling, tables
+            )
         for rewrite in plan.rewrites.each():
             state = self.rows[rewrite.row]
             assert state.prompt_len <= rewrite.start <= len(state.tokens), "a rewrite of the prompt, or with a hole"
@@ -360,6 +370,17 @@ class ReplayingExecutor:
                 slot = self.slots[table[position // self.block_size]][position % self.block_size]
                 assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
         return known
+
+
+def states_of(tokens: list[int]) -> np.ndarray:
+    """float32 [tokens, 1]: what a prompt's positions bring where it is pooled."""
+    return np.array([[digest % 997] for digest in digests(tokens)], dtype=np.float32)
+
+
+def _pooled(kind: Pooling, known: list[int]) -> np.ndarray:
+    """Of a chunk, by its digests."""
+    states = np.array([[digest % 997] for digest in known], dtype=np.float32)
+    return {"last": states[-1:], "mean": states.sum(axis=0, keepdims=True), "all": states}[kind]
 
 
 def _entry(token: int, position: int) -> TokenLogprobs:

@@ -13,7 +13,7 @@ from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDe
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.step import RowParams, StepPlan, TokenLogprobs
+from engine.step import Pooling, RowParams, StepPlan, TokenLogprobs
 
 STEP_S = 0.01
 
@@ -98,6 +98,7 @@ class Loop:
         alike: bool = True,
         beams: BeamParams | None = None,
         grammar: str | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(
@@ -105,6 +106,7 @@ class Loop:
             stop_token_ids=list(stop),
             min_tokens=min_tokens,
             prompt_logprobs=prompt_logprobs,
+            pooling=pooling,
         )
         request = AddRequest(
             request_id=request_id,
@@ -165,7 +167,8 @@ class Loop:
     def receive(self, deltas: list[Delta]) -> None:
         for delta in each_delta(deltas):
             name = delta.request_id
-            assert delta.token_ids or delta.prompt_logprobs or delta.finish_reason, "a delta with nothing new"
+            news = delta.token_ids or delta.prompt_logprobs or delta.pooled or delta.finish_reason
+            assert news, "a delta with nothing new"
             assert not self.ends[name], "a delta after the end"
             self.deltas[name].append(delta)
             self.tokens[name] += delta.token_ids

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying_executor import POISON, generate, search
+from replaying_executor import POISON, generate, search, states_of
 from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
+from engine.frontend.pooled_prompt import PooledPrompt
 from engine.layer_groups import most_blocks
+from engine.step import Pooling
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Job:
     alike: bool
     width: int
     grammar: str | None
+    pooling: Pooling | None
 
 
 _GRAMMARS = st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 4, 9]), st.sampled_from([0, 0, 1, 5])).map(
@@ -60,6 +64,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 alike=draw(st.booleans()),
                 width=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
                 grammar=draw(st.none() | st.none() | _GRAMMARS),
+                pooling=draw(st.sampled_from([*([None] * 9), "last", "mean", "all"])),
             )
         )
     return out
@@ -97,6 +102,8 @@ def loops(draw: st.DrawFn) -> Loop:
 
 def _beams(loop: Loop, job: Job) -> BeamParams | None:
     """The job is a search where the rows and the pool have room for one."""
+    if job.pooling is not None:
+        return None
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
     own = loop.kv.blocks_beyond(len(job.prompt), max_total - 1)
     fits = loop.kv.blocks_for(max_total - 1) + (job.width - 1) * own <= loop.kv.pool.num_blocks
@@ -104,10 +111,14 @@ def _beams(loop: Loop, job: Job) -> BeamParams | None:
 
 
 def _samples(loop: Loop, job: Job) -> int:
+    if job.pooling is not None:
+        return 1
     return job.samples if _beams(loop, job) is None else min(job.samples, job.width)
 
 
 def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
+    if job.pooling is not None:
+        return [], "error" if POISON in job.prompt else "stop"
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
     beams = _beams(loop, job)
     if beams is not None:
@@ -123,10 +134,33 @@ def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
 
 def _grammar(loop: Loop, job: Job) -> str | None:
     """A search goes on behind the end of a grammar, with EOS: here it has none."""
+    if job.pooling is not None:
+        return None
     if job.grammar is None or _beams(loop, job) is None:
         return job.grammar
     name, _, delay = job.grammar.split(":")
     return f"{name}:0:{delay}"
+
+
+def _scored(loop: Loop, job: Job) -> bool:
+    return job.prompt_logprobs and _beams(loop, job) is None and job.pooling is None
+
+
+def _vectors(loop: Loop, name: str, job: Job) -> np.ndarray:
+    """What a front end makes of the chunks that have come."""
+    assert job.pooling is not None
+    pooled = PooledPrompt(job.pooling, len(job.prompt))
+    for delta in loop.deltas[name]:
+        pooled.add(delta.pooled, delta.pooled_from)
+    found = pooled.vectors()
+    assert found is not None
+    return found
+
+
+def _expected_vectors(prompt: list[int], kind: Pooling) -> np.ndarray:
+    states = states_of(prompt)
+    mean = (states.sum(axis=0, dtype=np.float64, keepdims=True) / len(prompt)).astype(np.float32)
+    return {"last": states[-1:], "mean": mean, "all": states}[kind]
 
 
 def _name(index: int, sample: int) -> str:
@@ -140,16 +174,17 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                 loop.add(
                     str(index),
                     job.prompt,
-                    job.max_tokens,
-                    stop=job.stop,
-                    min_tokens=job.min_tokens,
+                    1 if job.pooling else job.max_tokens,
+                    stop=() if job.pooling else job.stop,
+                    min_tokens=0 if job.pooling else job.min_tokens,
                     priority=job.priority,
                     salt=job.salt,
-                    prompt_logprobs=1 if job.prompt_logprobs and _beams(loop, job) is None else None,
+                    prompt_logprobs=1 if _scored(loop, job) else None,
                     followers=[_name(index, sample) for sample in range(1, _samples(loop, job))],
                     alike=job.alike,
                     beams=_beams(loop, job),
                     grammar=_grammar(loop, job),
+                    pooling=job.pooling,
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
                 loop.abort([_name(index, 0), _name(index, 3), "unknown"])
@@ -176,16 +211,13 @@ def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list
             assert (got, loop.reason(name)) == (tokens, reason)
         (end,) = loop.ends[name]
         counted = len(tokens) > job.min_tokens or _beams(loop, job) is not None
-        stopped = end.finish_reason == "stop" and tokens[-1] in job.stop and counted
+        stopped = end.finish_reason == "stop" and counted and not job.pooling and tokens[-1] in job.stop
         assert end.stop_token_id == (tokens[-1] if stopped else None)
         positions = [-int(entry.logprobs[0]) for entry in loop.prompt_logprobs[name]]
         assert positions == list(range(1, len(positions) + 1)), "each prompt position once, in order"
-        if (
-            job.prompt_logprobs
-            and _beams(loop, job) is None
-            and sample == 0
-            and end.finish_reason in ("stop", "length")
-        ):
+        if job.pooling is not None and end.finish_reason == "stop":
+            assert _vectors(loop, name, job).tolist() == _expected_vectors(job.prompt, job.pooling).tolist()
+        if _scored(loop, job) and sample == 0 and end.finish_reason in ("stop", "length"):
             assert len(positions) == len(job.prompt) - 1
             assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]
             assert loop.cached(name) == 0
