@@ -124,7 +124,7 @@ def one_prompt() -> AttentionBatch:
 def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """GPT-OSS's config, under a family that takes its attention and an MLP that exists here."""
     family = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_attention_spec, llama_weight_rows)
-    monkeypatch.setattr(description, "find_family", lambda config: family)
+    monkeypatch.setattr(description, "find_family", lambda config: (family, True))
     monkeypatch.setattr(loader, "family_named", lambda name: family)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "dtype": "float32"}, default=str))
     return tmp_path
