@@ -57,6 +57,9 @@ class StandIn(torch.nn.Module):
             torch.mm(self._input, self._weight, out=self._output)
         return self._hidden[: input_ids.shape[0]]
 
+    def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: hidden.shape[0]]
 

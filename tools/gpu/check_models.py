@@ -6,11 +6,13 @@ import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine import LLM, SamplingParams
 from engine.config import EngineArgs
+from engine.pooling import PoolingParams
 from engine.request import RequestOutput
 from gpu.context import Context, load_test_module
 from gpu.models import families, read_config, save_tiny
@@ -63,11 +65,29 @@ def run_parity(context: Context) -> None:
             with LLM.from_args(arguments(context, context.scratch / family, dtype="float32", **options)) as llm:
                 params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
                 ours = tokens_of(generate(llm, prompts, params))
+                vectors = _wrong_vectors(llm, model, prompts)
+            context.check(f"{family}: float32 embeddings, {name}", vectors)
             problem = oracle.first_difference(ours, greedy.tokens(guesses=ours)) or None
             context.check(f"{family}: float32 greedy tokens, {name}", problem)
         for backend in ("cuda", "flashinfer"):
             if not context.out_of_time(f"{family}: bf16 by {backend}", 20.0):
                 _bf16_logprobs(context, family, model, prompts, backend)
+
+
+@torch.inference_mode()
+def _wrong_vectors(llm: LLM, model: torch.nn.Module, prompts: list[list[int]]) -> str | None:
+    """Where a pooled prompt is not what transformers' hidden states make of it."""
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    base: Any = getattr(model, str(model.base_model_prefix)).float().cpu()
+    for kind in ("last", "mean"):
+        params = PoolingParams(pooling_type=kind, normalize=False)
+        for ids, output in zip(prompts, llm.encode(given, params, use_tqdm=False), strict=True):
+            states = base(torch.tensor([ids])).last_hidden_state[0]
+            expected = states[-1] if kind == "last" else states.mean(dim=0)
+            error = (torch.from_numpy(output.outputs.data) - expected).abs().max().item()
+            if not error <= 2e-3 * max(1.0, expected.abs().max().item()):
+                return f"{kind} of {len(ids)} tokens is off by {error:.5f}"
+    return None
 
 
 def cannot_start(context: Context, name: str, backend: str, error: ValueError) -> None:
