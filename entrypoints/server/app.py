@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import embeddings, errors, messages_api, operation, prefixes, scores
+from entrypoints.server import embeddings, errors, infill, messages_api, operation, prefixes, scores
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -76,6 +76,7 @@ def create_app(
     messages_api.add_routes(app, context)
     embeddings.add_routes(app, context)
     scores.add_routes(app, context)
+    infill.add_routes(app, context)
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)

@@ -40,6 +40,9 @@ class CompletionHandler:
             body.best_of,
         )
         self.prompts = body.prompts()
+        self.fill_in = context.fill_in("suffix") if body.suffix else None
+        if self.fill_in is not None:
+            self.params = self.fill_in.params(self.params)
         context.engine.config.limits.check("prompts", len(self.prompts), "prompt")
         self.prompt_texts: dict[int, str] = {}
         """of token ids that are to be echoed"""
@@ -52,12 +55,16 @@ class CompletionHandler:
     async def stream(self, prompt_index: int, *, delta: bool) -> Outputs:
         given = self.prompts[prompt_index]
         prompt: EnginePrompt = given if isinstance(given, str) else {"prompt_token_ids": given}
+        name = f"{self.id}-{prompt_index}"
+        if self.fill_in is not None:
+            gap = await self.fill_in.read(given, self.body.suffix or "")
+            prompt = {"prompt_token_ids": self.fill_in.prompt(gap)}
+            return self.context.generate(prompt, self.params, self.body, name, delta=delta)
         if self.body.echo and not isinstance(given, str):
             self.prompt_texts[prompt_index] = await self.context.engine.detokenize(given, field="prompt")
         if isinstance(given, str) and self.body.add_special_tokens is False:
             ids = await self.context.engine.tokenize(given, add_special_tokens=False)
             prompt = {"prompt": given, "prompt_token_ids": ids}
-        name = f"{self.id}-{prompt_index}"
         return self.context.generate(prompt, self.params, self.body, name, delta=delta)
 
     async def streams(self, *, delta: bool) -> list[Outputs]:

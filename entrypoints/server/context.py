@@ -17,6 +17,7 @@ from fastapi import HTTPException, Request
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
 from engine.errors import ConfigError, InvalidRequestError
+from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
@@ -78,9 +79,20 @@ class ServerContext:
         self.fingerprint = "fp_" + hashlib.sha256(repr(made_by).encode()).hexdigest()[:10]
         """OpenAI's `system_fingerprint`: the same while answers are made in the same way"""
         self.texts = TokenTexts(engine.tokenizer)
+        self._fill_in = fill_in_of(engine.tokenizer, config.limits, engine.max_model_len)
         recommended = engine.model.generation_defaults.get("max_new_tokens")
         self.recommended_max_tokens = None if recommended is None else int(recommended)
         """for requests that leave it out"""
+
+    @property
+    def fills_in(self) -> bool:
+        return self._fill_in is not None
+
+    def fill_in(self, field: str) -> FillIn:
+        """Raises `InvalidRequestError` for `field` where the model cannot."""
+        if self._fill_in is None:
+            raise no_fill_in(field)
+        return self._fill_in
 
     def check_model(self, name: str | None) -> None:
         """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""

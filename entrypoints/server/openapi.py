@@ -17,6 +17,7 @@ from fastapi_offline.core import _STATIC_PATH
 from entrypoints.server.api_key import OPEN_PATHS
 from entrypoints.server.embeddings import EmbeddingListSchema
 from entrypoints.server.errors import ErrorBody
+from entrypoints.server.infill import Infilled, InfillPart
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
@@ -32,9 +33,10 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/messages": (Message, Event),
     "/v1/messages/count_tokens": (TokenCount,),
     "/v1/responses": (ResponseObject, ResponseEvent),
+    "/infill": (Infilled, InfillPart),
 }
 """whole, and each event of a stream"""
-_LAST = {"/v1/messages": "`message_stop`"}
+_LAST = {"/v1/messages": "`message_stop`", "/infill": "the whole answer without its `content`"}
 """event of a stream that is not OpenAI's"""
 _ERRORS = {
     "400": "the request cannot be served as it is written; `param` names the field",

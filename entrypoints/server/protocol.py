@@ -165,13 +165,14 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    """what follows the gap that the answer fills; "" is none"""
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
         if self.stream and self.best_of is not None and self.best_of > _or(self.n, 1):
             raise refusal("best_of", "best_of can only exceed n when stream is false: the best is known at the end")
-        if self.suffix:
-            raise refusal("suffix", "suffix is not supported")
+        if self.suffix and self.echo:
+            raise refusal("echo", "echo cannot be combined with suffix: the answer stands between the two")
         return self
 
     def token_limit(self, recommended: int | None) -> int | None:
