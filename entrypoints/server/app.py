@@ -19,6 +19,7 @@ from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
+from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
@@ -77,6 +78,7 @@ def create_app(
     embeddings.add_routes(app, context)
     scores.add_routes(app, context)
     infill.add_routes(app, context)
+    ollama_api.add_routes(app, context)
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)

@@ -1,5 +1,5 @@
 """Every error leaves the server in OpenAI's shape with all four fields (message, type, param, code), but on the routes
-that are Anthropic's (`messages_errors`)."""
+that are Anthropic's (`messages_errors`) or Ollama's (`ollama_api.errors`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
+from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
 from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
@@ -92,6 +93,8 @@ def error_response(
     scope: Scope, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """In the words of the API that was asked."""
+    if is_ollamas(scope["path"]):
+        return JSONResponse(in_ollamas_words(body), status, headers)
     if not is_anthropics(scope["path"]):
         return JSONResponse(body, status, headers)
     request_id = request_id_of(scope)

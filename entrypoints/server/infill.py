@@ -36,7 +36,7 @@ _FIELDS = ("input_prefix", "input_suffix", "input_extra")
 
 
 class InfillRequest(LlamaOptions, StructuredFields, Body):
-    UNSUPPORTED: ClassVar = LlamaOptions.UNSUPPORTED | {"logit_bias": (), "lora": (), "n_indent": (), "n_probs": ()}
+    UNSUPPORTED: ClassVar = {**LlamaOptions.UNSUPPORTED, "logit_bias": (), "lora": (), "n_indent": (), "n_probs": ()}
 
     model: str | None = None
     input_prefix: str = ""

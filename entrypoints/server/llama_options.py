@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -16,7 +17,9 @@ from entrypoints.server.structured import blamed_on
 class LlamaOptions(BaseModel):
     """`repeat_last_n`: 0 switches the three penalties off; any other number counts all tokens, as without it."""
 
-    UNSUPPORTED: ClassVar = {name: _UNSUPPORTED[name] for name in _UNSUPPORTED if name != "repeat_penalty"}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: neutral for name, neutral in _UNSUPPORTED.items() if name != "repeat_penalty"
+    }
 
     temperature: float | None = None
     top_k: int | None = None

@@ -20,6 +20,9 @@ from entrypoints.server.errors import ErrorBody
 from entrypoints.server.infill import Infilled, InfillPart
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount
+from entrypoints.server.ollama_api.errors import OllamaErrorBody, is_ollamas
+from entrypoints.server.ollama_api.models import ListedModels, RunningModels, Shown
+from entrypoints.server.ollama_api.parts import ChatPart, GeneratePart
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
 from entrypoints.server.responses_api.fields import ResponseEvent, ResponseObject
 from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS, Ranking, ScoreList
@@ -34,6 +37,11 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/messages/count_tokens": (TokenCount,),
     "/v1/responses": (ResponseObject, ResponseEvent),
     "/infill": (Infilled, InfillPart),
+    "/api/chat": (ChatPart, ChatPart),
+    "/api/generate": (GeneratePart, GeneratePart),
+    "/api/ps": (RunningModels,),
+    "/api/show": (Shown,),
+    "/api/tags": (ListedModels,),
 }
 """whole, and each event of a stream"""
 _LAST = {"/v1/messages": "`message_stop`", "/infill": "the whole answer without its `content`"}
@@ -78,7 +86,12 @@ def add_document(app: FastAPI, *, keyed: bool) -> None:
 
 def _document(app: FastAPI, keyed: bool) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [ErrorBody, AnthropicErrorBody, *(kind for answers in _ANSWERS.values() for kind in answers)]
+    kinds = [
+        ErrorBody,
+        AnthropicErrorBody,
+        OllamaErrorBody,
+        *(kind for answers in _ANSWERS.values() for kind in answers),
+    ]
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     described = dict(zip(kinds, references, strict=True))
     components = document.setdefault("components", {})
@@ -86,7 +99,7 @@ def _document(app: FastAPI, keyed: bool) -> dict[str, Any]:
         components.get("schemas", {}).pop(unused, None)
     components.setdefault("schemas", {}).update(schemas)
     for path, operations in document["paths"].items():
-        error = {"application/json": {"schema": described[AnthropicErrorBody if is_anthropics(path) else ErrorBody]}}
+        error = {"application/json": {"schema": described[_error_of(path)]}}
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
@@ -111,8 +124,17 @@ def _success(path: str, whole: dict[str, Any], event: dict[str, Any] | None = No
     content = {"application/json": {"schema": whole}}
     if event is None:
         return {"description": "whole", "content": content}
+    if is_ollamas(path):
+        description = "whole, or streamed as lines of JSON, the last of which is `done`"
+        return {"description": description, "content": {**content, "application/x-ndjson": {"schema": event}}}
     last = _LAST.get(path, "`[DONE]`")
     return {
         "description": f"whole, or streamed as server-sent events, the last of which is {last}",
         "content": {**content, "text/event-stream": {"schema": event}},
     }
+
+
+def _error_of(path: str) -> Any:
+    if is_ollamas(path):
+        return OllamaErrorBody
+    return AnthropicErrorBody if is_anthropics(path) else ErrorBody

@@ -52,6 +52,11 @@ class Speech:
         """Also answers of requests without tools."""
         return self.dialect.thinking is not None or bool(set(self.dialect.fields) - {"tool_calls"})
 
+    @property
+    def thinks(self) -> bool:
+        """Whether its template, or whoever serves it, knows of thinking."""
+        return self.dialect.thinking is not None or self.dialect.opens is not None or "reasoning" in self.dialect.fields
+
     def shows_special_tokens(self, with_calls: bool) -> bool:
         """A mark is one: it must be seen to be read."""
         dialect = self.dialect

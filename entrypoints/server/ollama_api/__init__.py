@@ -1,0 +1,1 @@
+"""Ollama's API, as far as it asks a model."""

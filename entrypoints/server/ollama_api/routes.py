@@ -1,0 +1,139 @@
+"""Ollama's routes: chats and prompts, streamed as lines of JSON, and what is told of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from entrypoints.server.context import ServerContext
+from entrypoints.server.encoding import json_response
+from entrypoints.server.errors import describe, error_body
+from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words
+from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, ShowRequest
+from entrypoints.server.ollama_api.handler import ChatHandler, GenerateHandler, OllamaHandler
+from entrypoints.server.ollama_api.models import Models, is_one_of
+from entrypoints.server.streaming import EventStream, Primed, answer
+from entrypoints.server.structured import blamed_on
+
+_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+API_VERSION = "0.12.11"
+"""the release of Ollama whose API this is: clients ask for it, and refuse older ones"""
+
+_MANAGED = "this server serves one model, which is chosen when it starts"
+_NOT_SERVED = {
+    ("POST", "/pull"): _MANAGED,
+    ("POST", "/push"): _MANAGED,
+    ("POST", "/create"): _MANAGED,
+    ("POST", "/copy"): _MANAGED,
+    ("DELETE", "/delete"): _MANAGED,
+    ("HEAD", "/blobs/{digest}"): _MANAGED,
+    ("POST", "/blobs/{digest}"): _MANAGED,
+    ("POST", "/embed"): "the model that is served writes text and gives no embeddings",
+    ("POST", "/embeddings"): "the model that is served writes text and gives no embeddings",
+    ("POST", "/me"): "this server has no accounts",
+    ("POST", "/signout"): "this server has no accounts",
+}
+
+
+class LineStream(EventStream):
+    media_type = "application/x-ndjson"
+
+
+def failure(error: Exception, request_id: str) -> bytes:
+    """What ends a stream that fails."""
+    return msgspec.json.encode(in_ollamas_words(describe(error, request_id)[1])) + b"\n"
+
+
+def any_content_type(bounded: type[APIRoute]) -> type[APIRoute]:
+    """Ollama reads every body as JSON, and what its documentation sends with curl says that it is a form. A browser
+    names the page that it sends for, and has to say JSON: it asks this server's leave for that first."""
+
+    class AnyContentType(bounded):  # type: ignore[valid-type, misc]
+        def get_route_handler(self) -> _Handler:
+            handle: _Handler = super().get_route_handler()
+
+            async def as_json(request: Request) -> Response:
+                if "origin" not in request.headers:
+                    headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+                    request.scope["headers"] = [*headers, (b"content-type", b"application/json")]
+                return await handle(Request(request.scope, request.receive))
+
+            return as_json
+
+    return AnyContentType
+
+
+async def respond(handler: OllamaHandler[Any], request: Request) -> Response:
+    if not handler.asks:
+        return json_response(handler.loaded())
+    with blamed_on("format"):
+        if handler.body.stream:
+            return LineStream(await answer(request, Primed(handler.lines()).prime()), failure)
+        return json_response(await answer(request, handler.whole()))
+
+
+def add_routes(app: FastAPI, context: ServerContext) -> None:
+    own_class = any_content_type(app.router.route_class)
+
+    def serve(method: str, path: str, endpoint: Callable[..., Any], **how: Any) -> None:
+        app.router.add_api_route(f"{PREFIX}{path}", endpoint, methods=[method], route_class_override=own_class, **how)
+
+    models = Models(context)
+
+    def check_model(name: str | None) -> None:
+        if not name:
+            context.check_model(None)
+        elif not is_one_of(name, context.names):
+            message = f"model '{name[:100]}' not found: this server serves '{context.served_name}'"
+            raise HTTPException(404, error_body(message, "invalid_request_error", "model", "model_not_found"))
+
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        context.take_note(body, request)
+        check_model(body.model)
+        return await respond(ChatHandler(context, body), request)
+
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        context.take_note(body, request)
+        check_model(body.model)
+        return await respond(GenerateHandler(context, body), request)
+
+    async def tags() -> Response:
+        return json_response(await models.listed())
+
+    async def show(body: ShowRequest, request: Request) -> Response:
+        context.take_note(body, request)
+        check_model(body.model or body.name)
+        return json_response(await models.shown())
+
+    async def ps() -> Response:
+        return json_response(await models.running())
+
+    async def version() -> dict[str, str]:
+        return {"version": API_VERSION}
+
+    serve("POST", "/chat", chat)
+    serve("POST", "/generate", generate)
+    serve("GET", "/tags", tags)
+    serve("POST", "/show", show)
+    serve("GET", "/ps", ps)
+    serve("GET", "/version", version)
+    for (method, path), reason in _NOT_SERVED.items():
+        serve(method, path, refusing(f"{PREFIX}{path}", reason), include_in_schema=False)
+
+    @app.head("/", include_in_schema=False)
+    async def root() -> Response:
+        """By which Ollama's own command sees that somebody is there."""
+        return Response()
+
+
+def refusing(path: str, reason: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    async def refuse() -> Response:
+        raise HTTPException(501, error_body(f"{path} is not served: {reason}", "invalid_request_error"))
+
+    return refuse
