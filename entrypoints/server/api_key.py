@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from entrypoints.server.errors import error_body, error_response
 
 VARIABLE = "PAGELOOM_API_KEY"
-OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 """which machines ask that hold no key, and which tell nothing of anybody's requests"""
 
 logger = logging.getLogger("pageloom.server")

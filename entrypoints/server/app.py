@@ -19,6 +19,7 @@ from entrypoints.server.bodies import bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
+from entrypoints.server.load import CountsLoad, Load
 from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -82,11 +83,19 @@ def create_app(
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)
-    operation.add_routes(app, context)
+    load = Load()
+    operation.add_routes(app, context, load)
     add_document(app, keyed=api_key is not None)
+    _add_middleware(app, api_key, allowed_origins, load)
+    return app
+
+
+def _add_middleware(app: FastAPI, api_key: str | None, allowed_origins: Sequence[str], load: Load) -> None:
+    """What is added last stands outermost."""
+    app.add_middleware(CountsLoad, load=load)
     if api_key is not None:
         app.add_middleware(ApiKeyGuard, key=api_key)
-    if allowed_origins:  # outermost: a browser's preflight carries no key
+    if allowed_origins:  # a browser's preflight carries no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,
@@ -94,7 +103,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", IGNORED],
         )
-    return app
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:

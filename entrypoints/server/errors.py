@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
+from entrypoints.server.not_served import why_not_served
 from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
 from entrypoints.server.request_ids import request_id_of
 
@@ -117,7 +118,10 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         body: Any = error.detail
-        if not isinstance(body, dict):
+        reason = why_not_served(request.url.path) if error.status_code == 404 and not isinstance(body, dict) else None
+        if reason is not None:
+            body = error_body(reason, "invalid_request_error", None, "not_served")
+        elif not isinstance(body, dict):
             kind = "invalid_request_error" if error.status_code < 500 else "server_error"
             body = error_body(str(error.detail), kind)
         return error_response(request.scope, error.status_code, cast(ErrorBody, body), error.headers)

@@ -20,6 +20,7 @@ from entrypoints.server.errors import ErrorBody
 from entrypoints.server.infill import Infilled, InfillPart
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount
+from entrypoints.server.ollama_api.embed import EmbeddedSchema, OneEmbedded
 from entrypoints.server.ollama_api.errors import OllamaErrorBody, is_ollamas
 from entrypoints.server.ollama_api.models import ListedModels, RunningModels, Shown
 from entrypoints.server.ollama_api.parts import ChatPart, GeneratePart
@@ -39,6 +40,8 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/infill": (Infilled, InfillPart),
     "/api/chat": (ChatPart, ChatPart),
     "/api/generate": (GeneratePart, GeneratePart),
+    "/api/embed": (EmbeddedSchema,),
+    "/api/embeddings": (OneEmbedded,),
     "/api/ps": (RunningModels,),
     "/api/show": (Shown,),
     "/api/tags": (ListedModels,),

@@ -1,21 +1,26 @@
-"""What whoever runs the server asks it: is it alive, can it take requests, does it make progress; version, metrics.
+"""What whoever runs the server asks it: is it alive, can it take requests, does it make progress; version, metrics,
+load, settings.
 
-`/live`: the process answers. `/ready`: send requests here. `/health`: the core makes progress with what it has. None of
-them needs the key, and none says more than a line: the log has the rest.
+`/live`: the process answers. `/ready`: send requests here. `/health`, and `/ping`: the core makes progress with what it
+has. None of them needs the key, and none says more than a line: the log has the rest.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from engine.errors import CoreDiedError
+from engine.errors import CoreDiedError, InvalidRequestError
 from entrypoints.server.context import ServerContext
 from entrypoints.server.errors import error_body
+from entrypoints.server.load import Load
 
 logger = logging.getLogger("pageloom.server")
 
@@ -40,7 +45,38 @@ class Progress:
         return None if reason is None else ("engine_stalled", "the engine has work and makes no progress")
 
 
-def add_routes(app: FastAPI, context: ServerContext) -> None:
+_OF_THE_HOST = ("cache_dir", "path", "tokenizer")
+"""settings that name files"""
+
+
+def server_info(context: ServerContext) -> dict[str, Any]:
+    """Settings that are in force, and what became of them; no key, and no path of the machine."""
+    engine, settings = context.engine, context.settings
+    ready = msgspec.to_builtins(engine.ready)
+    return {
+        "version": version("pageloom"),
+        "models": list(context.names),
+        "config": _without_files(msgspec.to_builtins(engine.config)),
+        "generation_defaults": dict(engine.model.generation_defaults),
+        "dialect": context.speech.dialect.name,
+        "strict_fields": settings.strict_fields,
+        "reasoning_field": settings.reasoning_field,
+        "started": {name: ready[name] for name in ready if name not in ("ledger", "type")},
+    }
+
+
+def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a draft model is called is a path, too."""
+    kept: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            kept[name] = _without_files(value)
+        elif name not in _OF_THE_HOST and not (name == "model" and value is not None):
+            kept[name] = value
+    return kept
+
+
+def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     engine, progress = context.engine, Progress(context)
 
     def state(trouble: tuple[str, str] | None) -> Response:
@@ -62,6 +98,32 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     @app.get("/health")
     async def health() -> Response:
         return state(progress.trouble())
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        return state(progress.trouble())
+
+    @app.post("/ping")
+    async def post_ping() -> Response:
+        return state(progress.trouble())
+
+    @app.get("/load")
+    async def show_load() -> dict[str, int]:
+        return {"server_load": load.requests}
+
+    @app.get("/server_info")
+    async def info() -> dict[str, Any]:
+        return server_info(context)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        """Prefixes that a running request uses, or that are pinned, stay; those of the host tier go, too."""
+        if reset_running_requests:
+            raise InvalidRequestError(
+                "reset_running_requests: requests that run keep their prefixes", "reset_running_requests"
+            )
+        engine.reset_prefix_cache()
+        return Response(status_code=200)
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:

@@ -111,8 +111,6 @@ def test_what_another_server_does_is_refused_by_name(tiny_server_model: Path) ->
             "create": client.create("new", from_="tiny"),
             "copy": client.copy("tiny", "new"),
             "delete": client.delete("tiny"),
-            "embed": client.embed("tiny", "x"),
-            "embeddings": client.embeddings("tiny", "x"),
         }
         for name, asking in asked.items():
             with pytest.raises(ollama.ResponseError) as error:

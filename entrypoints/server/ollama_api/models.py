@@ -142,6 +142,8 @@ class Models:
     def _capabilities(self) -> list[str]:
         speech = self._context.speech
         chats = self._context.engine.tokenizer.has_chat_template
+        if self._model.pooling.declared:
+            return ["embedding"]
         told = {"tools": chats and speech.knows_calls, "thinking": speech.thinks, "insert": self._context.fills_in}
         return ["completion", *(name for name, able in told.items() if able)]
 

@@ -13,6 +13,8 @@ from fastapi.routing import APIRoute
 from entrypoints.server.context import ServerContext
 from entrypoints.server.encoding import json_response
 from entrypoints.server.errors import describe, error_body
+from entrypoints.server.fields import Body
+from entrypoints.server.ollama_api.embed import EmbeddingsRequest, EmbedRequest, embed, embed_one
 from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words
 from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, ShowRequest
 from entrypoints.server.ollama_api.handler import ChatHandler, GenerateHandler, OllamaHandler
@@ -34,8 +36,6 @@ _NOT_SERVED = {
     ("DELETE", "/delete"): _MANAGED,
     ("HEAD", "/blobs/{digest}"): _MANAGED,
     ("POST", "/blobs/{digest}"): _MANAGED,
-    ("POST", "/embed"): "the model that is served writes text and gives no embeddings",
-    ("POST", "/embeddings"): "the model that is served writes text and gives no embeddings",
     ("POST", "/me"): "this server has no accounts",
     ("POST", "/signout"): "this server has no accounts",
 }
@@ -78,58 +78,75 @@ async def respond(handler: OllamaHandler[Any], request: Request) -> Response:
         return json_response(await answer(request, handler.whole()))
 
 
-def add_routes(app: FastAPI, context: ServerContext) -> None:
-    own_class = any_content_type(app.router.route_class)
+class OllamaRoutes:
+    """`add` puts them into an application."""
 
-    def serve(method: str, path: str, endpoint: Callable[..., Any], **how: Any) -> None:
-        app.router.add_api_route(f"{PREFIX}{path}", endpoint, methods=[method], route_class_override=own_class, **how)
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.models = Models(context)
 
-    models = Models(context)
-
-    def check_model(name: str | None) -> None:
+    def check(self, name: str | None, body: Body, request: Request) -> None:
+        """And take note of fields that nobody knows."""
+        context = self.context
+        context.take_note(body, request)
         if not name:
             context.check_model(None)
         elif not is_one_of(name, context.names):
             message = f"model '{name[:100]}' not found: this server serves '{context.served_name}'"
             raise HTTPException(404, error_body(message, "invalid_request_error", "model", "model_not_found"))
 
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        context.take_note(body, request)
-        check_model(body.model)
-        return await respond(ChatHandler(context, body), request)
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        self.check(body.model, body, request)
+        return await respond(ChatHandler(self.context, body), request)
 
-    async def generate(body: GenerateRequest, request: Request) -> Response:
-        context.take_note(body, request)
-        check_model(body.model)
-        return await respond(GenerateHandler(context, body), request)
+    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+        self.check(body.model, body, request)
+        return await respond(GenerateHandler(self.context, body), request)
 
-    async def tags() -> Response:
-        return json_response(await models.listed())
+    async def embed(self, body: EmbedRequest, request: Request) -> Response:
+        self.check(body.model, body, request)
+        return json_response(await answer(request, embed(self.context, body)))
 
-    async def show(body: ShowRequest, request: Request) -> Response:
-        context.take_note(body, request)
-        check_model(body.model or body.name)
-        return json_response(await models.shown())
+    async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
+        self.check(body.model, body, request)
+        return json_response(await answer(request, embed_one(self.context, body)))
 
-    async def ps() -> Response:
-        return json_response(await models.running())
+    async def tags(self) -> Response:
+        return json_response(await self.models.listed())
 
-    async def version() -> dict[str, str]:
+    async def show(self, body: ShowRequest, request: Request) -> Response:
+        self.check(body.model or body.name, body, request)
+        return json_response(await self.models.shown())
+
+    async def ps(self) -> Response:
+        return json_response(await self.models.running())
+
+    async def version(self) -> dict[str, str]:
         return {"version": API_VERSION}
 
-    serve("POST", "/chat", chat)
-    serve("POST", "/generate", generate)
-    serve("GET", "/tags", tags)
-    serve("POST", "/show", show)
-    serve("GET", "/ps", ps)
-    serve("GET", "/version", version)
-    for (method, path), reason in _NOT_SERVED.items():
-        serve(method, path, refusing(f"{PREFIX}{path}", reason), include_in_schema=False)
+    def add(self, app: FastAPI) -> None:
+        own_class = any_content_type(app.router.route_class)
 
-    @app.head("/", include_in_schema=False)
-    async def root() -> Response:
-        """By which Ollama's own command sees that somebody is there."""
-        return Response()
+        def serve(method: str, path: str, endpoint: Callable[..., Any], **how: Any) -> None:
+            app.router.add_api_route(
+                f"{PREFIX}{path}", endpoint, methods=[method], route_class_override=own_class, **how
+            )
+
+        for endpoint in (self.chat, self.generate, self.embed, self.embeddings, self.show):
+            serve("POST", f"/{endpoint.__name__}", endpoint)
+        for told in (self.tags, self.ps, self.version):
+            serve("GET", f"/{told.__name__}", told)
+        for (method, path), reason in _NOT_SERVED.items():
+            serve(method, path, refusing(f"{PREFIX}{path}", reason), include_in_schema=False)
+
+        @app.head("/", include_in_schema=False)
+        async def root() -> Response:
+            """By which Ollama's own command sees that somebody is there."""
+            return Response()
+
+
+def add_routes(app: FastAPI, context: ServerContext) -> None:
+    OllamaRoutes(context).add(app)
 
 
 def refusing(path: str, reason: str) -> Callable[[], Coroutine[Any, Any, Response]]:

@@ -1,0 +1,45 @@
+"""How many requests are being answered: vLLM's `/load`."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS
+
+GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/infill",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+POOLING = frozenset({"/v1/embeddings", *SCORE_PATHS, *RERANK_PATHS, "/api/embed", "/api/embeddings"})
+_COUNTED = GENERATING | POOLING
+
+
+class Load:
+    """`requests`: of routes that ask the model, from their headers to their last byte."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+
+class CountsLoad:
+    """Plain ASGI, so that routes still see disconnects."""
+
+    def __init__(self, app: ASGIApp, load: Load) -> None:
+        self._app, self._load = app, load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _COUNTED:
+            await self._app(scope, receive, send)
+            return
+        self._load.requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._load.requests -= 1
