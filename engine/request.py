@@ -225,6 +225,10 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     """Seconds on `time.monotonic`'s clock of the front end; None where the event has not happened."""
 
     arrival_time: float
+    queued_time: float | None = None
+    """handed to the core"""
+    first_scheduled_time: float | None = None
+    """a step of the core took it up; known with its first token"""
     first_token_time: float | None = None
     finished_time: float | None = None
 
