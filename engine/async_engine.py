@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
+from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
@@ -83,23 +84,25 @@ class AsyncEngine:
         cache_salt: str | None = None,
         delta: bool = False,
         final_only: bool = False,
+        watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end. The last
-        one is `finished`.
+        one is `finished`. `watch` is told of the end, whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
         """
         arrival = time.monotonic()
-        engine = await self._started()
-        self.check_health()
-        if delta and final_only:
-            raise InvalidRequestError("delta and final_only exclude each other", "final_only")
-        admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
-        stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only)
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+        with watch or nullcontext():
+            engine = await self._started()
+            self.check_health()
+            if delta and final_only:
+                raise InvalidRequestError("delta and final_only exclude each other", "final_only")
+            admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
+            stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch)
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def encode(
         self,

@@ -21,6 +21,7 @@ from engine.frontend.failures import fails_alone
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
+from engine.observability.request_watch import RequestWatch
 from engine.observability.timings import RequestTimings
 from engine.request import CompletionOutput, LogprobsAt, RequestMetrics, RequestOutput
 from engine.step import TokenLogprobs
@@ -88,7 +89,7 @@ class _Request:
             sample_tokens=[len(s.token_ids) for s in self.samples],
             n=self.admitted.params.n,
             max_tokens=self.admitted.message.max_tokens,
-            finish_reasons=[s.finish_reason for s in self.samples if s.finish_reason is not None],
+            finish_reasons=[s.finish_reason or "abort" for s in self.samples],
         )
 
 
@@ -162,6 +163,14 @@ class OutputProcessor:
         """What there is of a request that failed, with finish_reason "error"; nothing of it is rendered anew."""
         request = self._requests[request_id]
         return self._output(request, [sample.failed(str(error)) for sample in request.samples], None)
+
+    def show(self, request_id: str, watch: RequestWatch, now: float) -> None:
+        """What there is of it, which nobody will go on with."""
+        request = self._requests[request_id]
+        ended = request.metrics.finished_time
+        watch.timings = request.timings(now if ended is None else ended)
+        watch.prompt = request.admitted.prompt
+        watch.answers = [sample.text for sample in request.samples]
 
     def finished(self, request_id: str) -> bool:
         return self._requests[request_id].ended

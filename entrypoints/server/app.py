@@ -55,6 +55,7 @@ def create_app(
         yield
         app.state.background.stop()
         await engine.shutdown()
+        await context.close()
         store.close()
 
     # A redirect would name the host that the client claims to have asked.
