@@ -68,7 +68,8 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             entry["stack"] = record.stack_info
-        return self._mark + _json({**getattr(record, "fields", {}), **entry})
+        more = {name: value for name, value in getattr(record, "fields", {}).items() if name not in entry}
+        return self._mark + _json({**entry, **more})
 
 
 def as_entry(line: str, process: str, mark: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.request import SamplingParams
+from engine.request import SamplingParams, StructuredOutputsParams
 from entrypoints.server.observers import Ended
 
 logger = logging.getLogger("pageloom.requests")
@@ -52,14 +52,17 @@ class RequestLog:
 
 def shown_params(params: SamplingParams) -> dict[str, Any]:
     """Those that differ from the defaults, and those that everybody wants to know. Of texts and lists the number."""
-    given = {"n": params.n, "temperature": params.temperature, "max_tokens": params.max_tokens}
-    for name, value in msgspec.to_builtins(params, str_keys=True).items():
+    given: dict[str, Any] = {"n": params.n, "temperature": params.temperature, "max_tokens": params.max_tokens}
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if value == field.default:
+            continue
         if value is None or isinstance(value, (bool, int, float)):
-            given[name] = value
-        elif name == "structured_outputs":
-            given[name] = next(iter(value))  # the kind: it comes first
+            given[field.name] = value
+        elif isinstance(value, StructuredOutputsParams):
+            given[field.name] = value.kind
         else:
-            given[name] = 1 if isinstance(value, str) else len(value)
+            given[field.name] = 1 if isinstance(value, str) else len(value)
     return given
 
 
