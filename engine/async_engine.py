@@ -112,20 +112,22 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        watch: RequestWatch | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
         arrival = time.monotonic()
-        engine = await self._started()
-        self.check_health()
-        pooling = engine.resolve_pooling(pooling_params)
-        parsed = parse_prompt(prompt)
-        ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
-        salt = cache_salt if cache_salt is not None else parsed.cache_salt
-        given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
-        admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
-        async with aclosing(engine.stream(admitted, arrival, final_only=True)) as outputs:
-            async for output in outputs:
-                yield pooled_output(output, pooling)
+        with watch or nullcontext():
+            engine = await self._started()
+            self.check_health()
+            pooling = engine.resolve_pooling(pooling_params)
+            parsed = parse_prompt(prompt)
+            ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
+            salt = cache_salt if cache_salt is not None else parsed.cache_salt
+            given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
+            admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
+            async with aclosing(engine.stream(admitted, arrival, final_only=True, watch=watch)) as outputs:
+                async for output in outputs:
+                    yield pooled_output(output, pooling)
 
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """As `LLM.pin_prefix`; raises as `generate`. Whoever cancels it leaves nothing pinned."""
@@ -196,17 +198,13 @@ class AsyncEngine:
     ) -> str:
         """Raises `InvalidRequestError` naming `field` for what are no token ids, or too many."""
         engine = await self._started()
-        limit = engine.config.limits.contexts_translated * self.max_model_len
-        if len(token_ids) > limit:
-            raise InvalidRequestError(
-                f"{field}: {len(token_ids)} ids; at most {limit} are detokenized at a time "
-                f"(--limit contexts_translated={engine.config.limits.contexts_translated})",
-                field,
-            )
-        vocabulary = engine.config.model.vocab_size
+        contexts = engine.config.limits.contexts_translated
+        if len(token_ids) > (limit := contexts * self.max_model_len):
+            most = f"at most {limit} are detokenized at a time (--limit contexts_translated={contexts})"
+            raise InvalidRequestError(f"{field}: {len(token_ids)} ids; {most}", field)
         if not set(map(type, token_ids)) <= {int}:
             raise InvalidRequestError(f"{field} must be token ids", field)
-        check_token_ids(field, token_ids, vocabulary)
+        check_token_ids(field, token_ids, engine.config.model.vocab_size)
         with fails_alone("detokenizing"):
             return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)
 

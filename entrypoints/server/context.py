@@ -143,7 +143,12 @@ class ServerContext:
         self, prompt: EnginePrompt, params: PoolingParams, body: Queued, request_id: str
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         stream: AsyncIterator[PoolingRequestOutput] = self.engine.encode(
-            prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt
+            prompt,
+            params,
+            request_id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            watch=self._observers.watch(request_id, params, body, streams=False),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream

@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
 from engine.frontend.failures import CONTROL
 from engine.observability.request_watch import RequestWatch
+from engine.pooling import PoolingParams
 from engine.request import SamplingParams
 from entrypoints.server.caller import CALLER, Caller
 
@@ -26,7 +27,7 @@ class Ended:
     model: str | None
     """as the request names it"""
     served_name: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     streams: bool
     seen: RequestWatch
     error: BaseException | None
@@ -34,6 +35,8 @@ class Ended:
     @property
     def operation(self) -> str:
         """One of OpenTelemetry's names of operations."""
+        if isinstance(self.params, PoolingParams):
+            return "embeddings"
         path = self.caller.path if self.caller is not None else ""
         plain = path.rpartition("/")[2] in ("completions", "completion", "generate", "infill") and "chat" not in path
         return "text_completion" if plain else "chat"
@@ -45,10 +48,9 @@ class Ended:
     @property
     def trouble(self) -> tuple[str, str] | None:
         """(code, message) of what it failed by, or None. The message may quote what the client sent."""
-        if self.error is None:
-            return ("aborted", "the request was aborted") if "abort" in self.finish_reasons else None
-        if isinstance(self.error, CONTROL):
-            return "aborted", "the client left, or the server ended"
+        if self.error is None or isinstance(self.error, CONTROL):  # closed: by a client that left, or by who has enough
+            ended = self.finish_reasons and "abort" not in self.finish_reasons
+            return None if ended else ("aborted", "the client left, or the server ended")
         return _code(self.error), str(self.error)
 
 
@@ -68,7 +70,9 @@ class Observers:
     def __init__(self, tell: Sequence[Callable[[Ended], None]], served_name: str) -> None:
         self._tell, self._served_name = tell, served_name
 
-    def watch(self, response_id: str, params: SamplingParams, body: Any, *, streams: bool) -> RequestWatch | None:
+    def watch(
+        self, response_id: str, params: SamplingParams | PoolingParams, body: Any, *, streams: bool
+    ) -> RequestWatch | None:
         """To be called in the task that serves the request. None: nobody wants to know."""
         if not self._tell:
             return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from engine.pooling import PoolingParams
 from engine.request import SamplingParams, StructuredOutputsParams
 from entrypoints.server.observers import Ended
 
@@ -50,10 +51,12 @@ class RequestLog:
         return fields
 
 
-def shown_params(params: SamplingParams) -> dict[str, Any]:
+def shown_params(params: SamplingParams | PoolingParams) -> dict[str, Any]:
     """Those that differ from the defaults, and those that everybody wants to know. Of texts and lists the number."""
-    given: dict[str, Any] = {"n": params.n, "temperature": params.temperature, "max_tokens": params.max_tokens}
-    for field in msgspec.structs.fields(SamplingParams):
+    given: dict[str, Any] = {}
+    if isinstance(params, SamplingParams):
+        given = {"n": params.n, "temperature": params.temperature, "max_tokens": params.max_tokens}
+    for field in msgspec.structs.fields(params):
         value = getattr(params, field.name)
         if value == field.default:
             continue

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
+from engine.pooling import PoolingParams
 from entrypoints.server.observers import Ended
 from entrypoints.server.request_log import all_shortened, shortened
 
@@ -128,12 +129,20 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def _asked(request: Ended) -> dict[str, Any]:
-    params, caller = request.params, request.caller
-    return {
+    caller = request.caller
+    asked = {
         "gen_ai.operation.name": request.operation,
         "gen_ai.provider.name": _PROVIDER,
         "gen_ai.system": _PROVIDER,
         "gen_ai.request.model": request.model or request.served_name,
+        "gen_ai.request.stream": request.streams,
+        "url.path": caller.path if caller is not None else None,
+        "pageloom.request_id": caller.request_id if caller is not None else None,
+    }
+    params = request.params
+    if isinstance(params, PoolingParams):
+        return asked | {"gen_ai.embeddings.dimension.count": params.dimensions}
+    return asked | {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -142,9 +151,6 @@ def _asked(request: Ended) -> dict[str, Any]:
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-        "gen_ai.request.stream": request.streams,
-        "url.path": caller.path if caller is not None else None,
-        "pageloom.request_id": caller.request_id if caller is not None else None,
     }
 
 

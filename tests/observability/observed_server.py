@@ -35,11 +35,11 @@ async def served(model: Path, settings: ServerSettings | None = None) -> AsyncIt
     await engine.start()
     app = create_app(engine, "tiny", settings=settings or ServerSettings())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://observed", timeout=60) as client:
-            yield client
-    finally:
-        await engine.shutdown()
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://observed", timeout=60) as client,
+    ):
+        yield client
 
 
 def page_after_some_requests(model: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from collector import Collector, attributes_of, collecting
+from observed_server import served
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from scripted_server import ANSWER, Server
 
@@ -121,6 +122,27 @@ def test_whatever_generates_has_a_span_for_each_prompt(
         assert span.name == f"{operation} tiny" and not span.parent_span_id
         assert attributes_of(span)["url.path"] == path
         assert attributes_of(span)["gen_ai.usage.output_tokens"] > 0
+
+
+def test_vectors_have_spans_of_their_own_kind_and_a_real_engine_tells_all_times(tiny_model: Path) -> None:
+    async def go() -> None:
+        async with served(tiny_model, ServerSettings(otlp_endpoint=collector.url)) as client:
+            await client.post("/v1/embeddings", json={"input": [SECRET, "b"], "dimensions": 4})
+            await client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 4, "ignore_eos": True})
+
+    with collecting() as collector:
+        asyncio.run(go())
+    *pooled, generated = sorted(collector.spans, key=lambda span: span.start_time_unix_nano)
+    assert [span.name for span in pooled] == ["embeddings tiny"] * 2
+    for span in pooled:
+        found = attributes_of(span)
+        assert found["gen_ai.response.finish_reasons"] == ["stop"] and "error.type" not in found
+        assert found["gen_ai.embeddings.dimension.count"] == 4
+    found = attributes_of(generated)
+    latency = {name: found[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e")}
+    assert 0 <= latency["time_in_queue"] < latency["time_to_first_token"] < latency["e2e"]
+    prefill, decode = found["gen_ai.latency.time_in_model_prefill"], found["gen_ai.latency.time_in_model_decode"]
+    assert prefill + decode == pytest.approx(found["gen_ai.latency.time_in_model_inference"])
 
 
 def test_texts_are_there_when_they_are_asked_for_and_no_longer_than_that(server: Server) -> None:
