@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
+from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.request import RequestOutput, SamplingParams
 from engine.resolve import resolve_here
@@ -83,23 +84,25 @@ class AsyncEngine:
         cache_salt: str | None = None,
         delta: bool = False,
         final_only: bool = False,
+        watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end. The last
-        one is `finished`.
+        one is `finished`. `watch` is told of the end, whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
         """
         arrival = time.monotonic()
-        engine = await self._started()
-        self.check_health()
-        if delta and final_only:
-            raise InvalidRequestError("delta and final_only exclude each other", "final_only")
-        admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
-        stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only)
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+        with watch or nullcontext():
+            engine = await self._started()
+            self.check_health()
+            if delta and final_only:
+                raise InvalidRequestError("delta and final_only exclude each other", "final_only")
+            admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
+            stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch)
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def encode(
         self,
@@ -109,20 +112,22 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        watch: RequestWatch | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
         arrival = time.monotonic()
-        engine = await self._started()
-        self.check_health()
-        pooling = engine.resolve_pooling(pooling_params)
-        parsed = parse_prompt(prompt)
-        ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
-        salt = cache_salt if cache_salt is not None else parsed.cache_salt
-        given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
-        admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
-        async with aclosing(engine.stream(admitted, arrival, final_only=True)) as outputs:
-            async for output in outputs:
-                yield pooled_output(output, pooling)
+        with watch or nullcontext():
+            engine = await self._started()
+            self.check_health()
+            pooling = engine.resolve_pooling(pooling_params)
+            parsed = parse_prompt(prompt)
+            ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
+            salt = cache_salt if cache_salt is not None else parsed.cache_salt
+            given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
+            admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
+            async with aclosing(engine.stream(admitted, arrival, final_only=True, watch=watch)) as outputs:
+                async for output in outputs:
+                    yield pooled_output(output, pooling)
 
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """As `LLM.pin_prefix`; raises as `generate`. Whoever cancels it leaves nothing pinned."""
@@ -193,17 +198,13 @@ class AsyncEngine:
     ) -> str:
         """Raises `InvalidRequestError` naming `field` for what are no token ids, or too many."""
         engine = await self._started()
-        limit = engine.config.limits.contexts_translated * self.max_model_len
-        if len(token_ids) > limit:
-            raise InvalidRequestError(
-                f"{field}: {len(token_ids)} ids; at most {limit} are detokenized at a time "
-                f"(--limit contexts_translated={engine.config.limits.contexts_translated})",
-                field,
-            )
-        vocabulary = engine.config.model.vocab_size
+        contexts = engine.config.limits.contexts_translated
+        if len(token_ids) > (limit := contexts * self.max_model_len):
+            most = f"at most {limit} are detokenized at a time (--limit contexts_translated={contexts})"
+            raise InvalidRequestError(f"{field}: {len(token_ids)} ids; {most}", field)
         if not set(map(type, token_ids)) <= {int}:
             raise InvalidRequestError(f"{field} must be token ids", field)
-        check_token_ids(field, token_ids, vocabulary)
+        check_token_ids(field, token_ids, engine.config.model.vocab_size)
         with fails_alone("detokenizing"):
             return await engine.tokenizer.decode_async(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -41,6 +41,9 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return rest.lstrip() if mark else "" if self.open is None or self.required else text
 
 
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -78,11 +81,10 @@ class StructuredOutputsParams(
         schema_of = getattr(self.json, "model_json_schema", None)
         if schema_of is not None:
             msgspec.structs.force_setattr(self, "json", schema_of())
-        kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidRequestError(
-                f"structured_outputs takes exactly one of {', '.join(kinds)}, got {' and '.join(given) or 'none'}",
+                f"structured_outputs takes exactly one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}",
                 "structured_outputs",
             )
         if self.choice is not None and (not self.choice or not all(isinstance(one, str) for one in self.choice)):
@@ -91,6 +93,11 @@ class StructuredOutputsParams(
             raise InvalidRequestError(
                 "structured_outputs.thinking and alternative are llguidance's, not xgrammar's", "structured_outputs"
             )
+
+    @property
+    def kind(self) -> str:
+        """Which of them."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -225,6 +232,10 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     """Seconds on `time.monotonic`'s clock of the front end; None where the event has not happened."""
 
     arrival_time: float
+    queued_time: float | None = None
+    """handed to the core"""
+    first_scheduled_time: float | None = None
+    """a step of the core took it up; known with its first token"""
     first_token_time: float | None = None
     finished_time: float | None = None
 

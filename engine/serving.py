@@ -16,6 +16,7 @@ from engine.frontend.admission import AdmittedRequest
 from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
+from engine.observability.request_watch import RequestWatch
 from engine.request import CompletionOutput, RequestOutput
 from engine.session import Session
 
@@ -66,7 +67,13 @@ class Serving(Session):
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     async def stream(
-        self, admitted: AdmittedRequest, arrival: float, *, delta: bool = False, final_only: bool = False
+        self,
+        admitted: AdmittedRequest,
+        arrival: float,
+        *,
+        delta: bool = False,
+        final_only: bool = False,
+        watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs, the last one finished. Closing it aborts the request. Raises what ends it."""
         name = admitted.request_id
@@ -92,6 +99,8 @@ class Serving(Session):
                     yield output
         finally:
             del self.streams[name]
+            if watch is not None:
+                self.processor.show(name, watch, time.monotonic())
             self.forget([name])
 
     async def pin(self, name: str, admitted: AdmittedRequest) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient
-from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
+from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
 from engine.frontend.admission import Admission, AdmittedRequest, default_sampling_params
 from engine.frontend.grammars import GrammarChecks
@@ -44,8 +44,7 @@ class Session:
         self.ready = ready
         self.admission = Admission(config, tokenizer, generates=model.generates)
         self.processor = OutputProcessor(tokenizer)
-        self.metrics = EngineMetrics(config.model.served_name)
-        self.metrics.stats = CoreStats(compiling=ready.compiling)
+        self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
         self.pinned = PinnedPrefixes(config.limits)
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False
@@ -82,7 +81,8 @@ class Session:
     ) -> None:
         """Raises `QueueFullError` or `CoreDiedError`, and nothing is left of the request then."""
         self.check_alive()
-        self.processor.add(admitted, now=arrival, delta=delta, final_only=final_only)
+        now = time.monotonic()
+        self.processor.add(admitted, now=now, arrival=arrival, delta=delta, final_only=final_only)
         try:
             if admitted.message.grammar is not None:
                 self.tell_vocabulary()
@@ -108,7 +108,11 @@ class Session:
     def take_in(self, outputs: StepOutputs) -> list[str]:
         """What the core has told. Returns the requests with news."""
         self.metrics.stats = outputs.stats
-        progress = self.processor.process(outputs.deltas, time.monotonic())
+        if outputs.step is not None:
+            self.metrics.observe_step(outputs.step)
+        now = time.monotonic()
+        progress = self.processor.process(outputs.deltas, now)
+        self.metrics.observe_gaps(progress.gaps, now)
         if progress.aborts:
             self.client.send(AbortRequests(request_ids=progress.aborts))
         for timings in progress.finished:

@@ -24,6 +24,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "max_parallel_loading_workers": (),
     "model_impl": ("auto",),
     "pipeline_parallel_size": (1,),
+    "show_hidden_metrics_for_version": (),
     "skip_tokenizer_init": (False,),
     "convert": ("auto", "none", "embed"),
     "task": ("auto", "generate", "embed", "embedding", "score"),
@@ -36,6 +37,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """with the values that ask for nothing; (): all do"""
 INSTEAD = {
+    "collect_detailed_traces": "spans have a request's times; engine-bench profile has a step's",
     "cpu_offload_gb": "use quantization, or a GGUF file that fits",
     "compilation_config": "use compile and graphs",
     "cuda_graph_sizes": "use graphs; sizes are chosen by max_num_seqs",
@@ -55,6 +57,7 @@ INSTEAD = {
     "mm_processor_kwargs": "only text is read",
     "model_impl": "models run natively",
     "num_gpu_blocks_override": "use kv_cache_memory",
+    "otlp_traces_endpoint": "it is engine-serve's",
     "pipeline_parallel_size": "it is not supported yet",
     "reasoning_parser": "it is engine-serve's",
     "runner": "every model generates and is pooled, as requests ask",

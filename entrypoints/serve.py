@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from entrypoints.options import add_engine_options, engine_args
+from entrypoints.server.logs import logging_to_stderr
 from entrypoints.start import interrupts_raise
+
+MOST_LOGGED = 1 << 16
+"""characters of a prompt that a line of the log may hold"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,9 +67,41 @@ def build_parser() -> argparse.ArgumentParser:
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
     _add_speech_options(parser)
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    _add_log_options(parser)
     add_engine_options(parser)
     return parser
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    """What is told of requests, and where."""
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", default="text", choices=["text", "json"], help="json: one object a line")
+    parser.add_argument(
+        "--log-requests",
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a line for each request that has ended: what was asked for, counts, times; no texts",
+    )
+    parser.add_argument(
+        "--log-prompts",
+        action="store_true",
+        help="prompts and answers, too, in the lines of --log-requests and in the spans of --otlp-endpoint",
+    )
+    parser.add_argument(
+        "--max-log-len",
+        type=_characters,
+        default=2000,
+        metavar="N",
+        help="characters of a prompt, and of its answers together, that are shown (default: 2000)",
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span for each request to this OpenTelemetry collector, by OTLP over HTTP, as "
+        "http://localhost:4318; needs the packages of pip install 'pageloom[otlp]'",
+    )
 
 
 def _add_speech_options(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +171,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _characters(text: str) -> int:
+    if not text.isdecimal() or int(text) > MOST_LOGGED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of characters: 0 to {MOST_LOGGED}")
+    return int(text)
+
+
 def _origins(text: str) -> list[str]:
     import json
 
@@ -151,9 +193,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(argv)
     _refuse_swallowed_model(parser, options)
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:
+        parser.error("--log-prompts has no effect without --log-requests or --otlp-endpoint")
     for library in ("httpx", "httpx2"):  # a line for each request to a hub
         logging.getLogger(library).setLevel(logging.WARNING)
+    with logging_to_stderr(options.log_level.upper(), options.log_format):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     import asyncio
 
     from engine.errors import EngineError
@@ -163,7 +211,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run_loop(_serve(options))
     except EngineError as error:
-        print(f"engine-serve: {error}", file=sys.stderr)
+        if options.log_format == "json":
+            logging.getLogger("pageloom.server").critical("%s", error)
+        else:
+            print(f"engine-serve: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:  # SIGTERM while starting
         return 143

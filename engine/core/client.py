@@ -24,6 +24,7 @@ from engine.core.start import DEFAULT_EXECUTOR
 from engine.core.supervision import CoreHandle, SocketDirectory
 from engine.core.wire import AddRequest, CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
+from engine.observability.logs import child_mark
 
 __all__ = ["CoreClient", "InProcessClient", "ProcessClient"]
 
@@ -130,6 +131,7 @@ class ProcessClient:
             heartbeat_s=self._heartbeat_s,
             hang_timeout_s=self._hang_timeout_s,
             log_level=logger.getEffectiveLevel(),
+            log_mark=child_mark(),
         )
         if self._abandoned:  # meanwhile, by another thread that saw no handle
             self._handle.kill()

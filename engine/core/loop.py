@@ -28,6 +28,7 @@ from engine.core.wire import (
     SequenceDelta,
     Shutdown,
     StepOutputs,
+    StepTaken,
     ToCore,
     UnpinPrefix,
     Vocabulary,
@@ -143,9 +144,10 @@ class CoreLoop:
         self._most_in_flight = steps_in_flight
         self._in_flight = 0
         """steps submitted and not collected"""
-        self._submitted: deque[float] = deque()
+        self._submitted: deque[tuple[float, int]] = deque()
+        """when each of them was submitted, and how many tokens it computes"""
         self._collected = 0.0
-        """when each of them was submitted, and the last one was collected: a step takes from the later of both"""
+        """when the last one was: the next one takes from then, or from when it was submitted, if that is later"""
         self._done: deque[None] = deque()
         """those of them that can be collected without waiting"""
         self._nothing_to_do = False
@@ -188,17 +190,19 @@ class CoreLoop:
         plan = self._plan_ahead()
         deltas += self._scheduler.end_failed()
         self._send_masks()
-        collects = bool(self._done)
-        if collects:
-            deltas += self._collect()
+        step: StepTaken | None = None
+        if self._done:
+            step, brought = self._collect()
+            deltas += brought
             self._send_masks()
         self._observer.mark(step_profile.PUBLISH)
-        self._nothing_to_do = plan is None and not collects
+        self._nothing_to_do = plan is None and step is None
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
         if not self._nothing_to_do:
             self.turns += 1
         has_news, self._has_news = self._has_news, False
-        return StepOutputs(deltas=deltas, stats=self._stats()) if collects or deltas or has_news else None
+        tells = step is not None or deltas or has_news
+        return StepOutputs(deltas=deltas, stats=self._stats(), step=step) if tells else None
 
     def _plan_ahead(self) -> StepPlan | None:
         if self._in_flight >= self._most_in_flight:
@@ -209,7 +213,7 @@ class CoreLoop:
             self.phase = "submit"
             self._observer.mark(step_profile.SUBMIT)
             self._executor.submit(plan, self._step_done)
-            self._submitted.append(time.perf_counter())
+            self._submitted.append((time.perf_counter(), plan.rows.num_tokens))
             self._in_flight += 1
         return plan
 
@@ -224,10 +228,11 @@ class CoreLoop:
         self._done.append(None)
         self.inbox.put(STEP_DONE)
 
-    def _collect(self) -> Sequence[Delta]:
+    def _collect(self) -> tuple[StepTaken, Sequence[Delta]]:
         self.phase = "collect"
         self._observer.mark(step_profile.COLLECT)
-        began = max(self._submitted.popleft(), self._collected)
+        submitted, tokens = self._submitted.popleft()
+        began = max(submitted, self._collected)
         result = self._executor.collect()
         self._collected = time.perf_counter()
         self._in_flight -= 1
@@ -236,7 +241,7 @@ class CoreLoop:
         self._observer.mark(step_profile.COMPLETE)
         seconds = self._collected - began
         self.step_times.add(seconds)
-        return self._scheduler.complete(result, seconds)
+        return StepTaken(seconds, tokens), self._scheduler.complete(result, seconds)
 
     def _drain(self, wait: bool) -> list[Delta]:
         deltas: list[Delta] = []

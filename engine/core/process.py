@@ -21,6 +21,7 @@ import msgspec
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
+from engine.observability.logs import JsonFormatter, TextFormatter, log_uncaught
 
 if TYPE_CHECKING:
     from engine.core.mailbox import Mailbox
@@ -50,6 +51,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float
     hang_timeout_s: float
     log_level: int
+    log_mark: str = ""
+    """the log is JSON, each line behind this (`JsonFormatter`); "": it is text"""
 
 
 class _TerminatedError(BaseException):
@@ -65,9 +68,19 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
-    logging.basicConfig(level=start.log_level, format="%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S")
+    _write_log(start)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _run(start)
+
+
+def _write_log(start: CoreStart) -> None:
+    handler = logging.StreamHandler()
+    if start.log_mark:
+        handler.setFormatter(JsonFormatter("core", mark=start.log_mark))
+        log_uncaught()
+    else:
+        handler.setFormatter(TextFormatter("%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=start.log_level, handlers=[handler])
 
 
 def _run(start: CoreStart) -> NoReturn:

@@ -19,6 +19,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.process import STACK_DUMP_SIGNAL, CoreStart
 from engine.errors import ConfigError
+from engine.observability.logs import last_words
 
 TAIL_LINES = 40
 MAX_ADDRESS_BYTES = 100
@@ -58,6 +59,7 @@ class CoreHandle:
         heartbeat_s: float,
         hang_timeout_s: float,
         log_level: int,
+        log_mark: str = "",
     ) -> None:
         start = CoreStart(
             config=config,
@@ -69,6 +71,7 @@ class CoreHandle:
             heartbeat_s=heartbeat_s,
             hang_timeout_s=hang_timeout_s,
             log_level=log_level,
+            log_mark=log_mark,
         )
         # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended.
         # Linux shares the CPUs out by session first: whatever the parent's session does, half of them is the core's.
@@ -83,6 +86,7 @@ class CoreHandle:
         self.pid = self._process.pid
         self.sentinel = os.pidfd_open(self.pid)
         """readable when the process has ended"""
+        self._log_mark = log_mark
         self._destroyed = False
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._pump = threading.Thread(target=self._pump_output, name="core-stderr", daemon=True)
@@ -147,7 +151,7 @@ class CoreHandle:
         assert self._process.stdout is not None
         passes = True
         for line in self._process.stdout:
-            self._tail.append(line.decode(errors="replace").rstrip())
+            self._tail += last_words(line.decode(errors="replace").rstrip(), self._log_mark)
             if passes:
                 try:
                     os.write(2, line)

@@ -114,6 +114,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """and what it was ranked by: that sum / length ** length_penalty"""
     cached_tokens: int = 0
     """prompt tokens taken from the prefix cache; set on the first delta"""
+    started_at: float | None = None
+    """with its first tokens: when a step took it up, on `time.monotonic`'s clock, which a machine's processes share"""
     accepted_tokens: int = 0
     """of these tokens, those that were drafts"""
     error: str | None = None
@@ -180,9 +182,19 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """they did not compile: steps stay eager"""
 
 
+class StepTaken(msgspec.Struct, frozen=True):
+    """A step that is over."""
+
+    seconds: float
+    tokens: int
+    """computed"""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     deltas: list[Delta]
     stats: CoreStats
+    step: StepTaken | None = None
+    """that brought them"""
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -21,6 +21,7 @@ from engine.frontend.failures import fails_alone
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
+from engine.observability.request_watch import RequestWatch
 from engine.observability.timings import RequestTimings
 from engine.request import CompletionOutput, LogprobsAt, RequestMetrics, RequestOutput
 from engine.step import TokenLogprobs
@@ -34,13 +35,15 @@ class Progress(msgspec.Struct, kw_only=True):
     aborts: list[str]
     """core ids that the core must be told to stop: a stop string matched, or the request failed"""
     finished: list[RequestTimings]
+    gaps: dict[tuple[float, int], int]
+    """(when a sequence's tokens before these came, how many these are) → of how many sequences"""
 
 
 class _Request:
     """One request and its samples."""
 
     def __init__(
-        self, admitted: AdmittedRequest, delta: bool, final_only: bool, now: float, tokenizer: Tokenizer
+        self, admitted: AdmittedRequest, delta: bool, final_only: bool, metrics: RequestMetrics, tokenizer: Tokenizer
     ) -> None:
         self.admitted = admitted
         self.delta = delta
@@ -49,7 +52,7 @@ class _Request:
             Sample(i, core_id, admitted.prompt_token_ids, admitted.params, tokenizer)
             for i, core_id in enumerate(admitted.message.request_ids)
         ]
-        self.metrics = RequestMetrics(arrival_time=now)
+        self.metrics = metrics
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_shown: list[LogprobsAt | None] | None = None
         kind = admitted.message.params.pooling
@@ -79,13 +82,14 @@ class _Request:
 
     def timings(self, now: float) -> RequestTimings:
         return RequestTimings(
-            arrival_time=self.metrics.arrival_time,
-            first_token_time=self.metrics.first_token_time,
+            times=self.metrics,
             finished_time=now,
             prompt_tokens=len(self.admitted.prompt_token_ids),
-            generated_tokens=sum(len(s.token_ids) for s in self.samples),
-            samples=len(self.samples),
-            finish_reasons=[s.finish_reason for s in self.samples if s.finish_reason is not None],
+            cached_tokens=self.cached_tokens,
+            sample_tokens=[len(s.token_ids) for s in self.samples],
+            n=self.admitted.params.n,
+            max_tokens=self.admitted.message.max_tokens,
+            finish_reasons=[s.finish_reason or "abort" for s in self.samples],
         )
 
 
@@ -100,21 +104,31 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, admitted: AdmittedRequest, *, now: float, delta: bool = False, final_only: bool = False) -> None:
-        """`delta`: its outputs hold what is new; `final_only`: it has one output, when it has ended.
+    def add(
+        self,
+        admitted: AdmittedRequest,
+        *,
+        now: float,
+        arrival: float | None = None,
+        delta: bool = False,
+        final_only: bool = False,
+    ) -> None:
+        """`arrival`: when its caller came with it, if that was before it was tokenized. `delta`: its outputs hold what
+        is new; `final_only`: it has one output, when it has ended.
 
         Raises `InvalidRequestError` when a request of the same id is in flight.
         """
         if admitted.request_id in self._requests:
             raise InvalidRequestError(f"a request {admitted.request_id!r} is in flight already", "request_id")
-        request = _Request(admitted, delta, final_only, now, self._tokenizer)
+        metrics = RequestMetrics(arrival_time=now if arrival is None else arrival, queued_time=now)
+        request = _Request(admitted, delta, final_only, metrics, self._tokenizer)
         self._requests[admitted.request_id] = request
         for sample in request.samples:
             self._owners[sample.core_id] = (request, sample)
 
     def process(self, deltas: Iterable[Delta], now: float) -> Progress:
         """Take in one step. Deltas of requests that are gone (aborted, stopped) are dropped."""
-        progress = Progress(touched=[], aborts=[], finished=[])
+        progress = Progress(touched=[], aborts=[], finished=[], gaps={})
         for delta in each_delta(deltas):
             owner = self._owners.get(delta.request_id)
             if owner is None:
@@ -150,6 +164,14 @@ class OutputProcessor:
         request = self._requests[request_id]
         return self._output(request, [sample.failed(str(error)) for sample in request.samples], None)
 
+    def show(self, request_id: str, watch: RequestWatch, now: float) -> None:
+        """What there is of it, which nobody will go on with."""
+        request = self._requests[request_id]
+        ended = request.metrics.finished_time
+        watch.timings = request.timings(now if ended is None else ended)
+        watch.prompt = request.admitted.prompt
+        watch.answers = [sample.text for sample in request.samples]
+
     def finished(self, request_id: str) -> bool:
         return self._requests[request_id].ended
 
@@ -183,8 +205,13 @@ class OutputProcessor:
                 request.pooled.add(delta.pooled, delta.pooled_from)
             request.cached_tokens = delta.cached_tokens or request.cached_tokens
         request.accepted_tokens += delta.accepted_tokens
-        if delta.token_ids and request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
+        if delta.token_ids:
+            if request.metrics.first_token_time is None:
+                self._first_tokens(request.metrics, delta, now)
+            if sample.latest is not None:
+                gap = (sample.latest, len(delta.token_ids))
+                progress.gaps[gap] = progress.gaps.get(gap, 0) + 1
+            sample.latest = now
         if sample.extend(delta):
             progress.aborts.append(sample.core_id)
         if sample.finish_reason is not None:
@@ -204,6 +231,11 @@ class OutputProcessor:
         if ended:
             request.metrics.finished_time = now
             progress.finished.append(request.timings(now))
+
+    def _first_tokens(self, metrics: RequestMetrics, delta: SequenceDelta, now: float) -> None:
+        metrics.first_token_time = now
+        if delta.started_at is not None and metrics.queued_time is not None:
+            metrics.first_scheduled_time = min(max(delta.started_at, metrics.queued_time), now)
 
     def _fail(self, request: _Request, error: EngineError, now: float, progress: Progress) -> None:
         """The front end's own failure. The core is told of every sample, also of one that it has ended itself."""

@@ -23,6 +23,8 @@ class Sample:
         self.core_id = core_id
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.latest: float | None = None
+        """when its latest tokens came"""
         self._index = index
         self._params = params
         self._tokenizer = tokenizer

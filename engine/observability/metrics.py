@@ -1,98 +1,145 @@
-"""What the server shows under /metrics, in Prometheus' form. Every engine has a registry of its own.
+"""What the server shows under /metrics, in Prometheus' form (docs/metrics.md). Every engine has a registry of its own.
 
-All names carry the label ``model_name``.
-
-| name | kind | meaning |
-|---|---|---|
-| pageloom_num_requests_running | gauge | sequences in the running batch |
-| pageloom_num_requests_waiting | gauge | sequences that wait to be scheduled |
-| pageloom_kv_cache_usage_ratio | gauge | KV blocks held by sequences, of all (0 to 1) |
-| pageloom_kv_blocks_pinned | gauge | KV blocks of pinned prefixes, part of those held |
-| pageloom_host_kv_blocks_used | gauge | blocks of the host tier held by swapped sequences |
-| pageloom_host_kv_blocks_cached | gauge | blocks of the host tier that can be found by a prefix |
-| pageloom_prefix_cache_queries_total | counter | prompt tokens looked up in the prefix cache |
-| pageloom_prefix_cache_hits_total | counter | of those, tokens that were found |
-| pageloom_prompt_tokens_total | counter | prompt tokens processed |
-| pageloom_generation_tokens_total | counter | tokens generated |
-| pageloom_spec_decode_num_drafts_total | counter | steps of sequences that computed drafts |
-| pageloom_spec_decode_num_draft_tokens_total | counter | drafts computed |
-| pageloom_spec_decode_num_accepted_tokens_total | counter | of those, drafts that were right |
-| pageloom_spec_decode_num_accepted_tokens_per_pos_total | counter | the same by ``position`` among a step's drafts |
-| pageloom_preemptions_total | counter | sequences preempted |
-| pageloom_preemptions_swapped_total | counter | of those, sequences whose blocks went to the host tier |
-| pageloom_kv_blocks_swapped_out_total | counter | blocks copied to the host tier: of sequences, and evicted prefixes |
-| pageloom_kv_blocks_swapped_in_total | counter | blocks copied back |
-| pageloom_engine_steps_total | counter | steps of the core |
-| pageloom_compiling | gauge | 1 while steps run eagerly because pieces still compile behind them |
-| pageloom_compile_failed | gauge | 1 if they could not be compiled and steps stay eager |
-| pageloom_compiles_after_ready_total | counter | compilations after compiled pieces took over; stays 0 |
-| pageloom_request_success_total | counter | finished samples by ``finished_reason``: stop, length, abort, error |
-| pageloom_time_to_first_token_seconds | histogram | arrival to first token |
-| pageloom_time_per_output_token_seconds | histogram | mean time between a request's tokens after the first |
-| pageloom_e2e_request_latency_seconds | histogram | arrival to end |
-| pageloom_request_prompt_tokens | histogram | prompt length of a finished request |
-| pageloom_request_generation_tokens | histogram | tokens that a finished request generated |
-
-Gauges and the core's counters are read from its latest `CoreStats` when somebody scrapes: a step costs nothing here.
+Gauges and the core's counters are read from its latest `CoreStats` when somebody scrapes: a step costs one or two
+observations here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.wire import CoreStats
+from engine.config import CacheConfig
+from engine.core.wire import CoreReady, CoreStats, StepTaken
+from engine.observability.histograms import (
+    FIRST_TOKEN_S,
+    LATENCY_S,
+    PER_TOKEN_S,
+    PHASE_S,
+    SAMPLES,
+    STEP_TOKENS,
+    WeightedHistogram,
+    up_to,
+)
 from engine.observability.timings import RequestTimings
+from engine.observability.vllm_metrics import VllmMetrics
 
 _PREFIX = "pageloom_"
 _LABEL = "model_name"
 _REASONS = ("stop", "length", "abort", "error")
-_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_PER_TOKEN_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
-_LATENCY_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
 class EngineMetrics:
-    """Metrics of one engine. `stats` is replaced at every step, `observe_request` is called once a request."""
+    """Metrics of one engine. `stats` is replaced at every step. Written and rendered in one thread."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, cache: CacheConfig, ready: CoreReady) -> None:
         self.registry = CollectorRegistry()
-        self.stats = CoreStats()
+        self.stats = CoreStats(compiling=ready.compiling)
         self._model_name = model_name
-        self.registry.register(_CoreCollector(self, model_name))
+        self._collectors: list[Collector] = []
+        self._add(_CoreCollector(self, model_name))
+        self._add(_CacheInfo(model_name, cache, ready))
         self._finished = Counter(
-            _PREFIX + "request_success", "Finished samples", [_LABEL, "finished_reason"], registry=self.registry
+            _PREFIX + "request_success", "Finished samples", [_LABEL, "finished_reason"], registry=None
         )
+        self._add(self._finished)
         for reason in _REASONS:
             self._finished.labels(model_name, reason)  # shown as 0 before the first
-        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S)
-        self._per_token = self._histogram("time_per_output_token_seconds", "Between a request's tokens", _PER_TOKEN_S)
-        self._latency = self._histogram("e2e_request_latency_seconds", "Arrival to end", _LATENCY_S)
-        self._prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length", _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "Generated tokens", _TOKENS)
+        tokens = up_to(ready.max_model_len)
+        seconds, whole = self._seconds, self._histogram
+        self._first_token = seconds("time_to_first_token", "Arrival to first token", FIRST_TOKEN_S)
+        self._gap = self._weighted("inter_token_latency_seconds", "Between a sequence's tokens", PER_TOKEN_S)
+        self._per_token = seconds("time_per_output_token", "Mean time between a request's tokens", PER_TOKEN_S)
+        self._latency = seconds("e2e_request_latency", "Arrival to end", LATENCY_S)
+        self._queue = seconds("request_queue_time", "Handed to the core to begun", PHASE_S)
+        self._prefill = seconds("request_prefill_time", "Begun to first token", PHASE_S)
+        self._decode = seconds("request_decode_time", "First token to end", LATENCY_S)
+        self._inference = seconds("request_inference_time", "Begun to end", LATENCY_S)
+        self._prompt = whole("request_prompt_tokens", "Prompt length", tokens)
+        self._computed = whole("request_computed_prompt_tokens", "Prompt tokens that no cache had", tokens)
+        self._generated = whole("request_generation_tokens", "Generated tokens", tokens)
+        self._longest = whole("request_longest_generation_tokens", "Generated tokens of the longest sample", tokens)
+        self._n = whole("request_params_n", "Samples asked for", SAMPLES)
+        self._max_tokens = whole("request_params_max_tokens", "Tokens that a sample may have", tokens)
+        self._step = self._weighted("step_seconds", "Steps of the core", PER_TOKEN_S)
+        self._step_tokens = self._weighted("step_tokens", "Tokens computed in a step", STEP_TOKENS)
+        self.registry.register(VllmMetrics(self._collectors, _PREFIX))
 
     def observe_request(self, timings: RequestTimings) -> None:
+        """Once for each."""
         for reason in timings.finish_reasons:
             self._finished.labels(self._model_name, reason).inc()
-        if (first := timings.time_to_first_token_s) is not None:
-            self._first_token.observe(first)
-        if (per_token := timings.time_per_output_token_s) is not None:
-            self._per_token.observe(per_token)
-        self._latency.observe(timings.end_to_end_s)
-        self._prompt_tokens.observe(timings.prompt_tokens)
-        self._generated.observe(timings.generated_tokens)
+        for histogram, value in (
+            (self._first_token, timings.time_to_first_token_s),
+            (self._per_token, timings.time_per_output_token_s),
+            (self._latency, timings.end_to_end_s),
+            (self._queue, timings.queue_s),
+            (self._prefill, timings.prefill_s),
+            (self._decode, timings.decode_s),
+            (self._inference, timings.inference_s),
+            (self._prompt, timings.prompt_tokens),
+            (self._computed, timings.prompt_tokens - timings.cached_tokens),
+            (self._generated, timings.generated_tokens),
+            (self._longest, max(timings.sample_tokens)),
+            (self._n, timings.n),
+            (self._max_tokens, timings.max_tokens),
+        ):
+            if value is not None:
+                histogram.observe(value)
+
+    def observe_step(self, step: StepTaken) -> None:
+        self._step.observe(step.seconds)
+        self._step_tokens.observe(step.tokens)
+
+    def observe_gaps(self, gaps: Mapping[tuple[float, int], int], now: float) -> None:
+        """`Progress.gaps` of what has come `now`. Tokens that come together share the time since the ones before."""
+        for (before, tokens), sequences in gaps.items():
+            self._gap.observe((now - before) / tokens, tokens * sequences)
 
     def render(self) -> bytes:
         """Prometheus' text format, UTF-8."""
         return generate_latest(self.registry)
 
+    def _add(self, collector: Collector) -> None:
+        self._collectors.append(collector)
+        self.registry.register(collector)
+
+    def _seconds(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._histogram(name + "_seconds", meaning, buckets)
+
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(_PREFIX + name, meaning, [_LABEL], registry=self.registry, buckets=buckets)
+        histogram = Histogram(_PREFIX + name, meaning, [_LABEL], registry=None, buckets=buckets)
+        self._add(histogram)
         return histogram.labels(self._model_name)
+
+    def _weighted(self, name: str, meaning: str, buckets: tuple[float, ...]) -> WeightedHistogram:
+        histogram = WeightedHistogram(_PREFIX + name, meaning, {_LABEL: self._model_name}, buckets)
+        self._add(histogram)
+        return histogram
+
+
+class _CacheInfo(Collector):
+    """What the KV cache is, as labels with vLLM's names."""
+
+    def __init__(self, model_name: str, cache: CacheConfig, ready: CoreReady) -> None:
+        self._labels = {
+            _LABEL: model_name,
+            "block_size": str(ready.block_size),
+            "num_gpu_blocks": str(ready.num_blocks),
+            "cache_dtype": cache.dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.memory_fraction),
+            "kv_cache_memory_bytes": str(cache.kv_cache_memory),
+            "swap_space_bytes": str(cache.swap_space),
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        info = GaugeMetricFamily(_PREFIX + "cache_config_info", "What the KV cache is: 1", labels=list(self._labels))
+        info.add_metric(list(self._labels.values()), 1)
+        yield info
 
 
 class _CoreCollector(Collector):

@@ -76,8 +76,8 @@ class BeamGroup:
             kv.free(member.blocks)
         return spare
 
-    def results(self, cached_tokens: int) -> list[SequenceDelta]:
-        """What is told of a search that is over: one end for each id."""
+    def results(self, first: Sequence) -> list[SequenceDelta]:
+        """What is told of a search that is over: one end for each id. `first`: who computed the prompt."""
         deltas = []
         for request_id, found in zip(self.request_ids, self.search.finished, strict=False):
             deltas.append(
@@ -86,7 +86,8 @@ class BeamGroup:
                     token_ids=found.token_ids,
                     finish_reason="stop" if found.stopped else "length",
                     stop_token_id=found.token_ids[-1] if found.stopped else None,
-                    cached_tokens=cached_tokens,
+                    cached_tokens=first.cached_tokens or 0,
+                    started_at=first.started_at,
                     cumulative_logprob=found.logprob,
                     score=found.score,
                 )

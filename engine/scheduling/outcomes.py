@@ -142,7 +142,7 @@ class Outcomes:
         if choices is not None:
             self._rows.settle(group, group.follow(choices, self._held.kv))
             return []
-        deltas = group.results(group.members[0].cached_tokens or 0)
+        deltas = group.results(group.members[0])
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)
         self._held.end(group.members[0])
         return deltas
@@ -175,6 +175,7 @@ class Outcomes:
     ) -> SequenceDelta:
         """The sequence has these tokens more, as far as it does not end among them. `matched`: its grammar knows of
         them."""
+        started_at = seq.started_at if len(seq.tokens) == seq.prompt_len else None
         delivered: list[int] = []
         stopped, finish_reason = False, None
         for token in tokens:
@@ -202,6 +203,7 @@ class Outcomes:
             finish_reason=finish_reason,
             stop_token_id=delivered[-1] if stopped else None,
             cached_tokens=cached_tokens,
+            started_at=started_at,
             accepted_tokens=min(len(delivered), len(tokens) - 1),
         )
 

@@ -48,7 +48,7 @@ class Placement:
             self._held.following -= 1
             follower.leader, follower.blocks = None, blocks
             if follower.cached_tokens is None:
-                follower.cached_tokens = seq.cached_tokens
+                follower.cached_tokens, follower.started_at = seq.cached_tokens, seq.started_at
             rows.enter(follower, start)
             draft.start_row(follower)
             if twin:

@@ -11,6 +11,7 @@ not fit, and a context's length matters only when its row starts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
@@ -317,7 +318,7 @@ class Scheduler:
         self._kv.adopt(seq.blocks, hit)
         self._waiting.pop()
         if seq.cached_tokens is None:
-            seq.cached_tokens = hit.num_tokens
+            seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
             self._prompt_tokens += seq.prompt_len
         self._rows.enter(seq, hit.num_tokens)
         if seq.group is not None:

@@ -52,6 +52,8 @@ class Sequence:
     """of a sequence that does not run: tokens that planned steps sample and that have not arrived"""
     cached_tokens: int | None = None
     """prompt tokens found in the cache at the first start; None before it"""
+    started_at: float | None = None
+    """when that was (`SequenceDelta.started_at`)"""
     next_prompt_logprob: int = 1
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
     max_blocks: int = 0

@@ -57,6 +57,7 @@ def create_app(
         yield
         app.state.background.stop()
         await engine.shutdown()
+        await context.close()
         store.close()
 
     # A redirect would name the host that the client claims to have asked.

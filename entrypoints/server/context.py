@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 from fastapi import HTTPException, Request
@@ -22,9 +22,12 @@ from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import RequestOutput
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
+from entrypoints.server.observers import Observers
 from entrypoints.server.request_ids import add_header, request_id_of
+from entrypoints.server.request_log import RequestLog
 from entrypoints.server.speech import Speech
 from entrypoints.server.token_text import TokenTexts
+from entrypoints.server.tracing import Tracing
 
 EnginePrompt = str | Mapping[str, object]
 Outputs = AsyncGenerator[RequestOutput, None]
@@ -50,6 +53,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """file of `/v1/responses`; None: in memory"""
     model_aliases: tuple[str, ...] = ()
     """further names that the model goes by: those of --served-model-name but the first"""
+    log_requests: bool = False
+    log_prompts: bool = False
+    """texts, too, in the log's lines and in spans"""
+    max_log_len: int = 2000
+    otlp_endpoint: str | None = None
+    """where a span for each request is sent"""
 
 
 class Queued(Protocol):
@@ -59,6 +68,14 @@ class Queued(Protocol):
     def priority(self) -> int: ...
     @property
     def cache_salt(self) -> str | None: ...
+
+
+class Place(NamedTuple):
+    """Of what is generated for a body that says nothing of it."""
+
+    model: str | None
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class ServerContext:
@@ -83,6 +100,10 @@ class ServerContext:
         recommended = engine.model.generation_defaults.get("max_new_tokens")
         self.recommended_max_tokens = None if recommended is None else int(recommended)
         """for requests that leave it out"""
+        texts = settings.max_log_len if settings.log_prompts else None
+        self._tracing = None if settings.otlp_endpoint is None else Tracing(settings.otlp_endpoint, texts)
+        told = [RequestLog(texts)] if settings.log_requests else []
+        self._observers = Observers([*told, *([self._tracing] if self._tracing is not None else [])], served_name)
 
     @property
     def fills_in(self) -> bool:
@@ -125,6 +146,7 @@ class ServerContext:
             cache_salt=body.cache_salt,
             delta=delta,
             final_only=not delta,
+            watch=self._observers.watch(request_id, params, body, streams=delta),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream
@@ -133,10 +155,20 @@ class ServerContext:
         self, prompt: EnginePrompt, params: PoolingParams, body: Queued, request_id: str
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         stream: AsyncIterator[PoolingRequestOutput] = self.engine.encode(
-            prompt, params, request_id, priority=body.priority, cache_salt=body.cache_salt
+            prompt,
+            params,
+            request_id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            watch=self._observers.watch(request_id, params, body, streams=False),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream
+
+    async def close(self) -> None:
+        """Behind the last request."""
+        if self._tracing is not None:
+            await self._tracing.close()
 
 
 async def last(stream: Outputs) -> RequestOutput:

@@ -60,4 +60,5 @@ async def outputs_of(
         raise too_many_tokens(len(token_ids), context.engine.max_model_len, "messages")
     continued = asked.answer_so_far() if asked.continue_final_message else ""
     prepared = answers.prepare(params, text, continued)
-    return context.generate({"prompt_token_ids": token_ids}, prepared, body, request_id, delta=delta)
+    prompt = {"prompt": text, "prompt_token_ids": token_ids}
+    return context.generate(prompt, prepared, body, request_id, delta=delta)

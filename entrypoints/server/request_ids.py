@@ -9,6 +9,8 @@ import secrets
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from entrypoints.server.caller import CALLER, Caller
+
 HEADER = "x-request-id"
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "pageloom.request_id"
@@ -47,4 +49,8 @@ class RequestIds:
                 MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        token = CALLER.set(Caller(request_id, scope["path"], scope["headers"]))
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            CALLER.reset(token)

@@ -35,6 +35,7 @@ from entrypoints.server.app import create_app
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.prefixes import pin_file
+from entrypoints.server.tracing import check_tracing
 
 logger = logging.getLogger("pageloom.server")
 
@@ -168,6 +169,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
     signals: list[int] = []
     try:
         api_key = take_api_key(options.api_key, options.api_key_file)
+        if options.otlp_endpoint is not None:
+            check_tracing(options.otlp_endpoint)
         with _signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:

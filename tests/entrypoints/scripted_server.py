@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import threading
 import time
@@ -288,9 +287,9 @@ def events(body: str) -> list[dict[str, Any]]:
 def main() -> int:
     """Serve for real, to be ended by signals."""
     from entrypoints.serve import build_parser
+    from entrypoints.server.logs import logging_to_stderr
     from entrypoints.server.run import listen, serve_engine
 
-    logging.basicConfig(level="INFO")
     model, port, *settings = sys.argv[1:]
     server = Server(Path(model))
     script = server.script
@@ -315,7 +314,8 @@ def main() -> int:
             print("listening", listener.getsockname()[1], flush=True)
             return await serve_engine(server.engine, listener, options)
 
-    return asyncio.run(run())
+    with logging_to_stderr(options.log_level.upper(), options.log_format):
+        return asyncio.run(run())
 
 
 if __name__ == "__main__":

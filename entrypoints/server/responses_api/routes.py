@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from engine.errors import InvalidRequestError
 from entrypoints.server.answers import Answers, joined
-from entrypoints.server.context import ServerContext, last
+from entrypoints.server.context import Place, ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.errors import describe, error_body
 from entrypoints.server.request_ids import request_id_of
@@ -157,8 +157,8 @@ async def compacted(context: ServerContext, store: ResponseStore, body: CompactR
     conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
     text, token_ids = await conversation.render()
     params = msgspec.structs.replace(context.engine.default_sampling_params(), max_tokens=_SUMMARY_TOKENS)
-    stream = context.engine.generate({"prompt_token_ids": token_ids}, params, new_item_id("compact"), final_only=True)
-    output = await last(stream)  # type: ignore[arg-type]
+    name, place = new_item_id("compact"), Place(body.model)
+    output = await last(context.generate({"prompt_token_ids": token_ids}, params, place, name, delta=False))
     count = UsageCount()
     count.add(0, output)
     usage = count.usage()

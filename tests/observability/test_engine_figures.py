@@ -1,0 +1,94 @@
+"""What the metrics count, on a real engine: sums that must hold, whatever the steps were."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from exposition import Page
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from engine.observability.histograms import PER_TOKEN_S, WeightedHistogram, up_to
+from engine.observability.timings import RequestTimings
+from engine.request import RequestMetrics
+
+
+@pytest.fixture(scope="module")
+def page(busy_page: str) -> Page:
+    return Page(busy_page)
+
+
+def test_tokens_of_steps_requests_and_the_core_agree(page: Page) -> None:
+    generated = page.total("pageloom_generation_tokens_total")
+    assert generated == page.total("pageloom_request_generation_tokens_sum") == 5 * 24
+    assert page.total("pageloom_request_longest_generation_tokens_sum") == 3 * 24
+    prompts = page.total("pageloom_prompt_tokens_total")
+    assert prompts == page.total("pageloom_request_prompt_tokens_sum")
+    computed = page.total("pageloom_request_computed_prompt_tokens_sum")
+    assert prompts - computed == page.total("pageloom_prefix_cache_hits_total") > 0
+    drafts = page.total("pageloom_spec_decode_num_draft_tokens_total")
+    accepted = page.total("pageloom_spec_decode_num_accepted_tokens_total")
+    assert accepted > 0
+    # A sequence's last token is never computed. What was wrong is computed for nothing, and so is what was planned of a
+    # sequence when it ended: two steps at most, each of a token and three drafts.
+    needed, wrong, beyond = computed + generated - 5, drafts - accepted, 5 * 2 * (1 + 3)
+    assert needed <= page.total("pageloom_step_tokens_sum") <= needed + wrong + beyond
+
+
+def test_every_step_and_every_gap_is_counted_once(page: Page) -> None:
+    assert page.total("pageloom_step_seconds_count") == page.total("pageloom_step_tokens_count")
+    assert page.total("pageloom_step_seconds_count") == page.total("pageloom_engine_steps_total") > 0
+    assert page.total("pageloom_inter_token_latency_seconds_count") == 5 * 24 - 5
+
+
+def test_the_parts_of_a_request_add_up(page: Page) -> None:
+    phases = {
+        name: page.total(f"pageloom_request_{name}_time_seconds_sum")
+        for name in ("queue", "prefill", "decode", "inference")
+    }
+    assert min(phases.values()) >= 0
+    assert math.isclose(phases["prefill"] + phases["decode"], phases["inference"], rel_tol=1e-9)
+    assert phases["queue"] + phases["prefill"] <= page.total("pageloom_time_to_first_token_seconds_sum")
+    whole = page.total("pageloom_time_to_first_token_seconds_sum") + phases["decode"]
+    assert math.isclose(whole, page.total("pageloom_e2e_request_latency_seconds_sum"), rel_tol=1e-9)
+    for name in phases:
+        assert page.total(f"pageloom_request_{name}_time_seconds_count") == 3
+
+
+def test_a_request_without_tokens_has_no_phases() -> None:
+    timings = RequestTimings(
+        times=RequestMetrics(arrival_time=1.0, queued_time=2.0),
+        finished_time=5.0,
+        prompt_tokens=3,
+        cached_tokens=0,
+        sample_tokens=[0],
+        n=1,
+        max_tokens=4,
+        finish_reasons=["abort"],
+    )
+    assert timings.queue_s is timings.prefill_s is timings.decode_s is timings.inference_s is None
+    assert timings.time_to_first_token_s is timings.time_per_output_token_s is None
+    assert timings.end_to_end_s == 4.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 9))))
+def test_a_weighted_histogram_is_prometheus_own(values: list[tuple[float, int]]) -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    one_by_one = Histogram("x", "y", ["model_name"], registry=theirs, buckets=PER_TOKEN_S).labels("m")
+    weighted = WeightedHistogram("x", "y", {"model_name": "m"}, PER_TOKEN_S)
+    ours.register(weighted)
+    for value, times in values:
+        weighted.observe(value, times)
+        for _ in range(times):
+            one_by_one.observe(value)
+    expected, found = Page(generate_latest(theirs).decode()), Page(generate_latest(ours).decode())
+    assert found.values["x_bucket"] == expected.values["x_bucket"]
+    assert found.total("x_count") == expected.total("x_count")
+    assert found.total("x_sum") == pytest.approx(expected.total("x_sum"))
+
+
+@pytest.mark.parametrize(("most", "buckets"), [(1, (1,)), (49, (1, 2, 5, 10, 20)), (50, (1, 2, 5, 10, 20, 50))])
+def test_buckets_go_as_far_as_a_context(most: int, buckets: tuple[int, ...]) -> None:
+    assert up_to(most) == buckets
