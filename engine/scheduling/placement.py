@@ -18,7 +18,7 @@ class Placement:
     def place(self, draft: StepDraft, seq: Sequence, query_len: int, growth: Growth) -> None:
         """The sequence is in the step for good: from here on its KV counts as computed, and may be shared."""
         rows, followers = self._rows, seq.followers
-        may_fork = bool(followers and rows.num_free) and any(is_twin(each, seq) for each in followers)
+        may_fork = bool(followers and rows.free) and any(is_twin(each, seq) for each in followers)
         draft.tell(seq, growth)
         computed, unsure = int(rows.computed[seq.row]), int(rows.unsure[seq.row])
         samples = rows.advance(seq, query_len)
@@ -39,7 +39,7 @@ class Placement:
             twin, start = is_twin(follower, seq), start_of(follower, seq, self._kv.block_size)
             if computed < start or (twin and not samples):
                 continue
-            if not rows.num_free and seq.group is None:
+            if not rows.free and seq.group is None:
                 seq.followers.remove(follower)
                 self._held.unfollow(follower)
                 continue

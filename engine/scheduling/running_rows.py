@@ -52,28 +52,24 @@ class RunningRows:
         self.stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
         self._num_entries = 0
-        self._free = list(range(num_rows - 1, -1, -1))
+        self.free = list(range(num_rows - 1, -1, -1))
+        """and not reserved"""
         self._released: list[int] = []
-
-    @property
-    def num_free(self) -> int:
-        """Rows that are free and not reserved."""
-        return len(self._free)
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def reserve(self, group: BeamGroup) -> None:
         """A row for each member but one, which `enter` will take."""
-        group.spare_rows = [self._free.pop() for _ in group.members[1:]]
+        group.spare_rows = [self.free.pop() for _ in group.members[1:]]
 
     def give_back(self, group: BeamGroup) -> None:
-        self._free += group.spare_rows
+        self.free += group.spare_rows
         group.spare_rows = []
 
     def enter(self, seq: Sequence, computed: int) -> None:
         """The sequence runs, on a row of its group's or any free one."""
         reserved = seq.group.spare_rows if seq.group is not None else []
-        row = seq.row = reserved.pop() if reserved else self._free.pop()
+        row = seq.row = reserved.pop() if reserved else self.free.pop()
         seq.status, seq.new_row = Status.RUNNING, True
         self._num_entries += 1
         self.entries[row] = self._num_entries
@@ -105,7 +101,7 @@ class RunningRows:
             if not self.stop_tokens[token]:
                 del self.stop_tokens[token]
         del self.sequences[bisect_left(self.sequences, seq.key, key=_key)]
-        (self._free if seq.group is None else seq.group.spare_rows).append(row)
+        (self.free if seq.group is None else seq.group.spare_rows).append(row)
         if not seq.new_row:
             self._released.append(row)
         seq.row, seq.new_row = -1, False

@@ -202,7 +202,7 @@ class Scheduler:
 
     def _next(self) -> Sequence | None:
         """The first that waits, if it could start now as far as rows go."""
-        seq, num_free = self._waiting.first(), self._rows.num_free
+        seq, num_free = self._waiting.first(), len(self._rows.free)
         # A preempted sequence whose token is in flight does not know all of its tokens yet.
         if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
             return None
@@ -264,7 +264,7 @@ class Scheduler:
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
         need = self._kv.blocks_to_start(hit, len(seq.tokens))
-        rows = self._rows.num_free - 1
+        rows = len(self._rows.free) - 1
         need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
         while need > room and seq.followers and not self._running:
             follower = seq.followers.pop()
@@ -285,7 +285,7 @@ class Scheduler:
         if self._is_blocked(seq, room):
             return False
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
-        while (need := self._to_go_on(members)) > room or len(members) > self._rows.num_free:
+        while (need := self._to_go_on(members)) > room or len(members) > len(self._rows.free):
             if self._running:
                 self._blocked = (seq, room)
                 return False

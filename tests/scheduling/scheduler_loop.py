@@ -190,7 +190,7 @@ class Loop:
         assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
         self.kv.take_transfers()
         assert self.kv.host is None or self.kv.host.pool.num_used == 0
-        assert sorted(scheduler._rows._free) == list(range(self.executor.num_rows))
+        assert sorted(scheduler._rows.free) == list(range(self.executor.num_rows))
         assert not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
         assert not scheduler._live and not scheduler._steps and scheduler.stats().waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}

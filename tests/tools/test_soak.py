@@ -59,7 +59,7 @@ def test_rows_that_a_search_keeps_are_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def keep_one(rows: RunningRows, group: BeamGroup) -> None:
-        rows._free += group.spare_rows[1:]
+        rows.free += group.spare_rows[1:]
         group.spare_rows = []
 
     monkeypatch.setattr(RunningRows, "give_back", keep_one)
