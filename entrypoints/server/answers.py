@@ -23,14 +23,12 @@ class Answers:
     def __init__(
         self, speech: Speech, use: ToolUse, structure: StructuredOutputsParams | None, budget: int | None = None
     ) -> None:
-        """`structure`: what content must be. `budget`: tokens of thinking. Raises `InvalidRequestError`."""
+        """`structure`: what content must be; where calls are required there is none. `budget`: tokens of thinking.
+        Raises `InvalidRequestError`."""
         if use.tools and not speech.knows_calls:
             raise no_calls(speech)
-        if use.required and structure is not None:
-            raise InvalidRequestError(
-                "tool_choice requires calls, and the format requires another answer: give one", "tool_choice"
-            )
-        self._speech, self._use, self._structure, self._budget = speech, use, structure, budget
+        self._speech, self._use, self._budget = speech, use, budget
+        self._structure = None if use.required else structure
         self._state: ThinkingState = "none"
         self._readers: dict[int, AnswerReader] = {}
         self.reads = bool(use.tools) or speech.always_reads

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -107,22 +107,12 @@ def _add_middleware(app: FastAPI, api_key: str | None, allowed_origins: Sequence
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
-    started = int(time.time())
-
-    known = {
-        name: {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "pageloom",
-            "max_model_len": context.engine.max_model_len,
-        }
-        for name in context.names
-    }
+    known = {name: _model(name, context.engine.max_model_len) for name in context.names}
+    ends = {"first_id": context.names[0], "last_id": context.names[-1], "has_more": False}
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": list(known.values())}
+        return {"object": "list", "data": list(known.values()), **ends}
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
@@ -138,6 +128,24 @@ def _openai_routes(app: FastAPI, context: ServerContext) -> None:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         context.take_note(body, request)
         return await create_chat_completion(context, body, request)
+
+
+def _model(name: str, context: int) -> dict[str, object]:
+    """As OpenAI's clients know a model, and as Anthropic's do: the route is the same."""
+    started = datetime.now(UTC).replace(microsecond=0)
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(started.timestamp()),
+        "owned_by": "pageloom",
+        "max_model_len": context,
+        "type": "model",
+        "display_name": name,
+        "created_at": started.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
 
 
 def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
 from scripted_server import Server, post_all, save_model
 
 from entrypoints.server.context import ServerSettings
@@ -48,7 +50,14 @@ def ask(model: Path, answer: str, body: dict[str, Any]) -> tuple[dict[str, Any],
     assert whole.status_code == 200, whole.text
     told = events(streamed.text)
     assert plain(told[-1]["response"]) == plain(whole.json())
+    TypeAdapter(Response).validate_python(whole.json())
     return whole.json(), told, server
+
+
+def texts(page: dict[str, Any]) -> list[str]:
+    """Of messages that are listed, which are OpenAI's."""
+    TypeAdapter(list[ResponseItem]).validate_python(page["data"])
+    return [part["text"] for item in page["data"] for part in item["content"]]
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -115,7 +124,7 @@ def test_custom_tools_and_namespaces_come_back_as_they_were_given(model: Path) -
             "name": "patch",
             "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"},
         },
-        {"type": "namespace", "name": "fs", "tools": [{"type": "function", "name": "read"}]},
+        {"type": "namespace", "name": "fs", "description": "", "tools": [{"type": "function", "name": "read"}]},
     ]
     text = '<tool_call>{"name": "patch", "arguments": {"input": "aaa"}}</tool_call>'
     response, told, server = ask(model, text + CALL.replace("add", "fs__read"), {"tools": tools})
@@ -159,11 +168,11 @@ def test_what_is_stored_can_be_read_and_deleted(model: Path) -> None:
                 await client.post(URL, json={"input": [{"role": "user", "content": str(i)} for i in range(5)]})
             ).json()["id"]
             page = (await client.get(f"{URL}/{name}/input_items?limit=2&order=asc")).json()
-            assert [item["content"] for item in page["data"]] == ["0", "1"] and page["has_more"]
+            assert texts(page) == ["0", "1"] and page["has_more"]
             rest = (await client.get(f"{URL}/{name}/input_items?after={page['last_id']}&order=asc")).json()
-            assert [item["content"] for item in rest["data"]] == ["2", "3", "4"] and not rest["has_more"]
+            assert texts(rest) == ["2", "3", "4"] and not rest["has_more"]
             newest = (await client.get(f"{URL}/{name}/input_items")).json()
-            assert [item["content"] for item in newest["data"]] == ["4", "3", "2", "1", "0"]
+            assert texts(newest) == ["4", "3", "2", "1", "0"]
             assert (await client.get(f"{URL}/{name}/input_items?after=no")).status_code == 400
             assert (await client.delete(f"{URL}/{name}")).json() == {"id": name, "object": "response", "deleted": True}
             gone = await client.get(f"{URL}/{name}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from openai.types import Model
+from pydantic import TypeAdapter
 from scripted_server import CHATS, COMPLETIONS, CONTEXT, Server, post_all
 
 from engine.errors import ConfigError
@@ -141,3 +144,9 @@ def test_the_model_goes_by_several_names(tiny_server_model: Path) -> None:
     assert made.json()["model"] == "tiny" and wrong.status_code == 404
     assert [each["id"] for each in models.json()["data"]] == ["tiny", "other", "third"]
     assert one.json()["id"] == "third"
+    TypeAdapter(Model).validate_python(one.json())
+    of_anthropics = {"type": "model", "display_name": "third", "lifecycle": "active", "max_input_tokens": CONTEXT}
+    assert of_anthropics.items() <= one.json().items()
+    assert datetime.fromisoformat(one.json()["created_at"]).timestamp() == one.json()["created"]
+    listed = models.json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("tiny", "third", False)

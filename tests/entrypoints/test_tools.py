@@ -281,7 +281,6 @@ def test_marks_that_are_special_tokens_are_seen_all_the_same(tmp_path: Path) -> 
         ({"tools": [NOW], "tool_choice": "never"}, "tool_choice", "auto, none, required"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [NOW], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "give one"),
         ({"tools": [NOW] * 513}, "tools", "512"),
         ({"functions": [{}]}, "functions", "functions[0].function.name"),
         ({"tools": 3}, "tools", "list"),
@@ -292,6 +291,16 @@ def test_what_is_wrong_with_tools_is_said(model: Path, body: dict[str, Any], par
     (reply,) = post_all(Server(model), (CHATS, CHAT | body))
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == param and word in error["message"], error
+
+
+def test_where_calls_are_required_a_format_holds_nothing(model: Path) -> None:
+    """Some clients send both: what content must be, and that there is none."""
+    body = {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    choice, server = ask(model, CALL, body)
+    assert calls_of(choice) == [("add", {"a": 1, "b": "zwei"})]
+    alone = Server(model)
+    post_all(alone, (CHATS, CHAT | body | {"response_format": {"type": "text"}}))
+    assert grammar_of(server) == grammar_of(alone) is not None
 
 
 def test_where_calls_are_not_known_tools_are_refused(model: Path) -> None:

@@ -159,6 +159,8 @@ def _members(tool: dict[str, Any], number: int) -> list[dict[str, Any]]:
 
 class InputTokensDetails(Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """nothing is charged for it"""
 
 
 class OutputTokensDetails(Struct):

@@ -52,6 +52,17 @@ def resolved(items: Sequence[Mapping[str, Any]], lookup: Lookup) -> list[dict[st
     return found
 
 
+def as_listed(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An input item as OpenAI gives it back: it has ended, and what a message says is a list of parts."""
+    shown = {"type": "message", "status": "completed", **item}
+    if shown["type"] == "message" and isinstance(shown.get("content"), str):
+        part = {"type": "input_text", "text": shown["content"]}
+        if shown.get("role") == "assistant":
+            part |= {"type": "output_text", "annotations": [], "logprobs": []}
+        shown["content"] = [part]
+    return shown
+
+
 class Messages:
     """Items become messages: thinking, text and calls of one turn are one message of the assistant's."""
 

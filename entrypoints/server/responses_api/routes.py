@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
@@ -19,7 +18,7 @@ from entrypoints.server.request_ids import request_id_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
 from entrypoints.server.responses_api.handler import Items, ResponseHandler
-from entrypoints.server.responses_api.items import sealed
+from entrypoints.server.responses_api.items import as_listed, sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 from entrypoints.server.streaming import EventStream, Primed, answer
 from entrypoints.server.structured import blamed_on
@@ -138,7 +137,7 @@ def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -
     async def input_items(
         name: str, after: str | None = None, order: str = "desc", limit: int = Query(default=20, ge=1, le=100)
     ) -> dict[str, object]:
-        items: list[dict[str, Any]] = [{"type": "message", **item} for item in found(name).input]
+        items = [as_listed(item) for item in found(name).input]
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -177,7 +176,7 @@ async def compacted(context: ServerContext, store: ResponseStore, body: CompactR
         "output": [*({"type": "message", "status": "completed", **each} for each in said), item],
         "usage": {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.total_tokens,
