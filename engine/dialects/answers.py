@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
@@ -21,7 +22,7 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from engine.dialects.bodies import calls_of
 from engine.dialects.forms import Call, Dialect, Piece
-from engine.dialects.schemas import typed
+from engine.dialects.schemas import as_declared, kinds_of, typed
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ class AnswerReader:
             prefix=dialect.thinking[0] if thinks and dialect.thinking else "",
             tools=[typed(tool) for tool in tools],
         )
-        self._names = {tool["function"]["name"] for tool in tools}
+        self._kinds = {tool["function"]["name"]: kinds_of(tool) for tool in tools}
+        self._holds_json = dialect.fields.get("tool_calls", {}).get("content") == "json"
         self._content, self._reasoning = _Text(), _Text()
         self._reasoning.marked = True
         self._raw = ""
@@ -221,6 +223,13 @@ class AnswerReader:
             return []
         return self._as_content(event["mark"])
 
+    def _calls_of(self, value: Any) -> list[Call] | None:
+        calls = calls_of(value, self._dialect, self.num_calls)
+        if calls is None or self._holds_json:
+            return calls
+        kinds = [self._kinds.get(call.name, {}) for call in calls]
+        return [replace(call, arguments=as_declared(call.arguments, each)) for call, each in zip(calls, kinds)]
+
     def _as_content(self, text: str) -> list[Piece]:
         shown = self._content.feed(text)
         return [Piece(content=shown)] if shown else []
@@ -233,8 +242,8 @@ class AnswerReader:
             self._raw += event["text"]
             return []
         raw, self._raw = self._raw + event["mark"], ""
-        calls = None if self._cut_off else calls_of(event["value"], self._dialect, self.num_calls)
-        if calls is None or not {call.name for call in calls} <= self._names:
+        calls = None if self._cut_off else self._calls_of(event["value"])
+        if calls is None or not {call.name for call in calls} <= self._kinds.keys():
             return self._as_content(raw)
         self._content.mark()
         self.num_calls += len(calls)

@@ -39,9 +39,11 @@ class Speech:
             reasoning_parser=reasoning_parser,
             own_template=tokenizer.response_template,
         )
-        if tool_parser == AUTO and "tool_calls" not in self.dialect.fields and not knows_tools(template):
+        own_calls = tokenizer.response_template is not None and "tool_calls" in self.dialect.fields
+        if tool_parser == AUTO and not own_calls and not knows_tools(template):
             hermes = DIALECTS["hermes"]  # they are told of tools in words, and asked for its form
-            self.dialect = replace(self.dialect, name=hermes.name, fields=hermes.fields, form=hermes.form)
+            own = {name: each for name, each in self.dialect.fields.items() if name not in ("tool_calls", "nothing")}
+            self.dialect = replace(self.dialect, name=hermes.name, fields={**own, **hermes.fields}, form=hermes.form)
         self.knows_calls = tool_parser != NONE and "tool_calls" in self.dialect.fields
         self._template = template
         self._marks = Marks(tokenizer.backend)

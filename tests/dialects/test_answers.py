@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -34,6 +35,12 @@ def expected(answer: Written) -> tuple[str, str, list[tuple[str, object]]]:
     return answer.content, answer.reasoning, list(answer.calls)
 
 
+def many_pieces(text: str, random_: random.Random) -> list[str]:
+    """At random places."""
+    places = sorted(random_.sample(range(len(text) + 1), min(len(text), random_.randint(1, 40))))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
+
+
 def splits(text: str) -> Iterator[list[str]]:
     """Character by character, and in two at every place."""
     yield list(text)
@@ -43,9 +50,10 @@ def splits(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
 def test_two_hundred_answers_are_read_back(dialect: Dialect) -> None:
+    random_ = random.Random(dialect.name)
     for answer in answers(dialect, 200, seed=1):
-        assert read(reader_of(dialect), [answer.text]) == expected(answer), answer.text
-        assert read(reader_of(dialect), answer.text) == expected(answer), answer.text
+        for pieces in ([answer.text], list(answer.text), many_pieces(answer.text, random_)):
+            assert read(reader_of(dialect), pieces) == expected(answer), pieces
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
@@ -184,6 +192,35 @@ def test_other_ways_to_write_the_same_calls() -> None:
     for name, text in cases:
         for pieces in splits(text):
             assert read(reader_of(DIALECTS[name]), pieces) == ("", "", [("now", {})]), (name, pieces)
+
+
+def test_calls_in_a_row_within_one_pair_of_marks() -> None:
+    lines = '{"name": "now", "arguments": {}}\n{"name": "edit_file", "arguments": {"path": "}"}}'
+    text = f"<tool_calls>\n{lines}\n</tool_calls>"
+    for pieces in splits(text):
+        found = read(reader_of(DIALECTS["minimax_m1"]), pieces)
+        assert found == ("", "", [("now", {}), ("edit_file", {"path": "}"})]), pieces
+    call = '{"name": "now", "parameters": {"a": [{"b": 1}, {"c": 2}]}}'
+    for between in ("; ", "", ";"):
+        calls = read(reader_of(DIALECTS["llama3_json"]), list(call + between + call))[2]
+        assert calls == [("now", {"a": [{"b": 1}, {"c": 2}]})] * 2
+
+
+def test_values_of_other_kinds_than_text_are_read_as_what_they_are() -> None:
+    """Templates of some families write them as Python does, or in marks of a text."""
+    cases = [
+        (
+            "seed_oss",
+            "<seed:tool_call><function=weather><parameter=place>{'lat': 1.5}</parameter></function></seed:tool_call>",
+        ),
+        ("functiongemma", "<start_function_call>call:weather{place:<escape>{'lat': 1.5}<escape>}<end_function_call>"),
+        ("minicpm5", '<function name="weather"><param name="place"><![CDATA[{"lat": 1.5}]]></param></function>'),
+        ("lfm2", "<|tool_call_start|>[weather(place={'lat': 1.5})]<|tool_call_end|>"),
+    ]
+    for name, text in cases:
+        assert read(reader_of(DIALECTS[name]), [text])[2] == [("weather", {"place": {"lat": 1.5}})], name
+    text = "<|tool_call_start|>[weather(city='two\nlines', days='3')]<|tool_call_end|>"
+    assert read(reader_of(DIALECTS["lfm2"]), [text])[2] == [("weather", {"city": "two\nlines", "days": 3})]
 
 
 def test_what_a_mark_does_not_begin_stays_as_it_was_written() -> None:

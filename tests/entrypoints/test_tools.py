@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from scripted_server import CHATS, Server, events, post_all, save_model
 
+from engine.frontend.tokenizer import Tokenizer
 from entrypoints.server.context import ServerSettings
+from entrypoints.server.speech import Speech
 
 TEMPLATE = (
     "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
@@ -324,3 +327,12 @@ def test_samples_are_read_each_by_itself(model: Path) -> None:
         for call in event["choices"][0]["delta"].get("tool_calls", [])
     ]
     assert sorted(found) == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(("knows", "name"), [("", "hermes"), ("{{ tools }}", "deepseek_v31")])
+def test_who_is_told_of_tools_in_words_is_read_in_the_same_words(knows: str, name: str) -> None:
+    """Templates that write calls do not always tell of tools (DeepSeek V3.1's)."""
+    template = f"{knows}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{{{ name }}}}<｜tool▁sep｜></think>"
+    tokenizer = SimpleNamespace(chat_template_text=lambda _: template, response_template=None, backend=None)
+    dialect = Speech(cast(Tokenizer, tokenizer)).dialect
+    assert dialect.name == name and dialect.thinking == ("<think>", "</think>")
