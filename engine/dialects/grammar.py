@@ -91,11 +91,8 @@ class _Rules:
                     "tools",
                 )
             return f"{self.marks.lark(left)} {self._text_until(name, right + tail)}"
-        if schema.get("type") in ("boolean", "null") and (tagged.python or raw):
-            constants = (
-                _PYTHON[schema["type"]] if tagged.python else f"{_PYTHON[schema['type']]} | {_JSON[schema['type']]}"
-            )
-            return f"({constants}) {behind}"
+        if (kind := schema.get("type")) in ("boolean", "null") and (tagged.python or tagged.texts == "raw"):
+            return f"({_PYTHON[kind] if tagged.python else f'{_PYTHON[kind]} | {_JSON[kind]}'}) {behind}"
         definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
         choices = [self.json({**schema, **definitions}), *self._others(name, tagged, schema, root)]
         return f"({' | '.join(choices)}) {behind}" if len(choices) > 1 else f"{choices[0]} {behind}"

@@ -100,7 +100,11 @@ def test_nothing_else_is_taken(dialect: Dialect) -> None:
                 '{city:<|"|>x<|"|>,tags:[<|"|>a<|"|>,<|"|>b<|"|>],unit:<|"|>c<|"|>}',
                 '{city:<|"|>x<|"|>,place:{"lat": 1.5}}',
             ],
-            ['{city:<|"|>x<|"|>,place:{lat:<|"|>y<|"|>}}', '{city:<|"|>x<|"|>,unit:<|"|>k<|"|>}'],
+            [
+                '{city:<|"|>x<|"|>,place:{lat:<|"|>y<|"|>}}',
+                '{city:<|"|>x<|"|>,exact:True}',
+                '{city:<|"|>x<|"|>,unit:<|"|>k<|"|>}',
+            ],
         ),
         (
             "lfm2",
