@@ -101,7 +101,7 @@ def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, g
         text.encode()
     except UnicodeEncodeError:  # half of a pair, which JSON can only write as such
         text = json.dumps(plain)
-    return Call(_new_id(name, dialect, number, given_id), name, text)
+    return Call(new_id(name, dialect, number, given_id), name, text)
 
 
 def _finite(value: Any) -> Any:
@@ -125,7 +125,8 @@ def _loose(text: str) -> Any:
     return _json_or_none("".join(parts))
 
 
-def _new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
+def new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
+    """Of a call before which there were `number`. `given`: what the model calls it, if it does."""
     if dialect.call_ids == "nine":
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
     if dialect.call_ids == "own":

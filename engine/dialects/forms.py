@@ -69,8 +69,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of an answer, as it comes: one of the three."""
+    """A part of an answer, as it comes: one of the four."""
 
     content: str = ""
     reasoning: str = ""
     call: Call | None = None
+    """whole, or without arguments, which follow"""
+    arguments: str = ""
+    """more of the text of the last call's"""

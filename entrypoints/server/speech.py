@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
@@ -62,13 +62,18 @@ class Speech:
             marks += [dialect.form.begin, *dialect.form.call, dialect.form.end]
         return any(self._marks.has_special(mark) for mark in marks)
 
-    def reader(self, tools: Sequence[Mapping[str, Any]], state: ThinkingState) -> AnswerReader:
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]], state: ThinkingState, streamed: Collection[str] = ()
+    ) -> AnswerReader:
+        """`streamed`: names of tools whose arguments are wanted as they come."""
         from engine.dialects.answers import AnswerReader, response_template
 
         with_calls = bool(tools)
         if with_calls not in self._templates:
             self._templates[with_calls] = response_template(self.dialect, with_calls=with_calls)
-        return AnswerReader(self.dialect, self._templates[with_calls], thinks=state == "open", tools=tools)
+        return AnswerReader(
+            self.dialect, self._templates[with_calls], thinks=state == "open", tools=tools, streamed=streamed
+        )
 
     def state_of(self, prompt: str, continued: str) -> ThinkingState:
         """`continued`: what the assistant has said already, where its message goes on."""
