@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
@@ -19,9 +20,11 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from engine.dialects.bodies import calls_of
+from engine.dialects.arguments import CallScanner
+from engine.dialects.bodies import calls_of, new_id
+from engine.dialects.fields import NAMED, WHOLE
 from engine.dialects.forms import Call, Dialect, Piece
-from engine.dialects.schemas import typed
+from engine.dialects.schemas import as_declared, kinds_of, typed
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class _Parser(ResponseParser):
 
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
         super()._open_explicit(events, field, m)
-        events[-1]["mark"] = m.group()
+        events[-1] |= {"mark": m.group(), "captures": self._captures}
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         known = len(events)
@@ -151,16 +154,27 @@ class AnswerReader:
         *,
         thinks: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        streamed: Collection[str] = (),
     ) -> None:
         """`template`: `response_template` of the dialect. `thinks`: the prompt has begun the thinking. `tools`: as
-        chat templates take them; what schemas say about arguments that are written as bare text is followed."""
+        chat templates take them; what schemas say about arguments that are written as bare text is followed.
+        `streamed`: names of tools whose arguments are given out as they come, where they are JSON. Such a call cannot
+        be taken back: what breaks off within it ends it, where it would have been content."""
         self._dialect = dialect
         self._parser: _Parser | None = _Parser(
             template,
             prefix=dialect.thinking[0] if thinks and dialect.thinking else "",
             tools=[typed(tool) for tool in tools],
         )
-        self._names = {tool["function"]["name"] for tool in tools}
+        self._kinds = {tool["function"]["name"]: kinds_of(tool) for tool in tools}
+        calls = dialect.fields.get("tool_calls", {})
+        self._holds_json = calls.get("content") == "json"
+        self._named = _scanned_as(calls)
+        self._streamed = streamed
+        self._scanner: CallScanner | None = None
+        self._given_id: str | None = None
+        self._begun: list[_Begun] = []
+        """of the region of calls that is being read"""
         self._content, self._reasoning = _Text(), _Text()
         self._reasoning.marked = True
         self._raw = ""
@@ -193,7 +207,8 @@ class AnswerReader:
         """A template of somebody else's that raises: all that follows is content, as it is."""
         logger.exception("the response template fails; the rest of an answer is given out as it is")
         self._parser = None
-        rest, self._raw = self._content.let_go() + self._raw + text, ""
+        raw = "" if any(each.shown for each in self._begun) else self._raw
+        rest, self._raw = self._content.let_go() + raw + text, ""
         return [Piece(content=rest)] if rest else []
 
     def _pieces(self, events: Iterable[Mapping[str, Any]]) -> list[Piece]:
@@ -221,24 +236,78 @@ class AnswerReader:
             return []
         return self._as_content(event["mark"])
 
+    def _calls_of(self, value: Any) -> list[Call] | None:
+        calls = calls_of(value, self._dialect, self.num_calls)
+        if calls is None or self._holds_json:
+            return calls
+        kinds = [self._kinds.get(call.name, {}) for call in calls]
+        return [replace(call, arguments=as_declared(call.arguments, each)) for call, each in zip(calls, kinds)]
+
     def _as_content(self, text: str) -> list[Piece]:
         shown = self._content.feed(text)
         return [Piece(content=shown)] if shown else []
 
     def _take_calls(self, event: Mapping[str, Any]) -> list[Piece]:
         if event["type"] == "region_open":
-            self._raw = event["mark"]
+            captures = event["captures"]
+            self._raw, self._begun, self._given_id = event["mark"], [], captures.get("id")
+            self._scanner = None if self._named is None else CallScanner(captures["name"] if self._named else None)
             return []
         if event["type"] == "region_chunk":
             self._raw += event["text"]
-            return []
+            return self._scan(event["text"])
         raw, self._raw = self._raw + event["mark"], ""
-        calls = None if self._cut_off else calls_of(event["value"], self._dialect, self.num_calls)
-        if calls is None or not {call.name for call in calls} <= self._names:
-            return self._as_content(raw)
+        begun, self._begun = self._begun, []
+        calls = None if self._cut_off else self._calls_of(event["value"])
+        shown = sum(each.shown for each in begun)
+        if calls is None or not {call.name for call in calls} <= self._kinds.keys():
+            return [] if shown else self._as_content(raw)
         self._content.mark()
-        self.num_calls += len(calls)
-        return [Piece(call=call) for call in calls]
+        for number, each in enumerate(begun[: len(calls)]):
+            calls[number] = replace(each.call, arguments="".join(each.text))
+        self.num_calls += len(calls[shown:])
+        return [Piece(call=call) for call in calls[shown:]]
+
+    def _scan(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        for part in self._scanner.feed(text) if self._scanner is not None else ():
+            if part.name and part.name not in self._kinds:
+                self._scanner = None
+                break
+            if part.name:
+                pieces += self._begin(part.name)
+                continue
+            last = self._begun[-1]
+            last.text.append(part.arguments)
+            if last.shown:
+                pieces.append(Piece(arguments=part.arguments))
+        return pieces
+
+    def _begin(self, name: str) -> list[Piece]:
+        shown = name in self._streamed and all(each.shown for each in self._begun)
+        before = self.num_calls + sum(not each.shown for each in self._begun)
+        call = Call(new_id(name, self._dialect, before, self._given_id), name, "")
+        self._begun.append(_Begun(call, shown, []))
+        if not shown:
+            return []
+        self._content.mark()
+        self.num_calls += 1
+        return [Piece(call=call)]
+
+
+class _Begun(NamedTuple):
+    call: Call
+    shown: bool
+    text: list[str]
+    """of its arguments, so far"""
+
+
+def _scanned_as(calls: Mapping[str, Any]) -> bool | None:
+    """Whether names stand in the marks of regions of `calls`. None: they are understood when they have ended."""
+    if calls.get("content") != "json" or set(calls.get("content_args", {})) - {"allow_non_json"}:
+        return None
+    function = (calls.get("transform") or {}).get("function")
+    return {str(WHOLE["function"]): False, str(NAMED["function"]): True}.get(str(function))
 
 
 def read_whole(reader: AnswerReader, text: str) -> tuple[str, str, list[Call]]:

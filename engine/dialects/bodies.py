@@ -20,7 +20,10 @@ _LOOSE = re.compile(
     r"|(?P<key>[^\s{}\[\],:\"<]+)\s*:|[\s\S]",
     re.DOTALL,
 )
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _NAME = re.compile(r"[^\s\"'<>{}\[\]()\\]{1,256}")
+_BETWEEN = re.compile(r"[\s,;]*")
+_DECODER = json.JSONDecoder()
 _LETTERS = string.ascii_letters + string.digits
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
@@ -30,11 +33,15 @@ def calls_of(value: Any, dialect: Dialect, number: int) -> list[Call] | None:
     calls, whatever its marks say."""
     if not isinstance(value, Mapping):
         return _several(value, dialect, number) if isinstance(value, list) else None
+    if "by_name" in value:
+        return _by_name(value["by_name"], dialect, number)
     if "python" in value:
         return _python_calls(value["python"], dialect, number)
     if "loose" in value:
         return _several([{"name": value.get("name"), "arguments": _loose(value["loose"])}], dialect, number)
     found = value.get("function", value)
+    if isinstance(found, str):
+        found = _in_a_row(found)
     if isinstance(found, list):
         return _several(found, dialect, number)
     call = _call(found, dialect, number, value.get("id"))
@@ -50,6 +57,29 @@ def _several(found: list[Any], dialect: Dialect, number: int) -> list[Call] | No
             return None
         calls.append(call)
     return calls or None
+
+
+def _by_name(found: Any, dialect: Dialect, number: int) -> list[Call] | None:
+    """``[{"f": {"a": 1}}, …]``."""
+    each = found if isinstance(found, list) else [found]
+    if not all(isinstance(one, dict) and len(one) == 1 for one in each):
+        return None
+    return _several(
+        [{"name": name, "arguments": given} for one in each for name, given in one.items()], dialect, number
+    )
+
+
+def _in_a_row(text: str) -> list[Any] | None:
+    """Texts of JSON, one behind the other. None where they are not."""
+    found: list[Any] = []
+    at = 0
+    while (start := _BETWEEN.match(text, at)) is not None and start.end() < len(text):
+        try:
+            value, at = _DECODER.raw_decode(text, start.end())
+        except (ValueError, RecursionError):
+            return None
+        found.append(value)
+    return found
 
 
 def _call(found: Any, dialect: Dialect, number: int, given_id: object = None) -> Call | None:
@@ -71,7 +101,7 @@ def _made(name: str, arguments: dict[str, Any], dialect: Dialect, number: int, g
         text.encode()
     except UnicodeEncodeError:  # half of a pair, which JSON can only write as such
         text = json.dumps(plain)
-    return Call(_new_id(name, dialect, number, given_id), name, text)
+    return Call(new_id(name, dialect, number, given_id), name, text)
 
 
 def _finite(value: Any) -> Any:
@@ -95,7 +125,8 @@ def _loose(text: str) -> Any:
     return _json_or_none("".join(parts))
 
 
-def _new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
+def new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
+    """Of a call before which there were `number`. `given`: what the model calls it, if it does."""
     if dialect.call_ids == "nine":
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
     if dialect.call_ids == "own":
@@ -114,13 +145,18 @@ def _json_or_none(text: str) -> Any:
 
 def _python_calls(text: str, dialect: Dialect, number: int) -> list[Call] | None:
     """``[f(a=1), g(b="x")]``, brackets or lines between calls or not; of values only literals."""
-    inside = text.strip().removeprefix("[").removesuffix("]").strip()
+    inside = _QUOTED.sub(_in_a_line, text.strip().removeprefix("[").removesuffix("]").strip())
     for source in (inside, f"[{inside}]"):
         try:
             return _calls_in(source, dialect, number)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     return None
+
+
+def _in_a_line(text: re.Match[str]) -> str:
+    """Models end lines within texts where Python does not."""
+    return text.group().replace("\n", "\\n") if "\n" in text.group() else text.group()
 
 
 def _calls_in(source: str, dialect: Dialect, number: int) -> list[Call] | None:

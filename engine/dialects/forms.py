@@ -8,18 +8,23 @@ import msgspec
 
 
 class Tagged(msgspec.Struct, frozen=True):
-    """Arguments one by one, in the schema's order. `item`: one of them, with {key} and {value}. Texts stand in `quote`,
-    or as JSON, or raw up to what follows them in `item`."""
+    """Arguments one by one, in the schema's order. `item`: one of them, with {key}, {value} and {text} (whether it is
+    one: true, false). `texts`: they stand between quotes, or as JSON, or raw up to what follows them in `item`."""
 
     item: str
     joined: str = ""
     texts: Literal["raw", "json"] | tuple[str] = "raw"
     python: bool = False
-    """True, False and None, not JSON's"""
+    """True, False and None, not JSON's; texts may stand in single quotes"""
+    nested: str | None = None
+    """a key and its value within an object; None: objects and lists are JSON"""
+    in_order: bool = False
+    """of the alphabet, not the schema's"""
 
 
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How calls are written: what required ones are held to. {n} stands for a number."""
+    """How calls are written: what required ones are held to. {n} stands for a number, {id} for letters and digits,
+    {and_id} for a further key with an id, or nothing, {s} for whitespace that checkpoints have differently."""
 
     begin: str = ""
     """once, before the first call"""
@@ -49,6 +54,8 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """before an answer, and before calls"""
     known_by: tuple[str, ...] = ()
     """a chat template that holds all of these is of this dialect"""
+    also_by: tuple[str, ...] = ()
+    """so is one that holds any of these"""
     call_ids: Literal["random", "nine", "own"] = "random"
     """"nine": letters and digits, which Mistral's templates insist on; "own": the model writes them"""
 
@@ -62,8 +69,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of an answer, as it comes: one of the three."""
+    """A part of an answer, as it comes: one of the four."""
 
     content: str = ""
     reasoning: str = ""
     call: Call | None = None
+    """whole, or without arguments, which follow"""
+    arguments: str = ""
+    """more of the text of the last call's"""

@@ -8,13 +8,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.dialects.forms import CallForm, Tagged
 from engine.dialects.schemas import parameters_of, types_of
 from engine.errors import InvalidRequestError
 from engine.grammars.marks import Marks
 
-_MARK = re.compile(r"<[^<>\n]{2,}>|\[[A-Z_]+\]")
-_NUMBER = "/[0-9]{1,3}/"
+_MARK = re.compile(r'<[^<>\n]{2,}>|\[[A-Z_]+\]|<[a-z]+[ =][a-z="]*')
+_PLACES = {
+    "{n}": "/[0-9]{1,3}/",
+    "{s}": r"/[ \n]{0,16}/",
+    "{id}": "/[A-Za-z0-9]{9}/",
+    "{and_id}": r'(", \"id\": \"" /[A-Za-z0-9_\-]{1,64}/ "\"")?',
+}
+_PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
 _TEXT = "(?s:.*)"
 MOST_CALLS = 16
 """in one answer that a grammar holds to calls: small models go on with the same one for as long as they may"""
@@ -32,23 +40,22 @@ class _Rules:
         return name
 
     def literal(self, text: str) -> str:
-        """{n} is a number."""
-        return f" {_NUMBER} ".join(self.marks.lark(part) for part in text.split("{n}"))
+        return " ".join(_PLACES.get(part) or self.marks.lark(part) for part in _PLACE.split(text))
 
     def json(self, schema: Any) -> str:
         return "%json " + json.dumps({**schema, "x-guidance": self.options}, ensure_ascii=False)
 
     def arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
         tagged = self.form.arguments
-        return self.json(parameters) if tagged is None else self._tagged(name, tagged, parameters)
+        return self.json(parameters) if tagged is None else self._tagged(name, tagged, parameters, parameters)
 
-    def _tagged(self, name: str, tagged: Tagged, parameters: Mapping[str, Any]) -> str:
-        """In the schema's order. Of two rules for each, one is for where nothing came before."""
-        properties = parameters.get("properties") or {}
+    def _tagged(self, name: str, tagged: Tagged, parameters: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """Of two rules for each, one is for where nothing came before."""
+        properties = (parameters.get("properties") or {}).items()
         required = set(parameters.get("required") or ())
         first = next_one = ""
-        for number, (key, schema) in reversed(list(enumerate(properties.items()))):
-            item = self._item(f"{name}_{number}", tagged, key, schema, parameters)
+        for number, (key, schema) in reversed(list(enumerate(sorted(properties) if tagged.in_order else properties))):
+            item = self._item(f"{name}_{number}", tagged, key, schema, root)
             rules = []
             for kind, before in (("a", ""), ("b", self.marks.lark(tagged.joined))):
                 there = f"{before} {item} {next_one}"
@@ -59,42 +66,82 @@ class _Rules:
         return first
 
     def _item(self, name: str, tagged: Tagged, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        head, _, tail = tagged.item.partition("{value}")
-        return f"{self.marks.lark(head.replace('{key}', key))} {self._value(name, tagged, key, schema, root, tail)}"
-
-    def _value(self, name: str, tagged: Tagged, key: str, schema: Any, root: Mapping[str, Any], tail: str) -> str:
-        """With what follows it."""
         schema = schema if isinstance(schema, Mapping) else {}
-        behind = self.marks.lark(tail)
-        kinds = types_of(schema, root)
+        head, _, tail = tagged.item.partition("{value}")
+        is_text = json.dumps(_may_be_text(schema, root))
+        head = self.literal(head.replace("{key}", key).replace("{text}", is_text))
+        return f"{head} {self._value(name, tagged, key, schema, root, tail)}"
+
+    def _value(
+        self, name: str, tagged: Tagged, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], tail: str
+    ) -> str:
+        """With what follows it."""
+        behind = self.literal(tail)
         members = _members(schema)
         raw = not isinstance(tagged.texts, str) or tagged.texts == "raw"
         left, right = ("", "") if isinstance(tagged.texts, str) else (tagged.texts[0], tagged.texts[0])
-        if raw and members is not None:
-            words = [left + each + right if isinstance(each, str) else json.dumps(each) for each in members]
-            choice = " | ".join(self.marks.lark(word) or '""' for word in words)
+        if members is not None and (raw or tagged.python):
+            words = [_word(each, left, right, tagged.python) for each in members]
+            choice = " | ".join(self.marks.lark(word) or '""' for some in words for word in some)
             return f"({choice}) {behind}"
-        if raw and (not kinds or "string" in kinds):
+        if raw and _may_be_text(schema, root):
             if schema.get("pattern") and not self.options["lenient"]:
                 raise InvalidRequestError(
                     f"tools: {key!r}: this model writes texts as they are, where a pattern cannot be enforced (strict)",
                     "tools",
                 )
             return f"{self.marks.lark(left)} {self._text_until(name, right + tail)}"
-        if tagged.python and schema.get("type") in ("boolean", "null"):
-            return f"{chr(40)}{_PYTHON[schema['type']]}{chr(41)} {behind}"
+        if (kind := schema.get("type")) in ("boolean", "null") and (tagged.python or tagged.texts == "raw"):
+            return f"({_PYTHON[kind] if tagged.python else f'{_PYTHON[kind]} | {_JSON[kind]}'}) {behind}"
         definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        return f"{self.json({**schema, **definitions})} {behind}"
+        choices = [self.json({**schema, **definitions}), *self._others(name, tagged, schema, root)]
+        return f"({' | '.join(choices)}) {behind}" if len(choices) > 1 else f"{choices[0]} {behind}"
+
+    def _others(self, name: str, tagged: Tagged, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+        """What the family writes where JSON would do; nobody holds it to all that a strict schema says."""
+        if tagged.nested is None or not self.options["lenient"] or name.count("_") > _DEEPEST:
+            return []
+        kind = schema.get("type")
+        if kind == "string" and tagged.python and not set(schema) & _OF_TEXTS:
+            return [_SINGLE_QUOTED]
+        inner = replace(tagged, item=tagged.nested)
+        if kind == "object" and schema.get("properties"):
+            return [f'"{{" {self._tagged(name, inner, schema, root)} "}}"']
+        if kind == "array" and isinstance(schema.get("items"), Mapping) and not set(schema) & _OF_LISTS:
+            one = self.add(f"{name}_one", self._value(f"{name}_of", tagged, "items", schema["items"], root, ""))
+            return [f'"[" ({one} ({self.marks.lark(tagged.joined)} {one})*)? "]"']
+        return []
 
     def _text_until(self, name: str, end: str) -> str:
         if self.marks.begins_special(end):
-            return f"/{_TEXT}/ {self.marks.lark(end)}"
-        head, rest = self.marks.split_before_special(end)
+            return f"/{_TEXT}/ {self.literal(end)}"
+        place = _PLACE.search(end)
+        fixed, more = (end, "") if place is None else (end[: place.start()], end[place.start() :])
+        head, rest = self.marks.split_before_special(fixed)
         self.add(f"{name}_text", f"/{_TEXT}/ {self.marks.lark(head)}", "[lazy]")
-        return f"{name}_text {self.marks.lark(rest)}"
+        return f"{name}_text {self.literal(rest + more)}"
 
 
+_DEEPEST = 4
+"""lists and objects within arguments that are written as the family does"""
+_SINGLE_QUOTED = r"/(?s:'([^'\\]|\\.)*')/"
+_OF_TEXTS = {"pattern", "format", "minLength", "maxLength", "enum", "const"}
+_OF_LISTS = {"minItems", "maxItems", "prefixItems", "uniqueItems", "contains"}
 _PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
+_JSON = {"boolean": '"true" | "false"', "null": '"null"'}
+
+
+def _may_be_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    kinds = types_of(schema, root)
+    return not kinds or "string" in kinds
+
+
+def _word(member: Any, left: str, right: str, python: bool) -> list[str]:
+    """The ways in which a value is written."""
+    if python:
+        ways = [json.dumps(member, ensure_ascii=False), repr(member)] if isinstance(member, str) else [repr(member)]
+        return list(dict.fromkeys(ways))
+    return [left + member + right if isinstance(member, str) else json.dumps(member)]
 
 
 def _members(schema: Mapping[str, Any]) -> list[Any] | None:

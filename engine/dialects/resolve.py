@@ -74,9 +74,16 @@ def dialect_of(
     return _with_thinking(found, template, reasoning_parser)
 
 
+_NOBODYS = ("]<]minimax[>[",)
+"""marks of families that nobody here reads, though they hold another's (MiniMax M3)"""
+
+
 def _shown_by(template: str) -> Dialect:
+    if any(mark in template for mark in _NOBODYS):
+        return PLAIN
     for each in DIALECTS.values():
-        if each.known_by and all(mark in template for mark in each.known_by):
+        known = bool(each.known_by) and all(mark in template for mark in each.known_by)
+        if known or any(mark in template for mark in each.also_by):
             return each
     return PLAIN
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequestError
 
 _DEEPEST = 8
+_ANY = ["string"]
 _KINDS = {
     str: "string",
     bool: "boolean",
@@ -48,6 +51,15 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
+def kinds_of(tool: Mapping[str, Any]) -> dict[str, list[str]]:
+    """All that each argument may be, as far as anything is said of it."""
+    parameters = tool["function"].get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
+        return {}
+    return {key: types_of(each, parameters) for key, each in properties.items()}
+
+
 def typed(tool: Mapping[str, Any]) -> dict[str, Any]:
     """For the library, which looks at types and `anyOf` alone."""
     function = tool["function"]
@@ -56,9 +68,32 @@ def typed(tool: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
         return {"type": "function", "function": {"name": function["name"]}}
     # A text that says nothing else is tried last.
-    kinds = {key: sorted(types_of(each, parameters), key="string".__eq__) for key, each in properties.items()}
+    kinds = {key: sorted(each, key="string".__eq__) for key, each in kinds_of(tool).items()}
     shown = {"type": "object", "properties": {key: {"type": each} for key, each in kinds.items()}}
     return {"type": "function", "function": {"name": function["name"], "parameters": shown}}
+
+
+def as_declared(arguments: str, kinds: Mapping[str, Sequence[str]]) -> str:
+    """Texts where schemas know none, as the JSON or Python that they hold, if that is of a kind in question.
+    `arguments`: of a call, which are no JSON where the model writes them."""
+    found = json.loads(arguments)
+    wrong = {key for key, each in found.items() if isinstance(each, str) and "string" not in (kinds.get(key) or _ANY)}
+    if not wrong:
+        return arguments
+    shown = {key: _read(each, kinds[key]) if key in wrong else each for key, each in found.items()}
+    return arguments if shown == found else json.dumps(shown, ensure_ascii=False)
+
+
+def _read(text: str, kinds: Sequence[str]) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        kind = _KINDS.get(type(found), "")
+        if kind in kinds or (kind == "integer" and "number" in kinds):
+            return found
+    return text
 
 
 def parameters_of(parameters: Any, where: str, field: str = "tools") -> dict[str, Any]:

@@ -21,16 +21,24 @@ class Answers:
     """Of one request, whose samples are read each by itself. `prepare` comes before the first of them."""
 
     def __init__(
-        self, speech: Speech, use: ToolUse, structure: StructuredOutputsParams | None, budget: int | None = None
+        self,
+        speech: Speech,
+        use: ToolUse,
+        structure: StructuredOutputsParams | None,
+        budget: int | None = None,
+        *,
+        stream: bool = False,
     ) -> None:
         """`structure`: what content must be; where calls are required there is none. `budget`: tokens of thinking.
-        Raises `InvalidRequestError`."""
+        `stream`: arguments of calls are wanted as they come. Raises `InvalidRequestError`."""
         if use.tools and not speech.knows_calls:
             raise no_calls(speech)
         self._speech, self._use, self._budget = speech, use, budget
         self._structure = None if use.required else structure
         self._state: ThinkingState = "none"
         self._readers: dict[int, AnswerReader] = {}
+        self._streamed = {tool["function"]["name"] for tool in use.tools} - use.custom if stream else set()
+        """a custom tool's input is a text within its arguments"""
         self.reads = bool(use.tools) or speech.always_reads
         self.reasoning_tokens = 0
         """of what has been read, by its share of the text"""
@@ -61,7 +69,7 @@ class Answers:
             return [Piece(content=part.text)] if part.text else []
         reader = self._readers.get(part.index)
         if reader is None:
-            reader = self._readers[part.index] = self._speech.reader(self._use.tools, self._state)
+            reader = self._readers[part.index] = self._speech.reader(self._use.tools, self._state, self._streamed)
         before = reader.num_calls
         pieces = reader.feed(part.text)
         if part.text:
@@ -92,9 +100,9 @@ class Answers:
 def _first_call_only(pieces: list[Piece], before: int) -> list[Piece]:
     kept: list[Piece] = []
     for piece in pieces:
-        if piece.call is None or before == 0:
-            kept.append(piece)
         before += piece.call is not None
+        if before <= 1 or (piece.call is None and not piece.arguments):
+            kept.append(piece)
     return kept
 
 

@@ -50,7 +50,7 @@ class ChatHandler:
         self.structured_by, structure = body.structure()
         self.params = body.sampling_params(defaults, max_tokens, self.top, body.prompt_logprobs, structure)
         use = body.tool_use(context.engine.config.limits)
-        self.answers = Answers(context.speech, use, structure, body.thinking_token_budget)
+        self.answers = Answers(context.speech, use, structure, body.thinking_token_budget, stream=bool(body.stream))
         self.shown = ChatParts(context.settings.reasoning_field if body.include_reasoning else None, self.answers.use)
         self.held: dict[int, list[ChatLogprob]] = {}
         """of tokens whose text has not been given out"""

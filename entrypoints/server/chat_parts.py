@@ -41,6 +41,12 @@ class ChatParts:
                     call = self._call(piece.call)
                     call.index = number
                     delta.tool_calls = [call]
+            elif piece.arguments:
+                more = FunctionCall(arguments=piece.arguments)
+                if self._use.legacy:
+                    delta.function_call = more
+                else:
+                    delta.tool_calls = [ToolCall(index=self._calls[index], function=more)]
             elif piece.reasoning:
                 if self._field is None:
                     continue

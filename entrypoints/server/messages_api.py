@@ -49,7 +49,8 @@ class MessagesHandler:
         self.id = new_id("msg", "_")
         self.structured_by, structure = body.structure()
         self.params = body.sampling_params(context.engine.default_sampling_params(), structure)
-        self.answers = Answers(context.speech, body.tool_use(context.engine.config.limits), structure)
+        use = body.tool_use(context.engine.config.limits)
+        self.answers = Answers(context.speech, use, structure, stream=body.stream)
         self.blocks = Blocks(body.shows_thinking)
         self.usage = UsageCount()
         self.opened = False

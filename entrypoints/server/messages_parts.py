@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -144,14 +143,14 @@ class Blocks:
     def __init__(self, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
         self._index = -1
-        self._open: type[TextBlock | ThinkingBlock] | None = None
+        self._open: type[Block] | None = None
 
     def whole(self, pieces: Sequence[Piece]) -> list[Block]:
         blocks: list[Block] = []
         for piece in pieces:
             last = blocks[-1] if blocks else None
             if piece.call is not None:
-                blocks.append(_tool_use(piece.call, msgspec.Raw(_input(piece.call).encode())))
+                blocks.append(_tool_use(piece.call, msgspec.Raw(piece.call.arguments.encode())))
             elif piece.reasoning:
                 if not isinstance(last, ThinkingBlock):
                     blocks.append(last := ThinkingBlock(""))
@@ -168,10 +167,15 @@ class Blocks:
             if piece.call is not None:
                 yield from self.end()
                 yield self._start(_tool_use(piece.call, _NOTHING))
-                yield BlockDelta(self._index, InputJsonDelta(_input(piece.call)))
-                yield BlockStop(self._index)
+                self._open = ToolUseBlock
+                if piece.call.arguments:
+                    yield BlockDelta(self._index, InputJsonDelta(piece.call.arguments))
+                    yield from self.end()
                 continue
-            kind = ThinkingBlock if piece.reasoning else TextBlock
+            if piece.arguments:
+                yield BlockDelta(self._index, InputJsonDelta(piece.arguments))
+                continue
+            kind: type[TextBlock | ThinkingBlock] = ThinkingBlock if piece.reasoning else TextBlock
             if self._open is not kind:
                 yield from self.end()
                 yield self._start(kind(""))
@@ -196,8 +200,3 @@ class Blocks:
 
 def _tool_use(call: Call, given: msgspec.Raw) -> ToolUseBlock:
     return ToolUseBlock(call.id, call.name, given)
-
-
-def _input(call: Call) -> str:
-    """JSON that everybody reads: Python's has NaN, too."""
-    return json.dumps(json.loads(call.arguments, parse_constant=lambda _: None), ensure_ascii=False)

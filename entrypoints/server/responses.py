@@ -51,9 +51,10 @@ class Completion(msgspec.Struct):
     usage: Usage | None = None
 
 
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: str
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    """in a stream not where arguments go on"""
+    arguments: str | UnsetType = UNSET
 
 
 class CustomCall(msgspec.Struct):

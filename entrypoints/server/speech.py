@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
@@ -39,9 +39,11 @@ class Speech:
             reasoning_parser=reasoning_parser,
             own_template=tokenizer.response_template,
         )
-        if tool_parser == AUTO and "tool_calls" not in self.dialect.fields and not knows_tools(template):
+        own_calls = tokenizer.response_template is not None and "tool_calls" in self.dialect.fields
+        if tool_parser == AUTO and not own_calls and not knows_tools(template):
             hermes = DIALECTS["hermes"]  # they are told of tools in words, and asked for its form
-            self.dialect = replace(self.dialect, name=hermes.name, fields=hermes.fields, form=hermes.form)
+            own = {name: each for name, each in self.dialect.fields.items() if name not in ("tool_calls", "nothing")}
+            self.dialect = replace(self.dialect, name=hermes.name, fields={**own, **hermes.fields}, form=hermes.form)
         self.knows_calls = tool_parser != NONE and "tool_calls" in self.dialect.fields
         self._template = template
         self._marks = Marks(tokenizer.backend)
@@ -65,13 +67,18 @@ class Speech:
             marks += [dialect.form.begin, *dialect.form.call, dialect.form.end]
         return any(self._marks.has_special(mark) for mark in marks)
 
-    def reader(self, tools: Sequence[Mapping[str, Any]], state: ThinkingState) -> AnswerReader:
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]], state: ThinkingState, streamed: Collection[str] = ()
+    ) -> AnswerReader:
+        """`streamed`: names of tools whose arguments are wanted as they come."""
         from engine.dialects.answers import AnswerReader, response_template
 
         with_calls = bool(tools)
         if with_calls not in self._templates:
             self._templates[with_calls] = response_template(self.dialect, with_calls=with_calls)
-        return AnswerReader(self.dialect, self._templates[with_calls], thinks=state == "open", tools=tools)
+        return AnswerReader(
+            self.dialect, self._templates[with_calls], thinks=state == "open", tools=tools, streamed=streamed
+        )
 
     def state_of(self, prompt: str, continued: str) -> ThinkingState:
         """`continued`: what the assistant has said already, where its message goes on."""

@@ -44,6 +44,8 @@ TOOLS = [
 ]
 _WORDS = (
     "Tokyo", "größer", "日本", "a b", "x < y", "{1}", "\"quoted\"", "it's", "back\\slash", "two\nlines", "😀", "[0]",
+    "</tool_call>", "<think>", "</think>", '{"name": "now", "arguments": {}}', "[now()]", "a\\nb\tc", "1", "null",
+    ", ; : =", "```json", "{{x}}", "%s \\u0041",
 )  # fmt: skip
 
 
@@ -122,18 +124,31 @@ def _call(random_: random.Random) -> tuple[str, Arguments]:
     return name, {key: value for key, value in values.items() if key == "city" or random_.random() < 0.5}
 
 
-def written(form: CallForm, calls: list[tuple[str, Arguments]]) -> str:
+def written(form: CallForm, calls: list[tuple[str, Arguments]], space: str = "\n") -> str:
+    """`space`: what checkpoints write where the form leaves it open."""
+
+    def filled(part: str, number: int = 0) -> str:
+        places = {"{n}": str(number), "{id}": f"call{number:05}", "{and_id}": f', "id": "abc{number}"', "{s}": space}
+        for place, text in places.items():
+            part = part.replace(place, text)
+        return part
+
     texts = []
     for number, (name, arguments) in enumerate(calls):
-        before, middle, behind = (part.replace("{n}", str(number)) for part in form.call)
-        texts.append(before + name + middle + written_arguments(form.arguments, arguments) + behind)
-    return form.begin + form.between.join(texts) + form.end
+        before, middle, behind = (filled(part, number) for part in form.call)
+        texts.append(before + name + middle + filled(written_arguments(form.arguments, arguments)) + behind)
+    return filled(form.begin) + filled(form.between).join(texts) + filled(form.end)
 
 
 def written_arguments(tagged: Tagged | None, arguments: Arguments) -> str:
     if tagged is None:
         return json.dumps(arguments, ensure_ascii=False)
-    items = [tagged.item.format(key=key, value=_value(tagged, value)) for key, value in arguments.items()]
+    items = [
+        tagged.item.replace("{key}", key)
+        .replace("{text}", "true" if isinstance(value, str) else "false")
+        .replace("{value}", _value(tagged, value))
+        for key, value in (sorted(arguments.items()) if tagged.in_order else arguments.items())
+    ]
     return tagged.joined.join(items)
 
 

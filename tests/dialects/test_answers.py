@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Iterator
 
 import pytest
 from conversations import TOOLS, Written, answers, written
 
-from engine.dialects.answers import AnswerReader, response_template
+from engine.dialects.answers import AnswerReader, read_whole, response_template
 from engine.dialects.families import DIALECTS, PLAIN, THINKING_ONLY
 from engine.dialects.forms import Dialect, Piece
 
 EVERY = list(DIALECTS.values())
 HERMES = DIALECTS["hermes"]
+NAMES = {tool["function"]["name"] for tool in TOOLS}
 
 
-def reader_of(dialect: Dialect, *, thinks: bool = False, with_calls: bool = True) -> AnswerReader:
+def reader_of(
+    dialect: Dialect, *, thinks: bool = False, with_calls: bool = True, streams: bool = False
+) -> AnswerReader:
     template = response_template(dialect, with_calls=with_calls)
-    return AnswerReader(dialect, template, thinks=thinks, tools=TOOLS if with_calls else ())
+    names = NAMES if streams else ()
+    return AnswerReader(dialect, template, thinks=thinks, tools=TOOLS if with_calls else (), streamed=names)
 
 
 def read(reader: AnswerReader, pieces: Iterable[str]) -> tuple[str, str, list[tuple[str, object]]]:
@@ -30,8 +35,77 @@ def read(reader: AnswerReader, pieces: Iterable[str]) -> tuple[str, str, list[tu
     return "".join(p.content for p in found), "".join(p.reasoning for p in found), calls
 
 
+def streamed(reader: AnswerReader, pieces: Iterable[str]) -> tuple[str, str, list[tuple[str, str]], int]:
+    """Calls with the text of their arguments, joined; and in how many parts they came."""
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    parts = 0
+    for piece in [*(found for text in pieces for found in reader.feed(text)), *reader.end()]:
+        content, reasoning = content + piece.content, reasoning + piece.reasoning
+        if piece.call is not None:
+            calls.append((piece.call.name, piece.call.arguments))
+        elif piece.arguments:
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+            parts += 1
+    return content, reasoning, calls, parts
+
+
+def texts_of(reader: AnswerReader, text: str) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in read_whole(reader, text)[2]]
+
+
 def expected(answer: Written) -> tuple[str, str, list[tuple[str, object]]]:
     return answer.content, answer.reasoning, list(answer.calls)
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
+def test_streamed_arguments_joined_are_those_of_the_whole_answer(dialect: Dialect) -> None:
+    random_ = random.Random(dialect.name)
+    for answer in answers(dialect, 200, seed=3):
+        whole = texts_of(reader_of(dialect), answer.text)
+        for pieces in ([answer.text], list(answer.text), many_pieces(answer.text, random_)):
+            content, reasoning, calls, parts = streamed(reader_of(dialect, streams=True), pieces)
+            assert (content, reasoning, calls) == (answer.content, answer.reasoning, whole), pieces
+            as_they_come = dialect.form is not None and dialect.form.arguments is None and dialect.name != "apertus"
+            assert (parts >= len(calls)) if as_they_come else parts == 0
+
+
+def test_what_breaks_off_within_streamed_arguments_ends_the_call() -> None:
+    for text, arguments in (
+        ('<tool_call>\n{"name": "now", "arguments": {"a": tru', '{"a": '),
+        ('<tool_call>\n{"name": "now", "arguments": {"a" 1}}\n</tool_call>', '{"a" 1}'),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": 1}} and more\n</tool_call>', '{"a": 1}'),
+    ):
+        for pieces in splits(text):
+            assert streamed(reader_of(HERMES, streams=True), pieces)[:3] == ("", "", [("now", arguments)])
+        assert read(reader_of(HERMES), text)[2] == []
+
+
+def test_calls_begin_when_their_name_is_known_to_be_one() -> None:
+    nobody = '<tool_call>\n{"name": "nobody", "arguments": {"a": 1}}\n</tool_call>'
+    late = '<tool_call>\n{"arguments": {"a": 1}, "name": "now"}\n</tool_call>'
+    for pieces in splits(nobody):
+        assert streamed(reader_of(HERMES, streams=True), pieces) == (nobody, "", [], 0)
+    for pieces in splits(late):
+        assert streamed(reader_of(HERMES, streams=True), pieces) == ("", "", [("now", '{"a": 1}')], 0)
+    reader = reader_of(HERMES, streams=True)
+    (piece,) = reader.feed('<tool_call>\n{"name": "now", "arguments": {')[:1]
+    assert piece.call is not None and (piece.call.name, piece.call.arguments) == ("now", "")
+
+
+def test_arguments_are_what_the_model_wrote_but_for_what_is_no_json() -> None:
+    text = '{"a" :1.50,\n"b": [NaN, -Infinity, 1e999, "NaN \\u00e9"]}'
+    call = f'<tool_call>{{"name": "now", "arguments": {text}}}</tool_call>'
+    told = '{"a" :1.50,\n"b": [null, null, null, "NaN \\u00e9"]}'
+    assert texts_of(reader_of(HERMES), call) == [("now", told)]
+    for pieces in splits(call):
+        assert streamed(reader_of(HERMES, streams=True), pieces)[2] == [("now", told)]
+
+
+def many_pieces(text: str, random_: random.Random) -> list[str]:
+    """At random places."""
+    places = sorted(random_.sample(range(len(text) + 1), min(len(text), random_.randint(1, 40))))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
 
 
 def splits(text: str) -> Iterator[list[str]]:
@@ -43,9 +117,10 @@ def splits(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
 def test_two_hundred_answers_are_read_back(dialect: Dialect) -> None:
+    random_ = random.Random(dialect.name)
     for answer in answers(dialect, 200, seed=1):
-        assert read(reader_of(dialect), [answer.text]) == expected(answer), answer.text
-        assert read(reader_of(dialect), answer.text) == expected(answer), answer.text
+        for pieces in ([answer.text], list(answer.text), many_pieces(answer.text, random_)):
+            assert read(reader_of(dialect), pieces) == expected(answer), pieces
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
@@ -184,6 +259,35 @@ def test_other_ways_to_write_the_same_calls() -> None:
     for name, text in cases:
         for pieces in splits(text):
             assert read(reader_of(DIALECTS[name]), pieces) == ("", "", [("now", {})]), (name, pieces)
+
+
+def test_calls_in_a_row_within_one_pair_of_marks() -> None:
+    lines = '{"name": "now", "arguments": {}}\n{"name": "edit_file", "arguments": {"path": "}"}}'
+    text = f"<tool_calls>\n{lines}\n</tool_calls>"
+    for pieces in splits(text):
+        found = read(reader_of(DIALECTS["minimax_m1"]), pieces)
+        assert found == ("", "", [("now", {}), ("edit_file", {"path": "}"})]), pieces
+    call = '{"name": "now", "parameters": {"a": [{"b": 1}, {"c": 2}]}}'
+    for between in ("; ", "", ";"):
+        calls = read(reader_of(DIALECTS["llama3_json"]), list(call + between + call))[2]
+        assert calls == [("now", {"a": [{"b": 1}, {"c": 2}]})] * 2
+
+
+def test_values_of_other_kinds_than_text_are_read_as_what_they_are() -> None:
+    """Templates of some families write them as Python does, or in marks of a text."""
+    cases = [
+        (
+            "seed_oss",
+            "<seed:tool_call><function=weather><parameter=place>{'lat': 1.5}</parameter></function></seed:tool_call>",
+        ),
+        ("functiongemma", "<start_function_call>call:weather{place:<escape>{'lat': 1.5}<escape>}<end_function_call>"),
+        ("minicpm5", '<function name="weather"><param name="place"><![CDATA[{"lat": 1.5}]]></param></function>'),
+        ("lfm2", "<|tool_call_start|>[weather(place={'lat': 1.5})]<|tool_call_end|>"),
+    ]
+    for name, text in cases:
+        assert read(reader_of(DIALECTS[name]), [text])[2] == [("weather", {"place": {"lat": 1.5}})], name
+    text = "<|tool_call_start|>[weather(city='two\nlines', days='3')]<|tool_call_end|>"
+    assert read(reader_of(DIALECTS["lfm2"]), [text])[2] == [("weather", {"city": "two\nlines", "days": 3})]
 
 
 def test_what_a_mark_does_not_begin_stays_as_it_was_written() -> None:

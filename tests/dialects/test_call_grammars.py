@@ -90,6 +90,57 @@ def test_nothing_else_is_taken(dialect: Dialect) -> None:
     assert not ok(written(form, [("weather", {"city": "x", "exact": 1})])), "exact is a boolean"
 
 
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        (
+            "gemma4",
+            [
+                '{city:<|"|>x<|"|>,place:{lat:1.5,name:<|"|>"y"<|"|>}}',
+                '{city:<|"|>x<|"|>,tags:[<|"|>a<|"|>,<|"|>b<|"|>],unit:<|"|>c<|"|>}',
+                '{city:<|"|>x<|"|>,place:{"lat": 1.5}}',
+            ],
+            [
+                '{city:<|"|>x<|"|>,place:{lat:<|"|>y<|"|>}}',
+                '{city:<|"|>x<|"|>,exact:True}',
+                '{city:<|"|>x<|"|>,unit:<|"|>k<|"|>}',
+            ],
+        ),
+        (
+            "lfm2",
+            [
+                "city='x', tags=['a', \"b\"]",
+                "city=\"x\", exact=True, place={'lat': 1.5, 'name': 'y'}",
+                "city='x', unit='c'",
+            ],
+            ["city='x', exact=true", "city='x', unit='k'", "city='x', place={'lat': 'y'}"],
+        ),
+    ],
+)
+def test_what_stands_within_arguments_is_written_as_the_family_does(
+    name: str, taken: list[str], refused: list[str]
+) -> None:
+    form = form_of(DIALECTS[name])
+    ok = takes(lark_of(form))
+    around = "{before}weather{0}<tool_call|>" if name == "gemma4" else "{before}weather({0}){end}"
+
+    def text(arguments: str) -> str:
+        return around.format(arguments, before=form.begin + form.call[0], end=form.end)
+
+    assert all(ok(text(each)) for each in taken)
+    assert not any(ok(text(each)) for each in refused)
+
+
+def test_whitespace_that_checkpoints_have_differently() -> None:
+    for dialect in FORMS:
+        ok = takes(lark_of(form_of(dialect)))
+        for space in ("", "\n", "\n    "):
+            assert ok(written(form_of(dialect), [("edit_file", {"path": "a", "text": "b"})], space)), (
+                dialect.name,
+                space,
+            )
+
+
 @pytest.mark.parametrize("dialect", FORMS, ids=lambda each: each.name)
 def test_several_calls_where_they_are_allowed(dialect: Dialect) -> None:
     form = form_of(dialect)

@@ -17,6 +17,16 @@ SHOWN = {
     "glm45": "<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
     "minimax_m2": "<minimax:tool_call>",
+    "minimax_m1": "<beginning_of_sentence>ai<tool_calls>\n{}\n</tool_calls>",
+    "minicpm5": '<function name="f"><param name="a">',
+    "deepseek_v32": "{% set mark = '｜DSML｜' %}<{{ mark }}function_calls>",
+    "deepseek_v4": "{% set mark = '｜DSML｜' %}<{{ mark }}tool_calls>",
+    "functionary_v31": "<function={{ name }}>{{ arguments }}</function>",
+    "granite_20b_fc": "<function_call> {}",
+    "apertus": "<|tools_prefix|>[{}]<|tools_suffix|>",
+    "apriel": "[BEGIN FINAL RESPONSE]<tool_calls>[]</tool_calls>",
+    "mistral_v11": "[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}",
+    "pythonic": "Respond in the format [func_name1(params_name1=params_value1)]",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function\n```json\n",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>",
     "mistral": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
@@ -45,8 +55,17 @@ def test_a_chat_template_shows_its_dialect(name: str, template: str) -> None:
     assert dialect_of(template).name == name
 
 
-def test_all_but_the_one_without_marks_are_shown() -> None:
-    assert set(DIALECTS) - set(SHOWN) == {"pythonic"}
+def test_all_are_shown() -> None:
+    assert set(DIALECTS) == set(SHOWN) - {"none"}
+
+
+def test_other_marks_by_which_some_are_known() -> None:
+    assert dialect_of("List of tools: <|tool_list_start|>[").name == "lfm2"
+    assert dialect_of("prefix calls with functools[...]").name == "phi4_mini"
+
+
+def test_nobody_is_taken_for_another() -> None:
+    assert dialect_of("]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name=").name == "none"
 
 
 def test_thinking_is_read_where_the_template_knows_of_it() -> None:
@@ -68,7 +87,7 @@ def test_every_name_is_taken() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser must be one of auto, none, harmony"):
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of auto, none, deepseek_v32"):
         dialect_of("", tool_parser="nobody's")
     with pytest.raises(ConfigError, match="reasoning_parser must be one of"):
         dialect_of("", reasoning_parser="nobody's")

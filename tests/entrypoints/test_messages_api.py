@@ -80,13 +80,14 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
         block = message["content"][-1]
         if event["type"] == "content_block_stop":
             opened = -1
+            if text:
+                block["input"] = json.loads(text)
             continue
         delta = event["delta"]
         kind = delta.pop("type")
         ((name, value),) = delta.items()
         if kind == "input_json_delta":
             text += value
-            block["input"] = json.loads(text)
         elif kind == "signature_delta":
             assert block["type"] == "thinking"
         else:

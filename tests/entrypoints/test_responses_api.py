@@ -72,6 +72,18 @@ def events(text: str) -> list[dict[str, Any]]:
     return found
 
 
+def test_arguments_come_as_they_are_written(model: Path) -> None:
+    response, told, _ = ask(model, CALL, {"tools": [ADD]})
+    (item,) = response["output"]
+    kinds = [event["type"].removeprefix("response.") for event in told]
+    first = kinds.index("function_call_arguments.delta")
+    assert kinds[first - 1] == "output_item.added" and told[first - 1]["item"]["arguments"] == ""
+    deltas = [event["delta"] for event in told if event["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) > 5 and "".join(deltas) == item["arguments"]
+    assert kinds[first + len(deltas) :] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert told[first + len(deltas)]["arguments"] == item["arguments"] and item["status"] == "completed"
+
+
 def plain(response: dict[str, Any]) -> dict[str, Any]:
     """Without what is new each time."""
     output = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in response["output"]]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 from scripted_server import CHATS, Server, events, post_all, save_model
 
+from engine.frontend.tokenizer import Tokenizer
 from entrypoints.server.context import ServerSettings
+from entrypoints.server.speech import Speech
 
 TEMPLATE = (
     "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
@@ -71,10 +76,16 @@ def joined(stream: str) -> dict[str, Any]:
             if name == "tool_calls":
                 for call in value:
                     calls = message.setdefault("tool_calls", [])
-                    assert call.pop("index") == len(calls)
+                    if (index := call.pop("index")) < len(calls):
+                        assert index == len(calls) - 1 and set(call) == {"function"}
+                        calls[index]["function"]["arguments"] += call["function"]["arguments"]
+                        continue
+                    assert index == len(calls)
                     calls.append(call)
             elif name in ("content", "reasoning", "reasoning_content"):
                 message[name] = message.get(name, "") + value
+            elif name == "function_call" and name in message:
+                message[name]["arguments"] += value["arguments"]
             else:
                 message[name] = value
     return {"message": message, "finish_reason": reason}
@@ -328,8 +339,40 @@ def test_samples_are_read_each_by_itself(model: Path) -> None:
     whole, streamed = post_all(server, *((CHATS, CHAT | {"tools": [ADD], "n": 3, "stream": s}) for s in (False, True)))
     assert [len(choice["message"]["tool_calls"]) for choice in whole.json()["choices"]] == [1, 1, 1]
     found = [
-        (event["choices"][0]["index"], call["index"])
+        (event["choices"][0]["index"], call["index"], call["function"])
         for event in events(streamed.text)
         for call in event["choices"][0]["delta"].get("tool_calls", [])
     ]
-    assert sorted(found) == [(0, 0), (1, 0), (2, 0)]
+    assert {each[:2] for each in found} == {(0, 0), (1, 0), (2, 0)}
+    texts = ["".join(call["arguments"] for index, _, call in found if index == sample) for sample in range(3)]
+    assert [json.loads(text) for text in texts] == [{"a": 1, "b": "zwei"}] * 3
+
+
+def test_arguments_come_as_they_are_written(model: Path) -> None:
+    """OpenAI's own client makes the message of the deltas; a custom tool's input comes whole."""
+    custom = {"type": "custom", "custom": {"name": "write"}}
+    server = Server(model)
+    server.answer = CALL + '<tool_call>{"name": "write", "arguments": {"input": "x\\ny"}}</tool_call>'
+    (streamed,) = post_all(server, (CHATS, CHAT | {"tools": [ADD, custom], "stream": True}))
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    told = []
+    for event in events(streamed.text):
+        new = event["choices"][0]["delta"].get("tool_calls", [])
+        told += new
+        if not any("custom" in call for call in new):  # the client's types know of none in a stream
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+    calls = state.get_final_completion().choices[0].message.tool_calls or []
+    function = calls[0].function
+    assert (function.name, json.loads(function.arguments)) == ("add", {"a": 1, "b": "zwei"})
+    assert told[0]["function"] == {"name": "add", "arguments": ""} and told[0]["id"]
+    assert len(told) > 5 and all(set(call) == {"index", "function"} for call in told[1:-1])
+    assert told[-1]["custom"] == {"name": "write", "input": "x\ny"} and told[-1]["index"] == 1
+
+
+@pytest.mark.parametrize(("knows", "name"), [("", "hermes"), ("{{ tools }}", "deepseek_v31")])
+def test_who_is_told_of_tools_in_words_is_read_in_the_same_words(knows: str, name: str) -> None:
+    """Templates that write calls do not always tell of tools (DeepSeek V3.1's)."""
+    template = f"{knows}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{{{ name }}}}<｜tool▁sep｜></think>"
+    tokenizer = SimpleNamespace(chat_template_text=lambda _: template, response_template=None, backend=None)
+    dialect = Speech(cast(Tokenizer, tokenizer)).dialect
+    assert dialect.name == name and dialect.thinking == ("<think>", "</think>")

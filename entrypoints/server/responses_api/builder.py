@@ -15,6 +15,11 @@ from entrypoints.server.responses_api.items import sealed
 from entrypoints.server.tools import input_of
 
 Event = dict[str, Any]
+_INPUTS = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""where a call's input stands, and in which events"""
 
 
 class ResponseBuilder:
@@ -46,6 +51,8 @@ class ResponseBuilder:
         for piece in pieces:
             if piece.call is not None:
                 events += [*self._close(), *self._call(piece.call)]
+            elif piece.arguments:
+                events.append(self._more_input(piece.arguments))
             elif piece.reasoning:
                 events += self._grow("reasoning", piece.reasoning, ())
             else:
@@ -118,6 +125,15 @@ class ResponseBuilder:
         item = self._open
         if item is None:
             return []
+        events = self._close_call(item, status) if item["type"] in _INPUTS else self._close_text(item, status)
+        place = self._place()
+        self._open = None
+        return [
+            *events,
+            self._event("response.output_item.done", output_index=place["output_index"], item=dict(item)),
+        ]
+
+    def _close_text(self, item: dict[str, Any], status: str) -> list[Event]:
         place, part = self._place(), self._part()
         item |= {"status": status, "content": [part]}
         if item["type"] == "reasoning":
@@ -128,34 +144,31 @@ class ResponseBuilder:
             done = self._event(
                 "response.output_text.done", **place, content_index=0, text=self._text, logprobs=self._logprobs
             )
-        self._open = None
-        return [
-            done,
-            self._event("response.content_part.done", **place, content_index=0, part=part),
-            self._event("response.output_item.done", output_index=place["output_index"], item=dict(item)),
-        ]
+        return [done, self._event("response.content_part.done", **place, content_index=0, part=part)]
+
+    def _close_call(self, item: dict[str, Any], status: str) -> list[Event]:
+        field, told = _INPUTS[item["type"]]
+        item |= {field: self._text, "status": status}
+        more = {"name": item["name"]} if field == "arguments" else {}
+        return [self._event(f"response.{told}.done", **self._place(), **{field: self._text}, **more)]
 
     def _call(self, call: Call) -> list[Event]:
+        """It stays open where its arguments follow."""
         custom = call.name in self._custom
-        kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
-        text = input_of(call.arguments) if custom else call.arguments
-        item = {"type": kind, "id": new_item_id("ctc" if custom else "fc"), "call_id": call.id, "name": call.name}
+        kind = "custom_tool_call" if custom else "function_call"
+        item: dict[str, Any] = {"type": kind, "id": new_item_id("ctc" if custom else "fc"), "call_id": call.id}
+        item |= {"name": call.name, _INPUTS[kind][0]: "", "status": "in_progress"}
         if call.name in self._namespaces:
             item["namespace"], item["name"] = self._namespaces[call.name]
-        self._open = item
+        self._open, self._text = item, ""
         self.response.output.append(item)
-        place = self._place()
-        index = place["output_index"]
-        events = [
-            self._event(
-                "response.output_item.added", output_index=index, item={**item, field: "", "status": "in_progress"}
-            )
-        ]
-        item |= {field: text, "status": "completed"}
-        told = "custom_tool_call_input" if custom else "function_call_arguments"
-        events.append(self._event(f"response.{told}.delta", **place, delta=text))
-        more = {} if custom else {"name": item["name"]}
-        events.append(self._event(f"response.{told}.done", **place, **{field: text}, **more))
-        events.append(self._event("response.output_item.done", output_index=index, item=dict(item)))
-        self._open = None
+        index = self._place()["output_index"]
+        events = [self._event("response.output_item.added", output_index=index, item=dict(item))]
+        if call.arguments:
+            events += [self._more_input(input_of(call.arguments) if custom else call.arguments), *self._close()]
         return events
+
+    def _more_input(self, text: str) -> Event:
+        assert self._open is not None
+        self._text += text
+        return self._event(f"response.{_INPUTS[self._open['type']][1]}.delta", **self._place(), delta=text)

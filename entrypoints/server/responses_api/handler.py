@@ -105,7 +105,7 @@ class ResponseHandler:
         self.structured_by, structure = body.wanted_structure()
         self.conversation = Items(context, store, body)
         use = self.conversation.tools.use
-        self.answers = Answers(context.speech, use, structure)
+        self.answers = Answers(context.speech, use, structure, stream=bool(body.stream))
         include = body.include or ()
         limit = context.engine.config.max_logprobs
         self.top = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in include else None
