@@ -8,6 +8,7 @@ All names carry the label ``model_name``.
 | pageloom_num_requests_waiting | gauge | sequences that wait to be scheduled |
 | pageloom_kv_cache_usage_ratio | gauge | KV blocks held by sequences, of all (0 to 1) |
 | pageloom_kv_blocks_pinned | gauge | KV blocks of pinned prefixes, part of those held |
+| pageloom_kv_blocks_cached | gauge | free KV blocks that are still found by what they hold |
 | pageloom_host_kv_blocks_used | gauge | blocks of the host tier held by swapped sequences |
 | pageloom_host_kv_blocks_cached | gauge | blocks of the host tier that can be found by a prefix |
 | pageloom_prefix_cache_queries_total | counter | prompt tokens looked up in the prefix cache |
@@ -39,10 +40,13 @@ Gauges and the core's counters are read from its latest `CoreStats` when somebod
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from engine.core.wire import CoreStats
 from engine.observability.timings import RequestTimings
@@ -54,6 +58,15 @@ _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _PER_TOKEN_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 _LATENCY_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """A histogram since the start: `counts[i]` values were at most `bounds[i]` and above the bound before, the last of
+    the counts above all bounds. Differences of two are the distribution of what came between."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
 
 
 class EngineMetrics:
@@ -90,6 +103,20 @@ class EngineMetrics:
         """Prometheus' text format, UTF-8."""
         return generate_latest(self.registry)
 
+    def distribution(self, name: str) -> Distribution:
+        """Of the histogram that /metrics shows as `pageloom_<name>`."""
+        upto = {float(at.labels["le"]): int(at.value) for at in self._samples(f"{name}_bucket")}
+        counts = [here - before for before, here in pairwise([0, *upto.values()])]
+        return Distribution([*upto][:-1], counts, sum(at.value for at in self._samples(f"{name}_sum")))
+
+    def ended(self) -> dict[str, int]:
+        """Samples by the reason of their end."""
+        return {at.labels["finished_reason"]: int(at.value) for at in self._samples("request_success_total")}
+
+    def _samples(self, name: str) -> list[Sample]:
+        shown = self.registry.restricted_registry([_PREFIX + name]).collect()
+        return [sample for metric in shown for sample in metric.samples]
+
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(_PREFIX + name, meaning, [_LABEL], registry=self.registry, buckets=buckets)
         return histogram.labels(self._model_name)
@@ -108,6 +135,7 @@ class _CoreCollector(Collector):
             ("num_requests_waiting", "Sequences that wait to be scheduled", stats.waiting),
             ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", usage),
             ("kv_blocks_pinned", "KV blocks of pinned prefixes", stats.kv_blocks_pinned),
+            ("kv_blocks_cached", "Free KV blocks that are still found", stats.kv_blocks_cached),
             ("host_kv_blocks_used", "Host blocks held by swapped sequences", stats.host_blocks_used),
             ("host_kv_blocks_cached", "Host blocks that can be found", stats.host_blocks_cached),
             ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),

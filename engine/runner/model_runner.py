@@ -29,7 +29,7 @@ from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.layer_groups import full_group, group_layers, with_layers_behind
 from engine.observability import step_profile
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.observability.step_profile import PartTimes, StepObserver
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
@@ -78,7 +78,8 @@ class ModelRunner:
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
-        self._observer: StepObserver = NO_OBSERVER
+        self.part_times = PartTimes()
+        self._observer: StepObserver = self.part_times
         self._observed: ObservedProgram | None = None
         self._is_watched = False
         self._kernels = select_kernels(device)
@@ -100,8 +101,7 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        vocab_size = parts.spec.vocab_size
-        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, vocab_size)
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -289,9 +289,9 @@ class ModelRunner:
             return pending
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tell `observer` what every step spends its time on, from the next one on; None: nobody. To be called between
+        """Tell `observer` what every step spends its time on, from the next one on; None: none. To be called between
         steps. A step whose graph is replayed is one part, `MODEL`."""
-        self._observer = observer or NO_OBSERVER
+        self._observer = observer or self.part_times
         self._observed = ObservedProgram(observer, self._model, self._attention.attend) if observer else None
 
     def _refuse(self, plan: StepPlan) -> None:

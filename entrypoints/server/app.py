@@ -20,6 +20,7 @@ from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
 from entrypoints.server.openapi import add_document
+from entrypoints.server.page import routes as page
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.responses_api import routes as responses_api
@@ -78,9 +79,10 @@ def create_app(
     responses_api.add_routes(app, context, store)
     prefixes.add_routes(app, context)
     operation.add_routes(app, context)
+    unguarded = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)
     if api_key is not None:
-        app.add_middleware(ApiKeyGuard, key=api_key)
+        app.add_middleware(ApiKeyGuard, key=api_key, unguarded=unguarded)
     if allowed_origins:  # outermost: a browser's preflight carries no key
         app.add_middleware(
             CORSMiddleware,

@@ -18,6 +18,7 @@ from entrypoints.server.api_key import OPEN_PATHS
 from entrypoints.server.errors import ErrorBody
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount
+from entrypoints.server.page.board import Board
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
 from entrypoints.server.responses_api.fields import ResponseEvent, ResponseObject
 
@@ -26,6 +27,7 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/chat/completions": (ChatCompletion, ChatChunk),
     "/v1/messages": (Message, Event),
     "/v1/messages/count_tokens": (TokenCount,),
+    "/v1/board": (Board,),
     "/v1/responses": (ResponseObject, ResponseEvent),
 }
 """whole, and each event of a stream"""

@@ -16,6 +16,7 @@ from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import Places, _cores, bind_thread
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, make_executor
+from engine.observability.step_profile import PartTimes
 from engine.step import LoadReport, Rows, ScheduledRow, StepPlan, StepResult, WarmUpReport
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -74,6 +75,8 @@ class _Watched:
 
     def idle_work(self) -> bool:
         return False
+
+    part_times = PartTimes()
 
     def compiles_after_ready(self) -> int:
         return 0
