@@ -10,7 +10,7 @@ export class ApiError extends Error {
   }
 }
 
-let key = sessionStorage.getItem("pageloom.key") ?? recall("key");
+let key = recall("key", { tab: true }) ?? recall("key");
 let asking = null;
 
 /** The key that the user types; many requests may wait for it. */
@@ -26,7 +26,7 @@ function askForKey() {
 
 export function giveKey(given, keep) {
   key = given;
-  sessionStorage.setItem("pageloom.key", given);
+  remember("key", given, { tab: true });
   remember("key", keep ? given : null);
   const { resolve } = asking;
   asking = null;
@@ -43,7 +43,7 @@ export function refuseKey() {
 
 export function forgetKey() {
   key = null;
-  sessionStorage.removeItem("pageloom.key");
+  remember("key", null, { tab: true });
   remember("key", null);
 }
 

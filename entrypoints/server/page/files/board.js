@@ -71,20 +71,97 @@ function Figures({ looks }) {
   return html`
     <${About} engine=${engine} stats=${stats} />
     <section class="tiles" aria-label="Figures">
-      <${Tile} label="Generated" value=${short(rate(lately, last, stat("generated_tokens")))} unit="tok/s" note=${`${short(stats.generated_tokens)} in all`} kind="c1" />
-      <${Tile} label="Prompts" value=${short(rate(lately, last, stat("prompt_tokens")))} unit="tok/s" note=${`${short(stats.prompt_tokens)} in all`} kind="c2" />
-      <${Tile} label="Running" value=${short(stats.running)} unit=${`of ${short(engine.max_num_seqs)}`} note=${`${short(last.ended.stop + last.ended.length)} ended`} />
-      <${Tile} label="Queue" value=${short(stats.waiting)} unit="waiting" note=${`${short(stats.preemptions)} preempted`} kind=${stats.waiting ? "warn" : ""} />
-      <${Tile} label="First token" value=${duration(first.p50)} unit=${first.count ? "p50" : ""} note=${tail(first)} />
-      <${Tile} label="Per token" value=${duration(each.p50)} unit=${each.count ? "p50" : ""} note=${tail(each)} />
-      <${Tile} label="Prefix hits" value=${percent(hits ?? ever)} note=${hits === null ? "all time" : `${percent(ever)} all time`} />
-      <${Tile} label="KV cache" value=${percent(ratio(stats.kv_blocks_used, stats.kv_blocks_total) ?? 0)} unit="held" note=${`${short(stats.kv_blocks_used)} of ${short(engine.num_blocks)} blocks`} />
+      <${Tile}
+        label="Generated"
+        value=${short(rate(lately, last, stat("generated_tokens")))}
+        unit="tok/s"
+        note=${`${short(stats.generated_tokens)} in all`}
+        kind="c1"
+      />
+      <${Tile}
+        label="Prompts"
+        value=${short(rate(lately, last, stat("prompt_tokens")))}
+        unit="tok/s"
+        note=${`${short(stats.prompt_tokens)} in all`}
+        kind="c2"
+      />
+      <${Tile}
+        label="Running"
+        value=${short(stats.running)}
+        unit=${`of ${short(engine.max_num_seqs)}`}
+        note=${`${short(last.ended.stop + last.ended.length)} ended`}
+      />
+      <${Tile}
+        label="Queue"
+        value=${short(stats.waiting)}
+        unit="waiting"
+        note=${`${short(stats.preemptions)} preempted`}
+        kind=${stats.waiting ? "warn" : ""}
+      />
+      <${Tile}
+        label="First token, TTFT"
+        value=${duration(first.p50)}
+        unit=${first.count ? "p50" : ""}
+        note=${tail(first)}
+      />
+      <${Tile} label="Per token, TPOT" value=${duration(each.p50)} unit=${each.count ? "p50" : ""} note=${tail(each)} />
+      <${Tile}
+        label="Prefix hits"
+        value=${percent(hits ?? ever)}
+        note=${hits === null ? "all time" : `${percent(ever)} all time`}
+      />
+      <${Tile}
+        label="KV cache"
+        value=${percent(ratio(stats.kv_blocks_used, stats.kv_blocks_total) ?? 0)}
+        unit="held"
+        note=${`${short(stats.kv_blocks_used)} of ${short(engine.num_blocks)} blocks`}
+      />
     </section>
     <section class="charts" aria-label="Last five minutes">
-      <${Chart} theme=${state.theme} height=${150} least=${10} label="Tokens/s" data=${columns(looks, [speed("generated_tokens"), speed("prompt_tokens")])} series=${[["generated", "c1", count], ["prompts", "c2", count]]} />
-      <${Chart} theme=${state.theme} height=${150} least=${4} label="Sequences" data=${columns(looks, [(_, look) => look.stats.running, (_, look) => look.stats.waiting])} series=${[["running", "c1", count], ["waiting", "c3", count]]} />
-      <${Chart} theme=${state.theme} height=${150} least=${0.004} label="Time" data=${latencies(looks)} series=${[["per token", "c1", seconds], ["step", "c4", seconds]]} />
-      <${Chart} theme=${state.theme} height=${150} least=${40} label="KV blocks" data=${columns(looks, [(_, look) => look.stats.kv_blocks_used, (_, look) => look.stats.kv_blocks_cached])} series=${[["held", "c1", count], ["cached", "c2", count]]} />
+      <${Chart}
+        theme=${state.theme}
+        height=${150}
+        least=${10}
+        label="Tokens/s"
+        data=${columns(looks, [speed("generated_tokens"), speed("prompt_tokens")])}
+        series=${[
+          ["generated", "c1", count],
+          ["prompts", "c2", count],
+        ]}
+      />
+      <${Chart}
+        theme=${state.theme}
+        height=${150}
+        least=${4}
+        label="Sequences"
+        data=${columns(looks, [(_, look) => look.stats.running, (_, look) => look.stats.waiting])}
+        series=${[
+          ["running", "c1", count],
+          ["waiting", "c3", count],
+        ]}
+      />
+      <${Chart}
+        theme=${state.theme}
+        height=${150}
+        least=${0.004}
+        label="Time"
+        data=${latencies(looks)}
+        series=${[
+          ["per token", "c1", seconds],
+          ["step", "c4", seconds],
+        ]}
+      />
+      <${Chart}
+        theme=${state.theme}
+        height=${150}
+        least=${40}
+        label="KV blocks"
+        data=${columns(looks, [(_, look) => look.stats.kv_blocks_used, (_, look) => look.stats.kv_blocks_cached])}
+        series=${[
+          ["held", "c1", count],
+          ["cached", "c2", count],
+        ]}
+      />
     </section>
     <section class="panels">
       <${Blocks} look=${last} before=${minute} />
@@ -103,7 +180,8 @@ function latencies(looks) {
 }
 
 function busyPerStep(before, look) {
-  const busy = (at) => Object.entries(at.stats.core_parts_s).reduce((sum, [part, s]) => sum + (part === "idle" ? 0 : s), 0);
+  const busy = (at) =>
+    Object.entries(at.stats.core_parts_s).reduce((sum, [part, s]) => sum + (part === "idle" ? 0 : s), 0);
   const steps = look.stats.steps - before.stats.steps;
   return steps > 0 ? (busy(look) - busy(before)) / steps : null;
 }
@@ -126,9 +204,19 @@ function About({ engine, stats }) {
     ["step", `≤ ${short(engine.max_num_seqs)} sequences, ${short(engine.max_num_batched_tokens)} tokens`],
     ["version", engine.version],
   ];
-  const told = stats.compiling ? "compiling: steps are eager meanwhile" : stats.compile_failed ? "did not compile: steps are eager" : null;
+  const told = stats.compiling
+    ? "compiling: steps are eager meanwhile"
+    : stats.compile_failed
+      ? "did not compile: steps are eager"
+      : null;
   return html`<dl class="about">
-    ${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
+    ${facts.map(
+      ([name, value]) =>
+        html`<div>
+          <dt>${name}</dt>
+          <dd>${value}</dd>
+        </div>`,
+    )}
     ${told && html`<div class="badge">${told}</div>`}
   </dl>`;
 }

@@ -1,4 +1,4 @@
-// uPlot in our colours: lines over the last minutes, with a legend that shows the values under the pointer, else the last.
+// uPlot in our colours: lines over the last minutes, and a legend with the values under the pointer, else the last.
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { Component, createRef, html } from "./ui.js";
@@ -14,11 +14,14 @@ function colour(name) {
 }
 
 const WINDOW_S = 300;
-const INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // of counts
+/** Of counts. */
+const INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const FONT = "11px system-ui, sans-serif";
 
-/** props: `label`, `series` ([label, variable of the colour, format]), `data` (columns), `least` (what the scale shows at least),
- * `height`, `theme`. */
+/**
+ * props: `label`, `series` ([label, variable of the colour, format]), `data` (columns), `least` (what the scale shows
+ * at least), `height`, `theme`.
+ */
 export class Chart extends Component {
   place = createRef();
   state = { at: null };
@@ -68,7 +71,13 @@ export class Chart extends Component {
       },
       axes: [
         { ...axis, size: 24, splits: minutes, values: (_, times) => times.map((at) => minutesAgo(times.at(-1) - at)) },
-        { ...axis, size: 48, space: 28, incrs: whole, values: (_, at) => at.map((value) => (value ? format(value) : "0")) },
+        {
+          ...axis,
+          size: 48,
+          space: 28,
+          incrs: whole,
+          values: (_, at) => at.map((value) => (value ? format(value) : "0")),
+        },
       ],
       series: [
         {},
@@ -91,9 +100,10 @@ export class Chart extends Component {
       <figcaption>
         <span class="chart-label">${label}</span>
         ${series.map(
-          ([name, variable, format], i) => html`<span class="chart-key"
-            ><i class=${`key-${variable}`}></i>${name} <b>${format(data[i + 1][shown] ?? null)}</b></span
-          >`,
+          ([name, variable, format], i) =>
+            html`<span class="chart-key"
+              ><i class=${`key-${variable}`}></i>${name} <b>${format(data[i + 1][shown] ?? null)}</b></span
+            >`,
         )}
       </figcaption>
       <div class="plot" ref=${this.place}></div>
@@ -105,4 +115,5 @@ const faint = (rgb) => rgb.replace(/^rgb\((.*)\)$/, "rgba($1, 0.1)");
 
 const minutes = (_, __, ___, most) => Array.from({ length: WINDOW_S / 60 + 1 }, (____, i) => most - WINDOW_S + 60 * i);
 
-const minutesAgo = (seconds) => (seconds < 1 ? "now" : `−${Math.round(seconds / 60)}${seconds > WINDOW_S - 30 ? " min" : ""}`);
+const minutesAgo = (seconds) =>
+  seconds < 1 ? "now" : `−${Math.round(seconds / 60)}${seconds > WINDOW_S - 30 ? " min" : ""}`;

@@ -1,5 +1,6 @@
 // The conversation that is open, and where the next message is written.
 
+import { loadModels } from "./api.js";
 import { Message } from "./message.js";
 import { changed, state, update } from "./store.js";
 import { isRunning, say, stop } from "./talk.js";
@@ -46,15 +47,18 @@ export class Chat extends Component {
         <div class="column" role="log" aria-live="off" key=${conversation.id}>
           ${count === 0 && html`<${Welcome} />`}
           ${conversation.messages.map(
-            (message, at) => html`<${Message}
-              key=${at}
-              ...${{ message, conversation, at, busy, last: at === count - 1, writing: busy && at === count - 1 }}
-            />`,
+            (message, at) =>
+              html`<${Message}
+                key=${at}
+                ...${{ message, conversation, at, busy, last: at === count - 1, writing: busy && at === count - 1 }}
+              />`,
           )}
         </div>
       </div>
-      ${!this.follows &&
-      html`<button type="button" class="to-end" onClick=${this.toEnd}><${Icon} name="down" />Latest</button>`}
+      ${
+        !this.follows &&
+        html`<button type="button" class="to-end" onClick=${this.toEnd}><${Icon} name="down" />Latest</button>`
+      }
       <${Composer} key=${conversation.id} conversation=${conversation} busy=${busy} />
     </main>`;
   }
@@ -74,18 +78,28 @@ function Welcome() {
       ${state.model ? html`<b>${state.model}</b> answers here.` : "No model yet."} Conversations stay in this browser.
     </p>
     <div class="ideas">
-      ${IDEAS.map((idea) => html`<button type="button" disabled=${!state.model} onClick=${() => begin(idea)}>${idea}</button>`)}
+      ${IDEAS.map(
+        (idea) => html`<button type="button" disabled=${!state.model} onClick=${() => begin(idea)}>${idea}</button>`,
+      )}
     </div>
   </div>`;
 }
 
-const NAMES = { temperature: "temperature", top_p: "top-p", top_k: "top-k", min_p: "min-p", max_tokens: "max", seed: "seed" };
+const NAMES = {
+  temperature: "temperature",
+  top_p: "top-p",
+  top_k: "top-k",
+  min_p: "min-p",
+  max_tokens: "max",
+  seed: "seed",
+};
 
 /** What is set, in a few words: nobody should wonder why an answer is JSON. */
 function chips(settings) {
   const found = [];
   if (settings.system.trim()) found.push("system prompt");
-  for (const [name, shown] of Object.entries(NAMES)) if (settings[name] !== "") found.push(`${shown} ${settings[name]}`);
+  for (const [name, shown] of Object.entries(NAMES))
+    if (settings[name] !== "") found.push(`${shown} ${settings[name]}`);
   if (settings.thinking) found.push(`thinking ${settings.thinking}`);
   if (settings.thinking_token_budget !== "") found.push(`thinks ≤ ${settings.thinking_token_budget}`);
   if (settings.stop) found.push("stop");
@@ -127,7 +141,14 @@ class Composer extends Component {
   render({ conversation, busy }, { text }) {
     const set = chips(conversation.settings);
     return html`<div class="composer">
-      ${state.offline && html`<div class="error" role="alert">${state.offline}</div>`}
+      ${
+        state.offline &&
+        html`<div class="error row" role="alert">
+          ${state.offline}<button type="button" class="quiet" onClick=${loadModels}>
+            <${Icon} name="redo" />Try again
+          </button>
+        </div>`
+      }
       <form
         class="box"
         onSubmit=${(event) => {
@@ -144,18 +165,27 @@ class Composer extends Component {
           onInput=${(event) => this.setState({ text: event.target.value })}
           onKeyDown=${this.keys}
         ></textarea>
-        ${busy
-          ? html`<button type="button" class="send stop" aria-label="Stop" title="Stop (Esc)" onClick=${() => stop(conversation)}>
-              <${Icon} name="stop" />
-            </button>`
-          : html`<button class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || !state.model}>
-              <${Icon} name="send" />
-            </button>`}
+        ${
+          busy
+            ? html`<button
+                type="button"
+                class="send stop"
+                aria-label="Stop"
+                title="Stop (Esc)"
+                onClick=${() => stop(conversation)}
+              >
+                <${Icon} name="stop" />
+              </button>`
+            : html`<button class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || !state.model}>
+                <${Icon} name="send" />
+              </button>`
+        }
       </form>
       <div class="under">
         <div class="chips">
           ${set.map(
-            (chip) => html`<button type="button" class="chip" onClick=${() => update({ drawer: "settings" })}>${chip}</button>`,
+            (chip) =>
+              html`<button type="button" class="chip" onClick=${() => update({ drawer: "settings" })}>${chip}</button>`,
           )}
         </div>
         <span class="hint keys"><kbd>Enter</kbd> sends · <kbd>Shift Enter</kbd> new line · <kbd>Esc</kbd> stops</span>

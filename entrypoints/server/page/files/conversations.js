@@ -1,9 +1,10 @@
-// Conversations, kept in this browser and nowhere else. Each has a place of its own in localStorage; where that is full,
-// log-probabilities go first, then the conversations that were not touched for longest.
+// Conversations, kept in this browser and nowhere else. Each has a place of its own in localStorage; where that is
+// full, log-probabilities go first, then the conversations that were not touched for longest.
 
 import { changed, recall, remember, state, update } from "./store.js";
 
 export const MOST = 100;
+export const MOST_FILE_BYTES = 50_000_000;
 export const MOST_CHARS = 4_000_000; // browsers give five million
 const MOST_MESSAGES = 2_000;
 const PREFIX = "pageloom.conversation.";
@@ -27,17 +28,20 @@ export const DEFAULTS = {
 
 const id = () => crypto.getRandomValues(new Uint32Array(3)).reduce((text, part) => text + part.toString(36), "");
 
+/** One without messages is there once at most. */
 export function create() {
+  const empty = state.conversations.find((conversation) => conversation.messages.length === 0);
+  if (empty) return open(empty);
   const settings = state.current ? { ...state.current.settings } : { ...DEFAULTS };
   const conversation = { id: id(), title: "", updated: Date.now(), messages: [], settings };
   state.conversations.unshift(conversation);
-  update({ current: conversation, drawer: null });
-  return conversation;
+  return open(conversation);
 }
 
 export function open(conversation) {
   remember("current", conversation.id);
   update({ current: conversation, drawer: null });
+  return conversation;
 }
 
 export function rename(conversation, title) {
@@ -57,8 +61,9 @@ export function titleOf(conversation) {
   return conversation.title || first?.content.split("\n")[0].slice(0, 80) || "New conversation";
 }
 
-/** To be called when something is complete, not with each token. An empty conversation is not kept. */
+/** To be called when something is complete, not with each token. One that is empty, or was deleted, is not kept. */
 export function save(conversation) {
+  if (!state.conversations.includes(conversation)) return;
   conversation.updated = Date.now();
   state.conversations.sort((a, b) => b.updated - a.updated);
   for (const old of state.conversations.slice(MOST)) remove(old);
@@ -124,7 +129,8 @@ export function asConversation(value) {
   const messages = value.messages.slice(0, MOST_MESSAGES).map((given, at) => {
     if (!["user", "assistant", "tool"].includes(given?.role)) throw new Error(`message ${at}: what role is that?`);
     const message = { role: given.role, content: text(given.content) };
-    if (given.role === "tool") Object.assign(message, { tool_call_id: text(given.tool_call_id, 200), name: text(given.name, 200) });
+    if (given.role === "tool")
+      Object.assign(message, { tool_call_id: text(given.tool_call_id, 200), name: text(given.name, 200) });
     if (given.role !== "assistant") return message;
     const calls = Array.isArray(given.tool_calls) ? given.tool_calls.slice(0, 100) : [];
     message.reasoning = text(given.reasoning);
@@ -133,7 +139,8 @@ export function asConversation(value) {
       name: text(call?.name ?? call?.function?.name, 200),
       arguments: text(call?.arguments ?? call?.function?.arguments),
     }));
-    message.tokens = Array.isArray(given.tokens) && given.tokens.every(isToken) ? given.tokens : null;
+    message.tokens =
+      given.tokens?.length && Array.isArray(given.tokens) && given.tokens.every(isToken) ? given.tokens : null;
     message.stats = given.stats && typeof given.stats === "object" ? numbers(given.stats) : null;
     message.error = text(given.error, 2_000) || null;
     return message;
@@ -147,11 +154,18 @@ export function asConversation(value) {
 }
 
 const isToken = (token) =>
-  Array.isArray(token) && typeof token[0] === "string" && typeof token[1] === "number" && Array.isArray(token[2]) &&
+  Array.isArray(token) &&
+  typeof token[0] === "string" &&
+  typeof token[1] === "number" &&
+  Array.isArray(token[2]) &&
   token[2].every((other) => Array.isArray(other) && typeof other[0] === "string" && typeof other[1] === "number");
 
 const numbers = (stats) =>
-  Object.fromEntries(Object.entries(stats).filter(([, value]) => typeof value === "number" || typeof value === "string"));
+  Object.fromEntries(
+    Object.entries(stats).filter(([name, value]) =>
+      name === "finish" ? typeof value === "string" : Number.isFinite(value),
+    ),
+  );
 
 export function exportAll() {
   const text = JSON.stringify({ pageloom: 1, conversations: state.conversations.filter((c) => c.messages.length) });

@@ -28,19 +28,24 @@ export function ago(looks, seconds) {
 
 /** The distribution of what came between two looks. */
 export function between(before, after) {
-  return { bounds: after.bounds, counts: after.counts.map((count, i) => count - before.counts[i]), sum: after.sum - before.sum };
+  return {
+    bounds: after.bounds,
+    counts: after.counts.map((count, i) => count - before.counts[i]),
+    sum: after.sum - before.sum,
+  };
 }
 
 export const total = (distribution) => distribution.counts.reduce((sum, count) => sum + count, 0);
 
-/** As Prometheus' histogram_quantile: within a bucket values are spread evenly; above all bounds it is the last of them. */
+/** As Prometheus' histogram_quantile: evenly spread within a bucket; above all bounds it is the last of them. */
 export function quantile({ bounds, counts }, share) {
   const all = total({ counts });
   if (all === 0) return null;
   let upto = 0;
   for (const [i, bound] of bounds.entries()) {
     const low = i === 0 ? 0 : bounds[i - 1];
-    if (counts[i] > 0 && upto + counts[i] >= share * all) return low + ((bound - low) * (share * all - upto)) / counts[i];
+    if (counts[i] > 0 && upto + counts[i] >= share * all)
+      return low + ((bound - low) * (share * all - upto)) / counts[i];
     upto += counts[i];
   }
   return bounds.at(-1);
@@ -55,13 +60,13 @@ export function latency(looks, name) {
   return { p50: quantile(used, 0.5), p95: quantile(used, 0.95), count: total(used), lately };
 }
 
-/** Columns for a chart: times, then a value for each look and each of `reads`, a function of a look and the one before. */
+/** Columns for a chart: times, then what each of `reads` makes of a look and the one before. */
 export function columns(looks, reads) {
   const times = looks.map((look) => look.time);
   return [times, ...reads.map((read) => looks.map((look, i) => (i === 0 ? null : read(looks[i - 1], look))))];
 }
 
-/** Milliseconds of a step by part, over some seconds; parts in the order of `order`, without those that took nothing. */
+/** Milliseconds of a step by part, over some seconds; in the order of `order`, without those that took nothing. */
 export function stepParts(before, after, name, order) {
   const steps = after.stats.steps - before.stats.steps;
   if (steps <= 0) return [];
@@ -77,7 +82,7 @@ export function blocks({ stats, engine }) {
   return { all, pinned, used: stats.kv_blocks_used - pinned, cached, free: all - stats.kv_blocks_used - cached };
 }
 
-/** The kinds of `cells` cells that stand for all blocks in the proportions of their kinds; a kind that there is has one. */
+/** The kinds of `cells` cells that stand for all blocks, in proportion; a kind that there is has one at least. */
 export function cellKinds(counts, cells) {
   const kinds = ["pinned", "used", "cached"];
   const shown = [];

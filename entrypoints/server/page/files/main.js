@@ -20,26 +20,40 @@ function Bar() {
   const drawer = (name) => () => update({ drawer: state.drawer === name ? null : name });
   const theme = { auto: "auto", light: "sun", dark: "moon" }[state.theme];
   return html`<header class="bar">
-    ${state.view !== "board" &&
-    html`<${IconButton} icon="menu" label="Conversations" kind="only-narrow" onClick=${drawer("conversations")} />`}
-    <div class="brand"><img src="page/icon.svg" alt="" width="22" height="22" /><b>Pageloom</b><span class="model">${state.model ?? ""}</span></div>
+    ${
+      state.view !== "board" &&
+      html`<${IconButton} icon="menu" label="Conversations" kind="only-narrow" onClick=${drawer("conversations")} />`
+    }
+    <div class="brand">
+      <img src="page/icon.svg" alt="" width="22" height="22" /><b>Pageloom</b
+      ><span class="model">${state.model ?? ""}</span>
+    </div>
     <nav class="views" aria-label="Views">
       ${VIEWS.map(
-        ([view, label]) => html`<a
-          href=${`#${view}`}
-          class=${`view-link to-${view}`}
-          aria-current=${state.view === view ? "page" : null}
-          onClick=${(event) => {
-            event.preventDefault();
-            show(view);
-          }}
-        >${label}</a>`,
+        ([view, label]) =>
+          html`<a
+            href=${`#${view}`}
+            class=${`view-link to-${view}`}
+            aria-current=${state.view === view ? "page" : null}
+            onClick=${(event) => {
+              event.preventDefault();
+              show(view);
+            }}
+            >${label}</a
+          >`,
       )}
     </nav>
     <div class="bar-end">
       <${IconButton} icon=${theme} label=${`Colours: ${state.theme}`} onClick=${nextTheme} />
-      ${state.view !== "board" &&
-      html`<${IconButton} icon="sliders" label="Settings" pressed=${state.drawer === "settings"} onClick=${drawer("settings")} />`}
+      ${
+        state.view !== "board" &&
+        html`<${IconButton}
+          icon="sliders"
+          label="Settings"
+          pressed=${state.drawer === "settings"}
+          onClick=${drawer("settings")}
+        />`
+      }
     </div>
   </header>`;
 }
@@ -56,7 +70,12 @@ class KeyDialog extends Component {
       const key = form.get("key").trim();
       if (key) giveKey(key, form.has("keep"));
     };
-    return html`<dialog class="key" ref=${this.open} onCancel=${(event) => (event.preventDefault(), refuseKey())} aria-labelledby="key-title">
+    return html`<dialog
+      class="key"
+      ref=${this.open}
+      onCancel=${(event) => (event.preventDefault(), refuseKey())}
+      aria-labelledby="key-title"
+    >
       <form onSubmit=${submit}>
         <h2 id="key-title">API key</h2>
         <p>${state.key.refused ? "The server refused that key." : "This server lets in who has its key."}</p>
@@ -84,8 +103,7 @@ class Page extends Component {
     return html`<div class=${`page view-${view}`}>
       <${Bar} />
       <div class="views-body">
-        ${view !== "board" && html`<${Sidebar} /><${Chat} />`}
-        ${view !== "chat" && html`<${Board} />`}
+        ${view !== "board" && html`<${Sidebar} /><${Chat} />`} ${view !== "chat" && html`<${Board} />`}
         ${view !== "board" && html`<${Settings} />`} ${closes}
       </div>
       ${state.key && html`<${KeyDialog} />`}

@@ -1,5 +1,6 @@
-// Markdown as elements. marked splits the text; what it finds becomes elements one by one, never HTML: what a model writes as
-// HTML is shown as it is written, images are links that somebody must follow, and links lead to the web or to mail only.
+// Markdown as elements. marked splits the text; what it finds becomes elements one by one, never HTML: what a model
+// writes as HTML is shown as it is written, images are links that somebody must follow, and links lead to the web or
+// to mail only.
 
 import { Lexer } from "./vendor/marked.esm.js";
 import { Component, CopyButton, html } from "./ui.js";
@@ -59,16 +60,37 @@ const ELEMENTS = {
   checkbox: (token) => html`<input type="checkbox" checked=${token.checked} disabled aria-label="task" /> `,
   code: (token) => html`<${Code} text=${token.text} language=${token.lang ?? ""} />`,
   list: (token, depth) => {
-    const items = token.items.map((item) => html`<li class=${item.task ? "task" : null}>${all(item.tokens, depth)}</li>`);
-    return token.ordered ? html`<ol start=${token.start || 1}>${items}</ol>` : html`<ul>${items}</ul>`;
+    const items = token.items.map(
+      (item) => html`<li class=${item.task ? "task" : null}>${all(item.tokens, depth)}</li>`,
+    );
+    return token.ordered
+      ? html`<ol start=${token.start || 1}>
+          ${items}
+        </ol>`
+      : html`<ul>
+          ${items}
+        </ul>`;
   },
   table: (token, depth) => {
     const cell = (tag) => (one, column) =>
       html`<${tag} class=${token.align[column] && `to-${token.align[column]}`}>${all(one.tokens, depth)}<//>`;
-    return html`<div class="table"><table>
-      <thead><tr>${token.header.map(cell("th"))}</tr></thead>
-      <tbody>${token.rows.map((row) => html`<tr>${row.map(cell("td"))}</tr>`)}</tbody>
-    </table></div>`;
+    return html`<div class="table">
+      <table>
+        <thead>
+          <tr>
+            ${token.header.map(cell("th"))}
+          </tr>
+        </thead>
+        <tbody>
+          ${token.rows.map(
+            (row) =>
+              html`<tr>
+                ${row.map(cell("td"))}
+              </tr>`,
+          )}
+        </tbody>
+      </table>
+    </div>`;
   },
 };
 

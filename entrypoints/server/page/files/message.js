@@ -47,7 +47,7 @@ export class Message extends Component {
         aria-label="Your message"
         rows=${Math.min(12, draft.split("\n").length + 1)}
         value=${draft}
-        ref=${(box) => box && !this.focused && (this.focused = true, box.focus())}
+        ref=${(box) => box && !this.focused && ((this.focused = true), box.focus())}
         onInput=${(event) => this.setState({ draft: event.target.value })}
         onKeyDown=${keys}
       ></textarea>
@@ -68,37 +68,51 @@ export class Message extends Component {
     const empty = !message.content && !message.reasoning && !message.tool_calls.length;
     return html`<article class="message assistant" aria-label="Answer" aria-busy=${writing}>
       ${message.reasoning && html`<${Thinking} text=${message.reasoning} writing=${writing && !message.content} />`}
-      ${showsTokens
-        ? html`<${Tokens} tokens=${message.tokens} />`
-        : message.content && html`<${Markdown} text=${message.content} writing=${writing} />`}
+      ${
+        showsTokens
+          ? html`<${Tokens} tokens=${message.tokens} />`
+          : message.content && html`<${Markdown} text=${message.content} writing=${writing} />`
+      }
       ${writing && empty && html`<div class="waiting" role="img" aria-label="Waiting"><i></i><i></i><i></i></div>`}
       ${message.tool_calls.map((call) => html`<${Call} call=${call} />`)}
-      ${message.tool_calls.length > 0 && last && !writing &&
-        html`<${Results} calls=${message.tool_calls} give=${(results) => giveResults(conversation, results)} />`}
+      ${
+        message.tool_calls.length > 0 &&
+        last &&
+        !writing &&
+        html`<${Results} calls=${message.tool_calls} give=${(results) => giveResults(conversation, results)} />`
+      }
       ${message.error && html`<div class="error" role="alert">${message.error}</div>`}
       ${message.schema_error && html`<div class="error">It breaks the schema: ${message.schema_error}</div>`}
-      ${!writing &&
-      html`<div class="actions">
-        <button type="button" class="quiet" disabled=${busy} onClick=${() => regenerate(conversation, at)}>
-          <${Icon} name="redo" />Regenerate
-        </button>
-        ${message.content && html`<${CopyButton} text=${message.content} />`}
-        ${message.tokens &&
-        html`<button
-          type="button"
-          class="quiet"
-          aria-pressed=${Boolean(showsTokens)}
-          onClick=${() => this.setState({ tokens: !this.state.tokens })}
-        ><${Icon} name="colours" />Tokens</button>`}
-        <${Stats} stats=${message.stats} />
-      </div>`}
+      ${
+        !writing &&
+        html`<div class="actions">
+          <button type="button" class="quiet" disabled=${busy} onClick=${() => regenerate(conversation, at)}>
+            <${Icon} name="redo" />Regenerate
+          </button>
+          ${message.content && html`<${CopyButton} text=${message.content} />`}
+          ${
+            message.tokens &&
+            html`<button
+              type="button"
+              class="quiet"
+              aria-pressed=${Boolean(showsTokens)}
+              onClick=${() => this.setState({ tokens: !this.state.tokens })}
+            >
+              <${Icon} name="colours" />Tokens
+            </button>`
+          }
+          <${Stats} stats=${message.stats} />
+        </div>`
+      }
     </article>`;
   }
 }
 
 function Thinking({ text, writing }) {
   return html`<details class="thinking">
-    <summary>${writing ? "Thinking …" : "Thinking"}<span class="hint">${short(text.length)} characters</span></summary>
+    <summary>
+      ${writing ? "Thinking …" : "Thinking"}<span class="hint">${short(text.length)} characters</span>
+    </summary>
     <div class="thought">${text}</div>
   </details>`;
 }
@@ -135,15 +149,16 @@ class Results extends Component {
     };
     return html`<form class="results" onSubmit=${send}>
       ${calls.map(
-        (call, index) => html`<label>
-          Result of <code>${call.name}</code>
-          <textarea
-            rows="2"
-            placeholder="What the tool would say"
-            value=${given[index] ?? ""}
-            onInput=${(event) => this.setState({ given: { ...given, [index]: event.target.value } })}
-          ></textarea>
-        </label>`,
+        (call, index) =>
+          html`<label>
+            Result of <code>${call.name}</code>
+            <textarea
+              rows="2"
+              placeholder="What the tool would say"
+              value=${given[index] ?? ""}
+              onInput=${(event) => this.setState({ given: { ...given, [index]: event.target.value } })}
+            ></textarea>
+          </label>`,
       )}
       <div class="row end"><button class="main-button">Go on</button></div>
     </form>`;
@@ -158,10 +173,11 @@ function Stats({ stats }) {
     stats.tokens !== undefined && `${short(stats.tokens)} tokens`,
     stats.rate !== undefined && `${short(stats.rate)} tok/s`,
     stats.first_s !== undefined && `first after ${duration(stats.first_s)}`,
-    stats.prompt !== undefined && `prompt ${short(stats.prompt)}${stats.cached ? ` (${short(stats.cached)} cached)` : ""}`,
+    stats.prompt !== undefined &&
+      `prompt ${short(stats.prompt)}${stats.cached ? ` (${short(stats.cached)} cached)` : ""}`,
+    stats.thought > 0 && `${short(stats.thought)} thought`,
     stats.accepted > 0 && `${short(stats.accepted)} drafted`,
     ENDS[stats.finish],
   ];
   return html`<span class="stats">${parts.filter(Boolean).map((part) => html`<span>${part}</span>`)}</span>`;
 }
-

@@ -78,7 +78,9 @@ export class Settings extends Component {
         onInput=${(event) => this.set(name, event.target.value)}
       ></textarea>
       ${wrong && html`<div class="error">${wrong}</div>`}
-      ${example && !value && html`<button type="button" class="quiet" onClick=${() => this.set(name, example)}>Insert an example</button>`}
+      ${example &&
+      !value &&
+      html`<button type="button" class="quiet" onClick=${() => this.set(name, example)}>Insert an example</button>`}
     </div>`;
   }
 
@@ -104,19 +106,36 @@ export class Settings extends Component {
           ${state.models.length > 1 && html`<${ModelChoice} />`}
           ${this.text("system", "System prompt", { rows: 3, hint: "How the model should behave" })}
           ${NUMBERS.map(([name, label, options]) => this.field(name, label, options))}
-          ${this.choice("thinking", "Thinking", [["", "model’s own"], ["on", "on"], ["off", "off"]])}
+          ${this.choice("thinking", "Thinking", [
+            ["", "model’s own"],
+            ["on", "on"],
+            ["off", "off"],
+          ])}
           ${this.field("thinking_token_budget", "Thinking, at most", { min: 0, step: 1 })}
-          ${this.choice("logprobs", "Log-probabilities", [["", "off"], ["0", "of the token"], ["3", "and 3 others"], ["5", "and 5 others"], ["10", "and 10 others"]])}
+          ${this.choice("logprobs", "Log-probabilities", [
+            ["", "off"],
+            ["0", "of the token"],
+            ["3", "and 3 others"],
+            ["5", "and 5 others"],
+            ["10", "and 10 others"],
+          ])}
           ${this.text("stop", "Stop at (a line each)", { rows: 1, hint: "" })}
           ${this.text("schema", "Schema of the answer", { rows: 5, hint: "JSON Schema", example: SCHEMA, mono: true })}
           <label class="check">
-            <input type="checkbox" checked=${state.current.settings.strict} onChange=${(event) => this.set("strict", event.target.checked)} />
+            <input
+              type="checkbox"
+              checked=${state.current.settings.strict}
+              onChange=${(event) => this.set("strict", event.target.checked)}
+            />
             Refuse what of a schema cannot be enforced
           </label>
           ${this.text("tools", "Tools", { rows: 5, hint: "JSON list of functions", example: TOOLS, mono: true })}
         </div>
         <div class="row end">
-          ${hasKey() && html`<button type="button" class="quiet" onClick=${() => (forgetKey(), changed())}><${Icon} name="key" />Forget the key</button>`}
+          ${hasKey() &&
+          html`<button type="button" class="quiet" onClick=${() => (forgetKey(), changed())}>
+            <${Icon} name="key" />Forget the key
+          </button>`}
           <button type="button" class="quiet" onClick=${this.reset}><${Icon} name="redo" />Back to defaults</button>
         </div>
       </div>

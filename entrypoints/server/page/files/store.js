@@ -35,19 +35,21 @@ export function update(values) {
   changed();
 }
 
-/** localStorage may be refused altogether, or full. */
-export function recall(name) {
+/** What the browser keeps, for the tab alone or for longer. It may refuse that altogether, or be full. */
+export function recall(name, { tab = false } = {}) {
   try {
-    return localStorage.getItem(`pageloom.${name}`);
+    return (tab ? sessionStorage : localStorage).getItem(`pageloom.${name}`);
   } catch {
     return null;
   }
 }
 
-export function remember(name, value) {
+/** null: it is forgotten. False: it could not be kept. */
+export function remember(name, value, { tab = false } = {}) {
   try {
-    if (value === null) localStorage.removeItem(`pageloom.${name}`);
-    else localStorage.setItem(`pageloom.${name}`, value);
+    const storage = tab ? sessionStorage : localStorage;
+    if (value === null) storage.removeItem(`pageloom.${name}`);
+    else storage.setItem(`pageloom.${name}`, value);
     return true;
   } catch {
     return false;

@@ -40,7 +40,15 @@ export function giveResults(conversation, results) {
 
 async function answer(conversation) {
   const controller = new AbortController();
-  const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], tokens: null, stats: null, error: null };
+  const message = {
+    role: "assistant",
+    content: "",
+    reasoning: "",
+    tool_calls: [],
+    tokens: null,
+    stats: null,
+    error: null,
+  };
   let began = null;
   let first = null;
   let usage = null;
@@ -66,7 +74,8 @@ async function answer(conversation) {
   } catch (error) {
     if (!conversation.messages.includes(message)) conversation.messages.push(message);
     if (error.name === "AbortError") finish = "stopped";
-    else if (error instanceof ApiError) message.error = error.param ? `${error.message} (${error.param})` : error.message;
+    else if (error instanceof ApiError)
+      message.error = error.param ? `${error.message} (${error.param})` : error.message;
     else message.error = String(error.message ?? error);
   } finally {
     running.delete(conversation.id);
@@ -169,7 +178,9 @@ function parsed(text, what) {
 /** A list of tools, each as OpenAI has it or as its function alone. */
 export function toolsOf(text) {
   const given = parsed(text, "list of tools") ?? [];
-  return (Array.isArray(given) ? given : [given]).map((tool) => (tool?.type ? tool : { type: "function", function: tool }));
+  return (Array.isArray(given) ? given : [given]).map((tool) =>
+    tool?.type ? tool : { type: "function", function: tool },
+  );
 }
 
 /** What is wrong with a setting that is JSON; null: nothing. */

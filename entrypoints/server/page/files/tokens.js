@@ -43,11 +43,15 @@ export class Tokens extends Component {
       >
         ${tokens.map(
           ([text, logprob], index) =>
-            html`<span data-at=${index} class=${`level-${level(logprob)}${index === at ? " here" : ""}`}>${visible(text)}</span>`,
+            html`<span data-at=${index} class=${`level-${level(logprob)}${index === at ? " here" : ""}`}
+              >${visible(text)}</span
+            >`,
         )}
       </div>
       <div class="token-about" aria-live="polite" style=${{ minHeight: `${36 + 27 * tokens[0][2].length}px` }}>
-        ${at === null ? html`<${Legend} mean=${mean} count=${tokens.length} />` : html`<${Alternatives} token=${tokens[at]} />`}
+        ${at === null
+          ? html`<${Legend} mean=${mean} count=${tokens.length} />`
+          : html`<${Alternatives} token=${tokens[at]} />`}
       </div>
     </div>`;
   }
@@ -63,14 +67,17 @@ function Legend({ mean, count }) {
 function Alternatives({ token: [text, logprob, others] }) {
   const rows = others.some(([other, at]) => other === text && at === logprob) ? others : [...others, [text, logprob]];
   return html`<table class="alternatives">
-    <caption class="hidden">Alternatives</caption>
+    <caption class="hidden">
+      Alternatives
+    </caption>
     ${rows.map(
-      ([other, at]) => html`<tr class=${other === text && at === logprob ? "chosen" : null}>
-        <td><code>${JSON.stringify(other).slice(1, -1)}</code></td>
-        <td class="share"><i style=${{ width: `${Math.max(1, 100 * Math.exp(at))}%` }}></i></td>
-        <td class="number">${percent(Math.exp(at))}</td>
-        <td class="number">${at.toFixed(3)}</td>
-      </tr>`,
+      ([other, at]) =>
+        html`<tr class=${other === text && at === logprob ? "chosen" : null}>
+          <td><code>${JSON.stringify(other).slice(1, -1)}</code></td>
+          <td class="share"><i style=${{ width: `${Math.max(1, 100 * Math.exp(at))}%` }}></i></td>
+          <td class="number">${percent(Math.exp(at))}</td>
+          <td class="number">${at.toFixed(3)}</td>
+        </tr>`,
     )}
   </table>`;
 }

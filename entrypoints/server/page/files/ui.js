@@ -1,4 +1,5 @@
-// What every part of the page is made of: preact without hooks (they would need an import map, which the policy forbids).
+// What every part of the page is made of: preact without its hooks, which would need an import map, which the policy
+// forbids.
 
 import htm from "./vendor/htm.mjs";
 import { Component, createRef, h, render } from "./vendor/preact.mjs";
@@ -17,7 +18,7 @@ const PATHS = {
   redo: "M20 11a8 8 0 1 0-2.3 6.3M20 5v6h-6",
   trash: "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12",
   sliders: "M4 7h9M17 7h3M15 5a2 2 0 1 0 0 4 2 2 0 0 0 0-4M4 17h3M11 17h9M9 15a2 2 0 1 0 0 4 2 2 0 0 0 0-4",
-  sun: "M12 8a4 4 0 1 0 0 8 4 4 0 0 0 0-8M12 3v2M12 19v2M3 12h2M19 12h2M5.6 5.6L7 7M17 17l1.4 1.4M18.4 5.6L17 7M7 17l-1.4 1.4",
+  sun: "M12 8a4 4 0 1 0 0 8 4 4 0 0 0 0-8M12 3v2M12 19v2M3 12h2M19 12h2M6 6l1 1M17 17l1 1M18 6l-1 1M7 17l-1 1",
   moon: "M19 14.5A7.5 7.5 0 0 1 9.5 5a7.5 7.5 0 1 0 9.5 9.5z",
   auto: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
   down: "M12 5v13M6 13l6 6 6-6",
@@ -42,7 +43,19 @@ export function IconButton({ icon, label, onClick, disabled, pressed, kind = "" 
     aria-pressed=${pressed}
     disabled=${disabled}
     onClick=${onClick}
-  ><${Icon} name=${icon} /></button>`;
+  >
+    <${Icon} name=${icon} />
+  </button>`;
+}
+
+/** Also where the page came over plain HTTP from another machine: there browsers have no clipboard but this old way. */
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = Object.assign(document.createElement("textarea"), { value: text, className: "hidden" });
+  document.body.append(box);
+  box.select();
+  document.execCommand("copy");
+  return box.remove();
 }
 
 /** Copies a text and says so for a moment. */
@@ -50,7 +63,7 @@ export class CopyButton extends Component {
   state = { done: false };
 
   copy = async () => {
-    await navigator.clipboard.writeText(this.props.text);
+    await copy(this.props.text);
     this.setState({ done: true });
     this.timer = setTimeout(() => this.setState({ done: false }), 1500);
   };
