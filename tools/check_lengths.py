@@ -1,4 +1,5 @@
-"""House rule, checked in CI: files of at most 400 lines, functions of at most 60 (C++ and CUDA: files only)."""
+"""House rule, checked in CI: files of at most 400 lines, functions of at most 60 (other languages than Python: files
+only). What others wrote (`vendor`) is as long as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 MAX_FILE = 400
 MAX_FUNCTION = 60
 ROOMS = ("engine", "compilation", "attention_backends", "entrypoints", "tools", "tests")
-SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh"}
+SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".js", ".css"}
 
 
 def findings(path: Path) -> list[str]:
@@ -29,7 +30,8 @@ def findings(path: Path) -> list[str]:
 
 def main() -> int:
     root = Path(__file__).resolve().parent.parent
-    paths = [p for room in ROOMS for p in sorted((root / room).rglob("*")) if p.suffix in SUFFIXES]
+    files = [p for room in ROOMS for p in sorted((root / room).rglob("*"))]
+    paths = [p for p in files if p.suffix in SUFFIXES and "vendor" not in p.parts]
     found = [line for p in paths for line in findings(p)]
     print(
         "\n".join(found)

@@ -13,7 +13,7 @@ from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import CoreReady, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
 from engine.executor.interface import Executor
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.observability.step_profile import StepObserver
 
 
 class InProcessClient:
@@ -24,7 +24,7 @@ class InProcessClient:
         config: EngineConfig,
         *,
         executor: str | Callable[[EngineConfig], Executor] = DEFAULT_EXECUTOR,
-        observer: StepObserver = NO_OBSERVER,
+        observer: StepObserver | None = None,
     ) -> None:
         """`executor`: a function of the configuration, or "module:callable" that names one. `observer` is told what
         the core spends its time on."""

@@ -36,7 +36,7 @@ from engine.core.wire import (
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
 from engine.observability import step_profile
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.observability.step_profile import PartTimes, StepObserver
 from engine.step import StepMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -129,10 +129,10 @@ class CoreLoop:
         executor: Executor,
         steps_in_flight: int,
         inbox: Inbox | None = None,
-        observer: StepObserver = NO_OBSERVER,
+        observer: StepObserver | None = None,
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
     ) -> None:
-        """`set_vocabulary`: of whoever compiles grammars."""
+        """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -158,7 +158,8 @@ class CoreLoop:
         self._deadlines: dict[str, float] = {}
         """by request, in order of arrival: when it has waited for too long, unless it has begun"""
         self._most_deadlines = _FEWEST_DEADLINES
-        self._observer = observer
+        self._part_times = PartTimes()
+        self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
 
     @property
@@ -248,7 +249,7 @@ class CoreLoop:
         waits_for_step = self._in_flight > 0 and self._nothing_to_do
         if waits_for_step or (wait and not self.has_work):
             self.phase = "collect" if waits_for_step else "idle"
-            self._observer.mark(step_profile.WAIT)
+            self._observer.mark(step_profile.WAIT if waits_for_step else step_profile.IDLE)
             message = self.inbox.get()
             self.phase = "plan"
             self._observer.mark(step_profile.PLAN)
@@ -326,10 +327,13 @@ class CoreLoop:
     def _stats(self) -> CoreStats:
         stats = self._scheduler.stats()
         compiles, state = self._executor.compiles_after_ready(), self._executor.compile_state()
-        if not compiles and state == "done":
-            return stats
         return msgspec.structs.replace(
-            stats, compiles_after_ready=compiles, compiling=state == "running", compile_failed=state == "failed"
+            stats,
+            compiles_after_ready=compiles,
+            compiling=state == "running",
+            compile_failed=state == "failed",
+            core_parts_s=self._part_times.seconds(),
+            step_parts_s=self._executor.part_seconds(),
         )
 
     def _guard_against_stall(self, progress: bool) -> None:

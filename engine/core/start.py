@@ -17,7 +17,7 @@ from engine.executor.kernels_ahead import build_ahead, check_cache
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import human, memory_ledger
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.observability.step_profile import StepObserver
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def load_executor(name: str, config: EngineConfig) -> Executor:
 
 
 def build_core(
-    config: EngineConfig, executor: Executor, inbox: Inbox | None = None, observer: StepObserver = NO_OBSERVER
+    config: EngineConfig, executor: Executor, inbox: Inbox | None = None, observer: StepObserver | None = None
 ) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it.
 

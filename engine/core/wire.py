@@ -152,6 +152,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_used: int = 0
     """blocks held by sequences and pins (cached but unreferenced blocks count as free)"""
     kv_blocks_pinned: int = 0
+    kv_blocks_cached: int = 0
+    """free blocks that are still found by what they hold"""
     steps: int = 0
     preemptions: int = 0
     """sequences"""
@@ -180,6 +182,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """steps are computed eagerly until pieces that compile behind them take over"""
     compile_failed: bool = False
     """they did not compile: steps stay eager"""
+    core_parts_s: dict[str, float] = {}
+    """seconds of the core's thread by part (`step_profile.CORE_PARTS`), since the start"""
+    step_parts_s: dict[str, float] = {}
+    """and of the runner's: where a device runs behind, the time that its host takes to launch"""
 
 
 class StepTaken(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.executor.team import Team
+from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
 from engine.step import StepMasks, StepPlan, StepResult
@@ -61,6 +62,11 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan, masks: Callable[[], StepMasks] = ...) -> Pending:
         """`masks` waits for what a plan with masked rows is to be told; it is called when the forward pass has been
         started."""
+        ...
+
+    @property
+    def part_times(self) -> PartTimes:
+        """What its thread spends on each part of its steps."""
         ...
 
     def idle_work(self) -> bool:
@@ -184,6 +190,9 @@ class InProcessExecutor:
     def compiles_after_ready(self) -> int:
         # A counter's value; it needs no turn in the worker's queue behind a running step.
         return self._loaded().compiles_after_ready()
+
+    def part_seconds(self) -> dict[str, float]:
+        return self._loaded().part_times.seconds()
 
     def team(self) -> Team | None:
         return None

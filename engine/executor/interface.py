@@ -60,6 +60,10 @@ class Executor(Protocol):
         """Compilations since compiled pieces took over (or `warm_up` returned, where there are none); stays 0."""
         ...
 
+    def part_seconds(self) -> dict[str, float]:
+        """What the runner's thread has spent on each part of its steps (`step_profile`), since it began."""
+        ...
+
     def team(self) -> Team | None:
         """The threads that compute a step, for the caller's work between two. None: they are not the caller's."""
         ...

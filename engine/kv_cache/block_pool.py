@@ -29,6 +29,8 @@ class BlockPool:
         self._on_evict = on_evict
         self.enable_prefix_caching = enable_prefix_caching
         self.num_free = num_blocks
+        self.num_cached_free = 0
+        """of the free blocks, those that are still found"""
         self.ref_counts = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -57,6 +59,7 @@ class BlockPool:
         self._next[sentinel], self._prev[after] = after, sentinel
         self.num_free -= 1
         if self._key_of[block] is not None:
+            self.num_cached_free -= 1
             self._evict(block)
         self.ref_counts[block] = 1
         return block
@@ -74,6 +77,7 @@ class BlockPool:
         """One more owner; a free (cached) block becomes used again."""
         if self.ref_counts[block] == 0:
             self._unlink(block)
+            self.num_cached_free -= self._key_of[block] is not None
         self.ref_counts[block] += 1
 
     def acquire_all(self, blocks: list[int]) -> None:
@@ -98,7 +102,9 @@ class BlockPool:
             raise EngineError(f"KV block {block} was released more often than acquired")
         self.ref_counts[block] = count
         if count == 0:
-            self._link(block, at_front=self._key_of[block] is None)
+            cached = self._key_of[block] is not None
+            self.num_cached_free += cached
+            self._link(block, at_front=not cached)
 
     def find(self, key: bytes) -> int | None:
         return self._block_of.get(key)
@@ -121,6 +127,7 @@ class BlockPool:
             return
         self._key_of[block] = None
         if self.ref_counts[block] == 0:
+            self.num_cached_free -= 1
             self._unlink(block)
             self._link(block, at_front=True)
 
@@ -133,6 +140,7 @@ class BlockPool:
                 del self._block_of[key]
                 self._key_of[block] = None
                 forgotten += 1
+        self.num_cached_free = 0
         return forgotten
 
     def free_blocks(self) -> Iterator[int]:

@@ -88,6 +88,7 @@ class KVCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     cached: int
     """findable blocks, used or free"""
+    cached_free: int
     query_tokens: int
     hit_tokens: int
 
@@ -351,6 +352,7 @@ class KVCache:
             used=self.pool.num_used,
             free=self.pool.num_free,
             cached=self.pool.num_cached,
+            cached_free=self.pool.num_cached_free,
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
         )

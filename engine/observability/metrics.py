@@ -7,10 +7,13 @@ observations here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from engine.config import CacheConfig
 from engine.core.wire import CoreReady, CoreStats, StepTaken
@@ -30,6 +33,15 @@ from engine.observability.vllm_metrics import VllmMetrics
 _PREFIX = "pageloom_"
 _LABEL = "model_name"
 _REASONS = ("stop", "length", "abort", "error")
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """A histogram since the start: `counts[i]` values were at most `bounds[i]` and above the bound before, the last of
+    the counts above all bounds. Differences of two are the distribution of what came between."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
 
 
 class EngineMetrics:
@@ -110,6 +122,20 @@ class EngineMetrics:
     def _seconds(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         return self._histogram(name + "_seconds", meaning, buckets)
 
+    def distribution(self, name: str) -> Distribution:
+        """Of the histogram that /metrics shows as `pageloom_<name>`."""
+        upto = {float(at.labels["le"]): int(at.value) for at in self._samples(f"{name}_bucket")}
+        counts = [here - before for before, here in pairwise([0, *upto.values()])]
+        return Distribution([*upto][:-1], counts, sum(at.value for at in self._samples(f"{name}_sum")))
+
+    def ended(self) -> dict[str, int]:
+        """Samples by the reason of their end."""
+        return {at.labels["finished_reason"]: int(at.value) for at in self._samples("request_success_total")}
+
+    def _samples(self, name: str) -> list[Sample]:
+        shown = self.registry.restricted_registry([_PREFIX + name]).collect()
+        return [sample for metric in shown for sample in metric.samples]
+
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(_PREFIX + name, meaning, [_LABEL], registry=None, buckets=buckets)
         self._add(histogram)
@@ -155,6 +181,7 @@ class _CoreCollector(Collector):
             ("num_requests_waiting", "Sequences that wait to be scheduled", stats.waiting),
             ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", usage),
             ("kv_blocks_pinned", "KV blocks of pinned prefixes", stats.kv_blocks_pinned),
+            ("kv_blocks_cached", "Free KV blocks that are still found", stats.kv_blocks_cached),
             ("host_kv_blocks_used", "Host blocks held by swapped sequences", stats.host_blocks_used),
             ("host_kv_blocks_cached", "Host blocks that can be found", stats.host_blocks_cached),
             ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),

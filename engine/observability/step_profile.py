@@ -38,11 +38,14 @@ HAND_OVER = "hand-over"
 PLAN = "plan"
 SUBMIT = "submit"
 WAIT = "wait"
+"""for a step"""
+IDLE = "idle"
+"""there is nothing to do"""
 COLLECT = "collect"
 COMPLETE = "complete"
 PUBLISH = "publish"
 """deltas and figures to the front end, and in process the front end's own work"""
-CORE_PARTS = (PLAN, SUBMIT, COLLECT, COMPLETE, PUBLISH, WAIT)
+CORE_PARTS = (PLAN, SUBMIT, COLLECT, COMPLETE, PUBLISH, WAIT, IDLE)
 """of the core's thread, in the order of a turn"""
 
 PIECE = "piece "
@@ -89,14 +92,29 @@ class StepObserver(Protocol):
         ...
 
 
-class NoObserver:
-    """Nobody looks: all that is left of the possibility is a handful of empty calls a step (under a microsecond)."""
+class PartTimes:
+    """Adds up what one thread spends on each part while nobody profiles: a mark is one look at the clock and one
+    addition. Programs are not wrapped, so a model's pieces are one part."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._seconds: dict[str, float] = {}
+        self._part: str | None = None
+        self._since = 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Of the parts that have ended; any thread may ask."""
+        return self._seconds.copy()
 
     def step(self, plan: StepPlan) -> bool:
+        self.mark(INPUTS)
         return False
 
     def mark(self, part: str) -> None:
-        return
+        at = self._now()
+        if self._part is not None:
+            self._seconds[self._part] = self._seconds.get(self._part, 0.0) + at - self._since
+        self._part, self._since = part, at
 
     def wrap_piece(self, function: Boxed) -> Boxed:
         return function
@@ -106,9 +124,6 @@ class NoObserver:
 
     def wrap_fused(self, steps: FusedSteps) -> Boxed:
         return steps.function
-
-
-NO_OBSERVER = NoObserver()
 
 
 class DeviceClock(Protocol):

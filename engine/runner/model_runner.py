@@ -29,7 +29,7 @@ from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.layer_groups import full_group, group_layers, with_layers_behind
 from engine.observability import step_profile
-from engine.observability.step_profile import NO_OBSERVER, StepObserver
+from engine.observability.step_profile import PartTimes, StepObserver
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
 from engine.runner.draft_passes import DraftPasses
@@ -79,7 +79,8 @@ class ModelRunner:
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
-        self._observer: StepObserver = NO_OBSERVER
+        self.part_times = PartTimes()
+        self._observer: StepObserver = self.part_times
         self._observed: ObservedProgram | None = None
         self._is_watched = False
         self._kernels = select_kernels(device)
@@ -289,9 +290,9 @@ class ModelRunner:
             return pending
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tell `observer` what every step spends its time on, from the next one on; None: nobody. To be called between
+        """Tell `observer` what every step spends its time on, from the next one on; None: none. To be called between
         steps. A step whose graph is replayed is one part, `MODEL`."""
-        self._observer = observer or NO_OBSERVER
+        self._observer = observer or self.part_times
         self._observed = ObservedProgram(observer, self._model, self._attention.attend) if observer else None
 
     def _refuse(self, plan: StepPlan) -> None:

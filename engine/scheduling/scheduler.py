@@ -372,6 +372,7 @@ class Scheduler:
             kv_blocks_total=kv.total,
             kv_blocks_used=kv.used,
             kv_blocks_pinned=self._held.pins.num_blocks,
+            kv_blocks_cached=kv.cached_free,
             steps=self._num_steps,
             preemptions=self._held.preemptions,
             preemptions_swapped=self._held.swapped,

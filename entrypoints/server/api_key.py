@@ -23,11 +23,12 @@ class ApiKeyGuard:
     """Refuses requests without `Authorization: Bearer KEY` or `x-api-key: KEY`, which is Anthropic's; plain ASGI, so
     that routes still see disconnects."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    def __init__(self, app: ASGIApp, key: str, unguarded: frozenset[str] = frozenset()) -> None:
+        """`unguarded`: further paths that nobody needs the key for, each as it is written."""
+        self._app, self._key, self._open = app, key.encode(), OPEN_PATHS | unguarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._admits(scope):
+        if scope["type"] == "http" and scope["path"] not in self._open and not self._admits(scope):
             body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
             await error_response(scope, 401, body, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return

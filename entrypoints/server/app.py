@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -22,6 +23,7 @@ from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
 from entrypoints.server.load import CountsLoad, Load
 from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
+from entrypoints.server.page import routes as page
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.responses_api import routes as responses_api
@@ -86,16 +88,17 @@ def create_app(
     prefixes.add_routes(app, context)
     load = Load()
     operation.add_routes(app, context, load)
+    open_files = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)
-    _add_middleware(app, api_key, allowed_origins, load)
+    guards = [] if api_key is None else [Middleware(ApiKeyGuard, key=api_key, unguarded=open_files)]
+    _add_middleware(app, [Middleware(CountsLoad, load=load), *guards], allowed_origins)
     return app
 
 
-def _add_middleware(app: FastAPI, api_key: str | None, allowed_origins: Sequence[str], load: Load) -> None:
+def _add_middleware(app: FastAPI, inner: Sequence[Middleware], allowed_origins: Sequence[str]) -> None:
     """What is added last stands outermost."""
-    app.add_middleware(CountsLoad, load=load)
-    if api_key is not None:
-        app.add_middleware(ApiKeyGuard, key=api_key)
+    for each in inner:
+        app.add_middleware(each.cls, *each.args, **each.kwargs)
     if allowed_origins:  # a browser's preflight carries no key
         app.add_middleware(
             CORSMiddleware,

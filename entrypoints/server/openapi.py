@@ -24,6 +24,7 @@ from entrypoints.server.ollama_api.embed import EmbeddedSchema, OneEmbedded
 from entrypoints.server.ollama_api.errors import OllamaErrorBody, is_ollamas
 from entrypoints.server.ollama_api.models import ListedModels, RunningModels, Shown
 from entrypoints.server.ollama_api.parts import ChatPart, GeneratePart
+from entrypoints.server.page.board import Board
 from entrypoints.server.responses import ChatChunk, ChatCompletion, Completion
 from entrypoints.server.responses_api.fields import ResponseEvent, ResponseObject
 from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS, Ranking, ScoreList
@@ -36,6 +37,7 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(RERANK_PATHS, (Ranking,)),
     "/v1/messages": (Message, Event),
     "/v1/messages/count_tokens": (TokenCount,),
+    "/v1/board": (Board,),
     "/v1/responses": (ResponseObject, ResponseEvent),
     "/infill": (Infilled, InfillPart),
     "/api/chat": (ChatPart, ChatPart),

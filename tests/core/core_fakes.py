@@ -118,6 +118,9 @@ class FakeExecutor:
     def compiles_after_ready(self) -> int:
         return 0
 
+    def part_seconds(self) -> dict[str, float]:
+        return {}
+
     def team(self) -> None:
         return None
 

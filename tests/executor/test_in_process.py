@@ -16,6 +16,7 @@ from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig
 from engine.errors import EngineError
 from engine.executor.in_process import STEPS_BETWEEN_IDLE_WORK, InProcessExecutor
 from engine.executor.interface import Executor
+from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepPlan, StepResult
 
@@ -95,6 +96,8 @@ class FakeRunner:
 
     def compile_job(self) -> CompileJob | None:
         return None
+
+    part_times = PartTimes()
 
     def compiles_after_ready(self) -> int:
         return 0

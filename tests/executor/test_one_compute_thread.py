@@ -16,6 +16,7 @@ from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import Places, _cores, bind_thread
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, make_executor
+from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult
 
@@ -75,6 +76,8 @@ class _Watched:
 
     def idle_work(self) -> bool:
         return False
+
+    part_times = PartTimes()
 
     def compiles_after_ready(self) -> int:
         return 0

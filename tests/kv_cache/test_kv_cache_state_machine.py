@@ -359,10 +359,10 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_handed_out_least_recently_used_first_and_tails_before_heads(self) -> None:
-        stats = self.kv.stats()
-        assert stats.free + stats.used == stats.total == self.total
-        assert stats.cached == len(self.model.index)
-        assert list(self.kv.pool.free_blocks()) == self.model.free
+        pool, stats = self.kv.pool, self.kv.stats()
+        assert stats.free + stats.used == stats.total == self.total and stats.cached == len(self.model.index)
+        assert list(pool.free_blocks()) == self.model.free
+        assert stats.cached_free == sum(pool.key_of(block) is not None for block in self.model.free)
 
     @invariant()
     def waste_is_less_than_one_block_per_sequence(self) -> None:

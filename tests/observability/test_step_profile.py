@@ -23,8 +23,8 @@ from engine.observability.step_profile import (
     RESULTS,
     SAMPLING,
     WAIT,
-    NoObserver,
     PartTime,
+    PartTimes,
     Recorder,
 )
 from engine.step import Rows, ScheduledRow, StepPlan
@@ -196,9 +196,16 @@ def test_an_idle_recorder_keeps_nothing_and_asks_for_nothing() -> None:
     assert not profile.step(plan())
     profile.mark(MODEL)
     assert profile.take().steps() == []
-    nobody = NoObserver()
-    assert not nobody.step(plan())
-    assert nobody.wrap_call(len) is len and nobody.wrap_piece(list) is list
+
+
+def test_parts_add_up_to_the_time_between_their_marks() -> None:
+    clock = iter([1.0, 1.5, 3.5, 4.0, 4.25])
+    times = PartTimes(now=lambda: next(clock))
+    assert not times.step(plan())  # the step's program is the runner's own
+    assert times.wrap_call(len) is len and times.wrap_piece(list) is list
+    for part in (MODEL, LOGITS, INPUTS, MODEL):
+        times.mark(part)
+    assert times.seconds() == {INPUTS: 0.75, MODEL: 2.0, LOGITS: 0.5}
 
 
 @pytest.mark.parametrize(("active", "calls"), [(True, 7), (False, 2)])

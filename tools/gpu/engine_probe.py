@@ -23,6 +23,7 @@ from engine.core.loop import CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
 from engine.executor.in_process import InProcessExecutor, Pending
+from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_sampler import no_masks
@@ -71,6 +72,10 @@ class TimedRunner:
         if graphs is None:
             return {"graphs_captured": 0, "graph_bytes": 0}
         return {"graphs_captured": graphs.num_captured, "graph_bytes": graphs.memory_bytes}
+
+    @property
+    def part_times(self) -> PartTimes:
+        return self.inner.part_times
 
     def compile_job(self) -> CompileJob | None:
         return self.inner.compile_job()
