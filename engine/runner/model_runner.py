@@ -249,10 +249,8 @@ class ModelRunner:
         self._counts = True
 
     def idle_work(self) -> bool:
-        """One capture of those that `warm_up` left; to be called between steps. False when nothing is left.
-
-        Steps that are queued go on: the captures' own work comes behind them, and the next step's behind it.
-        """
+        """One capture of those that `warm_up` left; to be called between steps. False when nothing is left. Steps that
+        are queued go on: the captures' own work comes behind them, and the next step's behind it."""
         if self._graphs is None or not self._graphs.num_pending:
             return False
         more = self._graphs.capture_next()
