@@ -36,7 +36,7 @@ def message(**fields: Any) -> list[dict[str, Any]]:
 
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "\ud83d"}, "prompt"),
-    ({"prompt": ["x"] * 1025}, "prompt"),
+    ({"prompt": ["x"] * 2049}, "prompt"),
     ({"prompt": "x" * 5000}, "prompt"),
     ({"prompt": [-1], "echo": True}, "prompt"),
     ({"prompt": [300], "echo": True}, "prompt"),

@@ -17,8 +17,11 @@ import jsonschema
 import pytest
 from scripted_server import Server
 
+from engine.config import CacheConfig
+from engine.core.wire import CoreReady
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
+from engine.request import RequestMetrics
 from entrypoints.server.page.routes import FILES, HEADERS, page_files
 
 VENDOR = FILES / "vendor"
@@ -208,16 +211,30 @@ def test_a_look_at_the_board_is_what_its_description_says(server: Server) -> Non
 
 
 def test_a_distribution_counts_each_value_in_its_bucket() -> None:
-    metrics, times = EngineMetrics("m"), [0.0004, 0.004, 0.1, 0.3, 7.0, 500.0]
+    ready = CoreReady(
+        num_blocks=1,
+        block_size=16,
+        max_model_len=64,
+        attention_backend="cpu",
+        ledger="",
+        distinct_pieces=0,
+        pieces_compiled=0,
+        startup_seconds=0,
+    )
+    cache = CacheConfig(
+        block_size=16, dtype="float32", kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=True
+    )
+    metrics, times = EngineMetrics("m", cache, ready), [0.0004, 0.004, 0.1, 0.3, 7.0, 500.0]
     for first in times:
         metrics.observe_request(
             RequestTimings(
-                arrival_time=10.0,
-                first_token_time=10.0 + first,
+                times=RequestMetrics(arrival_time=10.0, first_token_time=10.0 + first),
                 finished_time=600.0,
                 prompt_tokens=1,
-                generated_tokens=1,
-                samples=1,
+                cached_tokens=0,
+                sample_tokens=[1],
+                n=1,
+                max_tokens=1,
                 finish_reasons=["stop"],
             )
         )

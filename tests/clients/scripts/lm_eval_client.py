@@ -12,8 +12,8 @@ from pathlib import Path
 from checks import Checks
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-import lm_eval  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+import lm_eval
+from lm_eval.tasks import TaskManager
 
 checks = Checks()
 WORDS = ("wall", "seven", "quickly", "soup")
