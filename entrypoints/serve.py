@@ -25,14 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        action=_Names,
-        metavar="NAME",
-        help="the model's name in the API, and others that requests may use; default: its directory or file name",
-    )
-    parser.set_defaults(model_aliases=())
+    add_served_names(parser)
     key = parser.add_mutually_exclusive_group()
     key.add_argument(
         "--api-key",
@@ -66,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
-    _add_speech_options(parser)
+    add_speech_options(parser)
     _add_log_options(parser)
     add_engine_options(parser)
     return parser
@@ -104,7 +97,18 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_speech_options(parser: argparse.ArgumentParser) -> None:
+def add_served_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action=_Names,
+        metavar="NAME",
+        help="the model's name in the API, and others that requests may use; default: its directory or file name",
+    )
+    parser.set_defaults(model_aliases=())
+
+
+def add_speech_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tool-call-parser",
         default="auto",
