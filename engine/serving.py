@@ -18,8 +18,8 @@ from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
+from engine.plan import resolve_with_plan
 from engine.request import CompletionOutput, RequestOutput
-from engine.resolve import resolve_here
 from engine.session import Session
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _News:
 
 async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], CoreClient]) -> Serving:
     """Load a model and start its core, off the event loop. Raises `ConfigError` and the like, or `CoreDiedError`."""
-    model, config = await asyncio.to_thread(resolve_here, args)
+    model, config = await asyncio.to_thread(resolve_with_plan, args)
     client = make_client(config)
     ready, tokenizer = await asyncio.gather(
         asyncio.to_thread(client.start),

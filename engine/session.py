@@ -22,16 +22,16 @@ from engine.grammars.vocabularies import ModelVocabulary
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
+from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
-from engine.resolve import resolve_here
 
 logger = logging.getLogger(__name__)
 
 
 def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
     """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
-    model, config = resolve_here(args)
+    model, config = resolve_with_plan(args)
     tokenizer = Tokenizer.load(
         config.model.tokenizer,
         Path(config.compile.cache_dir),
