@@ -9,10 +9,16 @@ if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.command_line import FlexibleArgumentParser
     from engine.config import EngineArgs
+    from engine.frontend.admission import PromptType as PromptType
     from engine.frontend.admission import TextPrompt, TokensPrompt
     from engine.llm import LLM
+    from engine.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from engine.pooling import PoolingParams
+    from engine.pooling import PoolingRequestOutput as PoolingRequestOutput
+    from engine.pooling import ScoringRequestOutput as ScoringRequestOutput
     from engine.request import (
         CompletionOutput,
+        GuidedDecodingParams,
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
@@ -34,7 +40,9 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
+    "GuidedDecodingParams",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -52,6 +60,12 @@ _HOMES = {
     "RequestOutput": "engine.request",
     "CompletionOutput": "engine.request",
     "RequestOutputKind": "engine.request",
+    "GuidedDecodingParams": "engine.request",
+    "PromptType": "engine.frontend.admission",
+    "PoolingParams": "engine.pooling",
+    "PoolingRequestOutput": "engine.pooling",
+    "EmbeddingRequestOutput": "engine.pooling",
+    "ScoringRequestOutput": "engine.pooling",
     "StructuredOutputsParams": "engine.request",
     "TextPrompt": "engine.frontend.admission",
     "TokensPrompt": "engine.frontend.admission",

@@ -104,6 +104,10 @@ class StructuredOutputsParams(
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
 
+class GuidedDecodingParams(StructuredOutputsParams, frozen=True, kw_only=True, omit_defaults=True):
+    """vLLM's older name."""
+
+
 class RequestOutputKind(Enum):
     """What the outputs of one request hold: all so far, what is new, or there is one, at the end."""
 

@@ -72,6 +72,13 @@ INSTEAD = {
     "worker_cls": "workers are the engine's own",
 }
 
+VALUES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    "load_format": {"gguf": "auto", "hf": "auto", "safetensors": "auto"},
+}
+"""of settings that have the same name, where they have another here"""
+
 VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})
 
 
@@ -93,6 +100,8 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={value!r} is vLLM's, and has no effect here: {INSTEAD[name]}")
         elif name == "swap_space" and isinstance(value, (int, float)) and not isinstance(value, bool) and value < _FEW:
             value = int(value * _GIB)
+        elif name in VALUES and isinstance(value, str):
+            value = VALUES[name].get(value, value)
         if own in ours or (own != name and settings.get(own) is not None):
             raise ConfigError(f"{name} and {own} are one setting: give one")
         ours[own] = value

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupts_raise()
     try:
         with asyncio.Runner() as runner:
-            return runner.run(_run(options))
+            status = runner.run(_run(options))
     except (EngineError, OSError) as error:
         print(f"engine-batch: {error}", file=sys.stderr)
         return 1
@@ -89,13 +89,14 @@ def main(argv: list[str] | None = None) -> int:
         status = 128 + signal.SIGTERM
     except KeyboardInterrupt:
         status = INTERRUPTED
-    print("engine-batch: interrupted; the same command goes on from here", file=sys.stderr)
+    if status >= 128:
+        print("engine-batch: interrupted; the same command goes on from here", file=sys.stderr)
     return status
 
 
 async def _run(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
-    from engine.errors import ConfigError
+    from engine.errors import ConfigError, EngineError
     from entrypoints.batch_lines import ResultFile
     from entrypoints.server.run import signals_abandon
 
@@ -106,11 +107,16 @@ async def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--output {options.output} is the input")
     output = ResultFile(options.output, overwrite=options.overwrite)
     engine = AsyncEngine(args)
+    signals: list[int] = []
     try:
-        with signals_abandon(engine, []):
+        with signals_abandon(engine, signals):
             await engine.start()
         with _ended_by_sigterm():
             return await answer_all(engine, output, options)
+    except (asyncio.CancelledError, EngineError):
+        if not signals:
+            raise
+        return 128 + signals[0]
     finally:
         await engine.shutdown()
         output.close()

@@ -38,6 +38,8 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, object]
 """a list holds token ids, a mapping what the typed dictionaries do; `parse_prompt` checks it"""
+PromptType = Prompt
+"""vLLM's name"""
 _NOTHING_ELSE = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
 """vLLM's keys, which may be there and empty"""
 

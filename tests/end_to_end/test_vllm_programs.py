@@ -193,8 +193,9 @@ def test_streaming_with_a_core_of_its_own(model: Path, oracle: Any) -> None:
 
 def test_structured_outputs(llm: LLM) -> None:
     choice = engine.StructuredOutputsParams(choice=["Positive", "Negative"])
-    for name in ("structured_outputs", "guided_decoding"):
-        params = SamplingParams(max_tokens=20, **{name: choice})  # type: ignore[arg-type]
+    guided = engine.GuidedDecodingParams(choice=["Positive", "Negative"])
+    for name, form in (("structured_outputs", choice), ("guided_decoding", guided)):
+        params = SamplingParams(max_tokens=20, **{name: form})  # type: ignore[arg-type]
         outputs = llm.generate(prompts=PROMPTS[0], sampling_params=params)
         assert outputs[0].outputs[0].text in ("Positive", "Negative")
     llm.llm_engine.add_request(

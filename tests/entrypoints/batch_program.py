@@ -10,6 +10,8 @@ from pathlib import Path
 
 from scripted_server import Server
 
+import engine
+from engine.core.wire import CoreReady
 from entrypoints import batch
 from entrypoints.batch_lines import ResultFile
 
@@ -40,7 +42,16 @@ def main() -> int:
     for setting in rest[:at]:
         name, value = setting.split("=")
         setattr(server.script, name, json.loads(value))
-    return run(server, options_of(rest[at + 1 :]))
+    start = server.engine.start
+
+    async def started() -> CoreReady:
+        ready = await start()
+        server.script.answer = server.ids(server.answer)
+        return ready
+
+    server.engine.start = started  # type: ignore[method-assign]
+    engine.AsyncEngine = lambda args: server.engine  # type: ignore[assignment, misc]
+    return batch.main(["run", "--model", model, *rest[at + 1 :]])
 
 
 if __name__ == "__main__":

@@ -145,16 +145,30 @@ def test_a_killed_run_is_taken_up(tiny_server_model: Path, tmp_path: Path) -> No
     folder = Folder(tmp_path, [line(f"r{i}") for i in range(60)])
     command = [sys.executable, str(PROGRAM), str(tiny_server_model), "step_s=0.02", "--"]
     command += folder.arguments("--max-in-flight", "2", "--no-progress")
-    for number, lines in ((signal.SIGINT, 5), (signal.SIGTERM, 15), (signal.SIGKILL, 25)):
+    for number, lines, status in ((signal.SIGINT, 5, 130), (signal.SIGTERM, 15, 143), (signal.SIGKILL, 25, -9)):
         program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not folder.output.exists() or folder.output.read_bytes().count(b"\n") < lines:
             assert program.poll() is None
             time.sleep(0.01)
         program.send_signal(number)
-        assert program.wait(timeout=60) != 0
+        assert program.wait(timeout=60) == status
         assert folder.output.read_bytes().count(b"\n") < 60
     subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
     assert set(folder.by_id()) == {f"r{i}" for i in range(60)}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_model_loads_ends_the_run(
+    tiny_server_model: Path, tmp_path: Path, number: int, status: int
+) -> None:
+    folder = Folder(tmp_path, [line("a")])
+    command = [sys.executable, str(PROGRAM), str(tiny_server_model), "start_s=1000", "--", *folder.arguments()]
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not folder.output.exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    program.send_signal(number)
+    assert program.wait(timeout=60) == status and folder.output.read_bytes() == b""
 
 
 def test_what_finds_no_place_is_sent_again(tiny_server_model: Path, tmp_path: Path) -> None:
