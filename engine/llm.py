@@ -194,9 +194,10 @@ class LLM(PooledCalls, NotHere):
         params: BeamSearchParams,
         lora_request: object = None,
         use_tqdm: Shown = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best sequences of each prompt, best first. Raises as `generate`, and `RequestFailedError`
-        for a search that failed."""
+        """The `beam_width` best sequences of each prompt, best first. `concurrency_limit` has no effect: as many run as
+        there is room for. Raises as `generate`, and `RequestFailedError` for a search that failed."""
         refuse(lora_request=lora_request)
         outputs = self.generate(prompts, searched(params), use_tqdm=use_tqdm)
         return [beams_of(output, self._tokenizer) for output in outputs]

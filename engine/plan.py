@@ -97,6 +97,8 @@ class ModelPlan(msgspec.Struct, kw_only=True):
                 f"{self.max_model_len} tokens",
                 self.table,
             ]
+        if self.device != "cpu":
+            lines.append("CUDA graphs and the workspace of attention come on top")
         lines += [f"it does not fit: {problem}" for problem in self.problems]
         lines += [f"it would with {advice}" for advice in self.advice]
         return "\n".join(lines if self.problems else [*lines, "it fits"])

@@ -133,6 +133,7 @@ def test_on_a_gpu(large: Path) -> None:
         machine = msgspec.structs.replace(MACHINE, cuda=(gpu,))
         plan = plan_of(EngineArgs(model=str(large), max_model_len=4096), machine)
         assert (plan.fits, plan.device, plan.memory_free) == (fits, "Pretend", gib << 30)
+        assert "CUDA graphs and the workspace of attention come on top" in plan.text()
         assert fits or not any("quantization" in advice for advice in plan.advice)
 
 
