@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, nullcontext, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,9 +28,8 @@ from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
-from engine.request import RequestOutput, SamplingParams
-from engine.resolve import resolve_here
-from engine.serving import Serving
+from engine.request import RequestOutput, RequestOutputKind, SamplingParams
+from engine.serving import Serving, start_serving
 from engine.step import Pooling
 
 _COMPILED_POLL_S = 0.05
@@ -86,8 +84,9 @@ class AsyncEngine:
         final_only: bool = False,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end. The last
-        one is `finished`. `watch` is told of the end, whatever it is.
+        """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end; without
+        either, as the parameters' `output_kind` has it. The last one is `finished`. `watch` is told of the end,
+        whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
@@ -99,6 +98,9 @@ class AsyncEngine:
             if delta and final_only:
                 raise InvalidRequestError("delta and final_only exclude each other", "final_only")
             admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
+            if not delta and not final_only:
+                kind = admitted.params.output_kind
+                delta, final_only = kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
             stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch)
             async with aclosing(stream) as outputs:
                 async for output in outputs:
@@ -316,6 +318,14 @@ class AsyncEngine:
             return
         await self._engine.stop(ShutDownError("this engine was shut down"))
 
+    def shutdown_soon(self) -> None:
+        """`shutdown` for those who do not await it: streams end now, the core when the event loop turns next."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.stop_soon(ShutDownError("this engine was shut down"))
+        else:
+            self.abandon()
+
     def _require(self) -> Serving:
         if self._engine is None:
             raise EngineError("the engine has not started: `await engine.start()` first")
@@ -331,29 +341,16 @@ class AsyncEngine:
         return await asyncio.shield(self._start_task)
 
     async def _start(self) -> Serving:
-        model, config = await asyncio.to_thread(resolve_here, self._args)
-        client = self._client = self._client_factory(config)
-        ready, tokenizer = await asyncio.gather(
-            asyncio.to_thread(client.start),
-            asyncio.to_thread(
-                Tokenizer.load,
-                config.model.tokenizer,
-                Path(config.compile.cache_dir),
-                limits=config.limits,
-                max_model_len=config.model.max_model_len,
-            ),
-            return_exceptions=True,
-        )
-        if isinstance(ready, BaseException) or isinstance(tokenizer, BaseException):
-            await asyncio.to_thread(client.close)
-            if isinstance(tokenizer, BaseException):
-                raise tokenizer
-            tokenizer.close()
-            assert isinstance(ready, BaseException)
-            raise ready
-        tokenizer.start_renderer()
-        self._engine = Serving(model, config, tokenizer, client, ready)
-        return self._engine
+        serving = await start_serving(self._args, self._new_client)
+        if self._closed:  # meanwhile, by somebody who does not wait
+            await serving.stop(ShutDownError("this engine was shut down"))
+            self.check_health()
+        self._engine = serving
+        return serving
+
+    def _new_client(self, config: EngineConfig) -> CoreClient:
+        self._client = self._client_factory(config)
+        return self._client
 
     async def _admit(
         self,
@@ -378,9 +375,9 @@ class AsyncEngine:
             check_text(salt, "cache_salt")
         token_ids = parsed.token_ids
         if token_ids is None:
-            text = parsed.text or ""
-            engine.tokenizer.check_length(text)
-            token_ids = await engine.tokenizer.encode_async(text, max_ids=engine.config.model.max_model_len - 1)
+            text, contexts = parsed.text or "", engine.contexts_of(checked)
+            engine.tokenizer.check_length(text, contexts=contexts)
+            token_ids = await engine.tokenizer.encode_async(text, max_ids=contexts * self.max_model_len - 1)
         structured = checked.structured_outputs
         grammar = None if structured is None else await engine.grammars.check_async(structured)
         with fails_alone("admitting the request"):
@@ -388,7 +385,7 @@ class AsyncEngine:
             return engine.admission.admit(
                 name,
                 parsed.text,
-                token_ids,
+                engine.admission.truncated(token_ids, checked),
                 checked,
                 priority=priority,
                 cache_salt=salt,

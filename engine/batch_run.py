@@ -8,19 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from engine.request import RequestOutput
+
+Shown = bool | Callable[..., Any]
 
 
 class Progress:
     """vLLM's progress bar: prompts done, and tokens a second so far."""
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int, shown: Shown) -> None:
+        """`shown`: whether, or by what in tqdm's place."""
         from tqdm import tqdm
 
+        make = shown if callable(shown) else tqdm
         self._start = time.monotonic()
         self._input_tokens = self._output_tokens = 0
-        self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not shown)
+        self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not shown)
 
     def update(self, output: RequestOutput) -> None:
         self._input_tokens += len(output.prompt_token_ids)

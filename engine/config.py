@@ -6,14 +6,16 @@ down by constructor and crosses the process border as JSON. No room reads the en
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
-from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of
+from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
 from engine.vllm_names import translated
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -38,7 +40,14 @@ def _about(text: str, **how: object) -> msgspec.Meta:
 _SIZE = {"size": True}
 
 
-class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+class _VllmsNames(msgspec.StructMeta):
+    """Of a struct that takes vLLM's names, too. Raises `ConfigError` for those that mean nothing here."""
+
+    def __call__(self, **given: Any) -> Any:
+        return super().__call__(**translated(given))
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsNames):
     """What the user may set, declared here for all doors: Python's `LLM` and `AsyncEngine`, and the command line. None
     means "choose for me"; `resolve` chooses."""
 
@@ -134,10 +143,20 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "dummy"], _about("dummy: random weights of the model's shape, for benchmarks")
     ] = "auto"
 
+    @staticmethod
+    def add_cli_args(parser: P) -> P:
+        """To a parser or a group: an option for each setting. Returns it."""
+        return add_cli_args(parser)
+
+    @staticmethod
+    def from_cli_args(args: argparse.Namespace) -> EngineArgs:
+        """Raises `ConfigError`."""
+        return from_cli_args(args)
+
 
 def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> EngineArgs:
-    """`settings` by their names, or by vLLM's; limits as a mapping, too. Raises TypeError for a name that is none,
-    `ConfigError` for a value of another type."""
+    """`settings` by their names, or by vLLM's; limits as a mapping or "NAME=VALUE"s, too. Raises TypeError for a name
+    that is none, `ConfigError` for a value of another type."""
     settings = translated(settings)
     unknown = settings.keys() - set(EngineArgs.__struct_fields__)
     if unknown:
@@ -146,9 +165,8 @@ def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> 
     limits = given.get("limits")
     if isinstance(limits, Mapping):
         given["limits"] = limits_of(limits)
-    for name in ("limits", "override_generation_config", "speculative_config"):
-        if given.get(name, "") is None:
-            del given[name]
+    elif isinstance(limits, list):
+        given["limits"] = parse_limits(limits)
     try:
         return msgspec.convert({"model": os.fspath(model), **given}, EngineArgs)
     except msgspec.ValidationError as error:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,6 +114,48 @@ def fetched(
     place = _explained(name, lambda: _brought(name.repo, revision, cache_dir, wanted))
     only = wanted[0].name
     return os.path.join(place, only) if only.endswith(".gguf") else place
+
+
+def offered(name: HubName, *, revision: str | None, cache_dir: str | None) -> list[HubFile]:
+    """What `fetched` would bring of a model, the weights among it. Raises `ConfigError`."""
+    listed = _explained(name, lambda: _files(name.repo, name.revision or revision, cache_dir))
+    return _wanted(name, listed, with_weights=True)
+
+
+def weights_of(files: Sequence[HubFile]) -> list[HubFile]:
+    return [each for each in files if each.name.endswith((_WEIGHTS, ".gguf"))]
+
+
+def beginning_of(name: HubName, file: HubFile, num_bytes: int, *, revision: str | None) -> bytes:
+    """The first bytes of a file that is not here. Raises `ConfigError`."""
+    return _explained(name, lambda: _beginning(name.repo, file.name, num_bytes, name.revision or revision))
+
+
+def _beginning(repo: str, file: str, num_bytes: int, revision: str | None) -> bytes:
+    from huggingface_hub import hf_hub_url
+
+    utils: Any = import_module("huggingface_hub.utils")  # which exports its names lazily
+
+    headers = {**utils.build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}"}
+    got = bytearray()
+    url = hf_hub_url(repo, file, revision=revision)
+    with utils.get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=_PATIENCE_S) as reply:
+        utils.hf_raise_for_status(reply)
+        for piece in reply.iter_bytes():
+            got += piece
+            if len(got) >= num_bytes:  # also of a hub that knows no ranges
+                break
+    return bytes(got[:num_bytes])
+
+
+def free_disk(cache_dir: str | None) -> tuple[Path, int]:
+    """Where models from a hub are kept, and the bytes that are free there."""
+    from huggingface_hub import constants
+
+    place = Path(cache_dir or constants.HF_HUB_CACHE)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place, shutil.disk_usage(place).free
 
 
 def _files(repo: str, revision: str | None, cache_dir: str | None) -> list[HubFile]:
@@ -218,13 +261,8 @@ def _check_fit(name: HubName, wanted: Sequence[HubFile], memory_bytes: int, quan
 
 
 def _check_disk(name: HubName, wanted: Sequence[HubFile], cache_dir: str | None) -> None:
-    from huggingface_hub import constants
-
     missing = sum(each.size for each in wanted if each.missing)
-    place = Path(cache_dir or constants.HF_HUB_CACHE)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = free_disk(cache_dir)
     if missing > free:
         raise ConfigError(
             f"{name.repo}: {size_text(missing)} are to be fetched, and {place} has {size_text(free)} free: set "

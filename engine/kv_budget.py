@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.layer_groups import group_layers, most_blocks
+from engine.layer_groups import LayerGroup, group_layers, most_blocks
 from engine.models.spec import DecoderSpec
 from engine.sizes import size_text
 
@@ -35,14 +35,23 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     draft_bytes: int = 0
     """that the layers of a draft keep of a token; they share the blocks of one of the groups"""
 
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return group_layers([layer.window for layer in self.spec.layers], self.longest)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of any group."""
+        largest = max(len(group.layers) for group in self.groups)
+        of_layers = kv_bytes_per_token(self.spec, self.dtype) * self.block_size * largest // self.spec.num_layers
+        return of_layers + self.draft_bytes * self.block_size
+
+    def blocks_of(self, tokens: int) -> int:
+        """Over all groups."""
+        return sum(most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in self.groups)
+
     def bytes_of(self, tokens: int) -> int:
-        groups = group_layers([layer.window for layer in self.spec.layers], self.longest)
-        largest = max(len(group.layers) for group in groups)
-        block_bytes = kv_bytes_per_token(self.spec, self.dtype) * self.block_size * largest // self.spec.num_layers
-        block_bytes += self.draft_bytes * self.block_size
-        return block_bytes * sum(
-            most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in groups
-        )
+        return self.block_bytes * self.blocks_of(tokens)
 
     def tokens_in(self, memory_bytes: int) -> int:
         """At most `longest`; 0 where not even one fits."""

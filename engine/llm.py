@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from engine.batch_run import Progress, interrupts_between_steps
+from engine.batch_run import Progress, Shown, interrupts_between_steps
 from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreStats, ResetPrefixCache
-from engine.errors import InvalidRequestError, QueueFullError, ShutDownError
-from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt, parse_prompts
+from engine.errors import InvalidRequestError, ShutDownError
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
-from engine.frontend.texts import check_params, check_text
-from engine.frontend.tokenizer import Tokenizer
 from engine.pooled_calls import PooledCalls
-from engine.request import RequestOutput, SamplingParams
-from engine.resolve import resolve_here
-from engine.session import Session
+from engine.request import RequestOutput, RequestOutputKind, SamplingParams
+from engine.session import Session, open_session
+from engine.stepping import Stepper
+from engine.vllm.beams import BeamSearchOutput, BeamSearchParams, beams_of, searched
+from engine.vllm.llm_engine import LLMEngine
+from engine.vllm.metrics import Metric, metrics_of
+from engine.vllm.offline import NotHere, check_format, refuse, with_token_ids
+
+if TYPE_CHECKING:
+    import transformers
 
 logger = logging.getLogger(__name__)
 
 ClientFactory = Callable[[EngineConfig], CoreClient]
 
 
-class LLM(PooledCalls):
+class LLM(PooledCalls, NotHere):
     """A model, loaded and ready. Use it as a context manager, or call `shutdown`, to free its memory at a certain time.
 
     One thread at a time. With `in_process` the core runs in the calling thread (nothing to start, easy to debug);
@@ -57,24 +60,19 @@ class LLM(PooledCalls):
     def _start(self, args: EngineArgs, client_factory: ClientFactory) -> None:
         self._closed = False
         self._calls = 0
-        self.model, self.config = resolve_here(args)
-        self._tokenizer = Tokenizer.load(
-            self.config.model.tokenizer,
-            Path(self.config.compile.cache_dir),
-            limits=self.config.limits,
-            max_model_len=self.config.model.max_model_len,
-        )
-        client = client_factory(self.config)
-        self.ready = client.start()
-        self._session = Session(self.model, self.config, self._tokenizer, client, self.ready)
+        self._session = open_session(args, client_factory)
+        self.model, self.config, self.ready = self._session.model, self._session.config, self._session.ready
+        self._tokenizer = self._session.tokenizer
+        self._stepper = Stepper(self._session)
+        self.llm_engine = LLMEngine(self._session, self._stepper)
 
     @property
     def model_config(self) -> ModelConfig:
         return self.config.model
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer in use; its `hf` is transformers' object."""
-        return self._tokenizer
+    def get_tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """transformers' own, loaded when it is first asked for; the engine's prompts go another way."""
+        return self._tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the recommendation in the model's generation config, else the defaults."""
@@ -123,57 +121,54 @@ class LLM(PooledCalls):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: Shown = True,
+        lora_request: object = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs in the order of the prompts.
+        """Continue each prompt; outputs in the order of the prompts. `prompt_token_ids` (vLLM's, of old): in place of
+        the prompts' texts, or of the prompts.
 
         Raises `InvalidRequestError` before anything runs when one prompt or its parameters can not be served. A
         request that fails later, inside the core, fails alone: its output has finish_reason "error" and the cause as
         stop_reason.
         """
-        self._alive()
+        session = self._alive()
+        refuse(lora_request=lora_request)
         arrival = time.monotonic()
-        parsed = parse_prompts(prompts)
+        parsed = with_token_ids(prompts, prompt_token_ids)
         params = self._per_prompt(sampling_params, len(parsed))
         if priority is not None and len(priority) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts but {len(priority)} priorities", "priority")
         call = self._number_call()
         admitted = []
-        for i, (prompt, token_ids) in enumerate(zip(parsed, self._token_ids(parsed), strict=True)):
+        for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed, params), strict=True)):
             with _naming(i, len(parsed)):
-                if prompt.cache_salt is not None:
-                    check_text(prompt.cache_salt, "cache_salt")
-                checked = check_params(params[i])
-                structured = checked.structured_outputs
-                request = self._session.admission.admit(
-                    f"{call}.{i}",
-                    prompt.text,
-                    token_ids,
-                    checked,
-                    priority=priority[i] if priority is not None else 0,
-                    cache_salt=prompt.cache_salt,
-                    grammar=None if structured is None else self._session.grammars.check(structured),
-                )
-            admitted.append(request)
+                urgency = priority[i] if priority is not None else 0
+                admitted.append(session.admit(f"{call}.{i}", prompt, ids, params[i], priority=urgency))
         return self._run(admitted, arrival, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: Shown = True,
+        lora_request: object = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of lists)."""
+        self._alive()
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        check_format(chat_template_content_format)
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[ChatMessage]]", [messages] if one or not messages else messages)
         texts = [
@@ -193,13 +188,29 @@ class LLM(PooledCalls):
         prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: Shown = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, best first. `concurrency_limit` has no effect: as many run as
+        there is room for. Raises as `generate`, and `RequestFailedError` for a search that failed."""
+        refuse(lora_request=lora_request)
+        outputs = self.generate(prompts, searched(params), use_tqdm=use_tqdm)
+        return [beams_of(output, self._tokenizer) for output in outputs]
+
+    def get_metrics(self) -> list[Metric]:
+        """What `/metrics` of a server shows, as vLLM's objects."""
+        return metrics_of(self._session.metrics.registry)
+
     def shutdown(self) -> None:
         """Free the model and its memory; idempotent."""
         if not self._closed:
             self._closed = True
-            self._session.client.close()
-            self._tokenizer.close()
-            self._session.grammars.close()
+            self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -230,55 +241,42 @@ class LLM(PooledCalls):
             raise InvalidRequestError(f"{count} prompts but {got} sampling_params", "sampling_params")
         return params
 
-    def _run(self, admitted: list[AdmittedRequest], arrival: float, use_tqdm: bool) -> list[RequestOutput]:
-        """Keep the core busy without overfilling its bounded queue; whatever interrupts this ends what is in flight."""
-        waiting, in_flight = deque(admitted), 0
-        sizes = {request.request_id: _num_sequences(request) for request in admitted}
-        done: dict[str, RequestOutput] = {}
-        limit = self.config.scheduler.max_waiting
+    def _run(self, admitted: list[AdmittedRequest], arrival: float, use_tqdm: Shown) -> list[RequestOutput]:
+        """Until all have ended; whatever interrupts this ends those that have not."""
+        names = [request.request_id for request in admitted]
+        done: dict[str, RequestOutput | None] = dict.fromkeys(names)
+        missing = len(done)
         bar = Progress(len(admitted), use_tqdm)
         with interrupts_between_steps() as check_interrupt:
             try:
-                while len(done) < len(admitted):
-                    while waiting and (in_flight == 0 or in_flight + sizes[waiting[0].request_id] <= limit):
-                        try:
-                            self._session.submit(waiting[0], arrival, final_only=True)
-                        except QueueFullError:
-                            if not in_flight:
-                                raise
-                            break  # what is there will empty it
-                        in_flight += sizes[waiting.popleft().request_id]
-                    touched = self._session.take_in(self._session.client.recv())
-                    for output in self._session.take_ended(touched):
+                for request in admitted:
+                    self._stepper.add(request, arrival, RequestOutputKind.FINAL_ONLY)
+                while missing:
+                    for output in self._stepper.step():
+                        if output.request_id not in done:
+                            self._stepper.keep(output)
+                            continue
                         done[output.request_id] = output
-                        in_flight -= sizes[output.request_id]
+                        missing -= 1
                         bar.update(output)
                     check_interrupt()
             finally:
                 bar.close()
-                self._session.forget(self._session.processor.request_ids())
-        for request in admitted:
-            outputs = done[request.request_id].outputs
-            self._session.grammars.validate(request.params, [(output, output.text) for output in outputs])
-        return [done[request.request_id] for request in admitted]
+                self._stepper.drop(names)
+        return [output for output in done.values() if output is not None]
 
-    def _token_ids(self, prompts: Sequence[ParsedPrompt]) -> Iterator[list[int]]:
+    def _token_ids(self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams] = ()) -> Iterator[list[int]]:
         """Of each, all texts at once. Raises `InvalidRequestError`."""
         texts = []
         for i, prompt in enumerate(prompts):
             if prompt.token_ids is None:
                 with _naming(i, len(prompts)):
-                    self._tokenizer.check_length(prompt.text or "")
+                    contexts = self._session.contexts_of(params[i] if params else None)
+                    self._tokenizer.check_length(prompt.text or "", contexts=contexts)
                 texts.append(prompt.text or "")
         with fails_alone("tokenizing"):
             encoded = iter(self._tokenizer.encode_batch(texts))
         return (next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts)
-
-
-def _num_sequences(request: AdmittedRequest) -> int:
-    """That the core holds for it at a time."""
-    beams = request.message.beams
-    return max(len(request.message.request_ids), 0 if beams is None else beams.width)
 
 
 @contextmanager

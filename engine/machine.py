@@ -46,7 +46,7 @@ def probe_machine(device: Device = "auto") -> Machine:
         logger.warning("device='auto' takes the CPU, because %s", problem)
     return Machine(
         physical_cores=_physical_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=main_memory()[0],
         cuda=cuda,
         cuda_problem=problem,
         home=str(Path.home()),
@@ -64,10 +64,14 @@ def _physical_cores() -> int:
     return len(cores)
 
 
-def _memory_bytes() -> int:
-    total = int(psutil.virtual_memory().total)
-    limit = _read("/sys/fs/cgroup/memory.max")
-    return min(total, int(limit)) if limit and limit.isdigit() else total
+def main_memory() -> tuple[int, int]:
+    """(total, free) bytes that the machine, or the control group around this process, grants."""
+    memory = psutil.virtual_memory()
+    total, free = int(memory.total), int(memory.available)
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit and limit.isdigit() and used and used.isdigit() and int(limit) < total:
+        total, free = int(limit), min(free, max(int(limit) - int(used), 0))
+    return total, free
 
 
 def _cuda_devices() -> tuple[CudaDevice, ...]:

@@ -6,12 +6,16 @@ context length) is checked by `engine.frontend.admission`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import copy
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Literal, Self
 
 import msgspec
 
 from engine.errors import InvalidRequestError
 from engine.limits import RANGES
+from engine.vllm.sampling import translated
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -100,8 +104,30 @@ class StructuredOutputsParams(
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to continue one prompt. Defaults are vLLM's.
+class GuidedDecodingParams(StructuredOutputsParams, frozen=True, kw_only=True, omit_defaults=True):
+    """vLLM's older name."""
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of one request hold: all so far, what is new, or there is one, at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class _VllmsNames(msgspec.StructMeta):
+    """Of a struct that takes vLLM's names, too, and refuses other ones by name."""
+
+    def __call__(self, **given: Any) -> Any:
+        if not given.keys() <= set(self.__struct_fields__):
+            given = translated(given, self.__struct_fields__)
+        return super().__call__(**given)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=_VllmsNames):
+    """How to continue one prompt. Defaults are vLLM's, and so are the names; whose have no effect here are refused with
+    what to use instead. What is changed later is checked when a request is made of it, which changes nothing then.
 
     ``temperature`` 0 means greedy. ``top_k`` 0 or -1 keeps all. ``seed`` None draws one per request. ``logprobs`` is
     the number of alternatives beside the chosen token; None turns log-probabilities off. ``logit_bias`` maps token id
@@ -109,8 +135,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     returned, best first, when all have ended.
 
     ``use_beam_search`` searches instead of sampling: with ``best_of`` (or ``n``) beams, ``length_penalty`` and
-    ``early_stopping`` as in transformers; the ``n`` best sequences come at the end, with their ``score``. Raises
-    `InvalidRequestError` naming the field.
+    ``early_stopping`` as in transformers; the ``n`` best sequences come at the end, with their ``score``.
+
+    Of a prompt the last ``truncate_prompt_tokens`` are kept; -1: as many as leave room for one to come. ``output_kind``
+    is heeded by `AsyncEngine` and `LLMEngine`; `LLM` gives what there is in the end. Raises `InvalidRequestError`
+    naming the field.
     """
 
     n: int = 1
@@ -140,6 +169,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """As vLLM's: None means the default where the default is not None (but `max_tokens` None is no bound); keys of
+        `logit_bias` may be texts, and its values are cut to what is allowed."""
+        for name in [name for name, value in given.items() if value is None and name != "max_tokens"]:
+            del given[name]
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            allowed = RANGES["logit_bias"]
+            try:
+                cut = {int(token): min(allowed.high, max(allowed.low, value)) for token, value in bias.items()}
+            except (TypeError, ValueError) as error:
+                raise InvalidRequestError(f"logit_bias: token ids and numbers, please: {error}", "logit_bias") from None
+            given["logit_bias"] = cut
+        return cls(**given)
+
+    def clone(self) -> Self:
+        return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -160,6 +209,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError("stop must not contain an empty string", "stop")
         if any(not w.strip() for w in self.bad_words or ()):
             raise InvalidRequestError("bad_words must not contain an empty word", "bad_words")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            got = repr(self.output_kind)[:100]
+            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, got {got}", "output_kind")
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != -1 and not (isinstance(kept, int) and kept > 0):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be at least 1, or -1, got {kept}", "truncate_prompt_tokens"
+            )
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
@@ -213,7 +270,7 @@ _NOT_WITH_BEAMS = (
     "logprobs",
     "prompt_logprobs",
 )
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -255,6 +312,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     why it cannot be told"""
 
     @property
+    def lora_request(self) -> None:
+        """vLLM's; there are no adapters."""
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -274,3 +335,19 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     pooled: Any = None
     """of requests that are pooled (`engine.pooling`): a NumPy array, float32 [vectors, size], when they have ended"""
     metrics: RequestMetrics | None = None
+
+    @property
+    def lora_request(self) -> None:
+        """vLLM's, as the ones below; there are no adapters."""
+
+    @property
+    def encoder_prompt(self) -> None:
+        """There are no encoders."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """There are no encoders."""
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """Nothing is transferred."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
 from engine.errors import CoreDiedError, EngineError, ShutDownError
@@ -17,6 +18,7 @@ from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
+from engine.plan import resolve_with_plan
 from engine.request import CompletionOutput, RequestOutput
 from engine.session import Session
 
@@ -47,6 +49,32 @@ class _News:
             finally:
                 self._waiter = None
         self._come = False
+
+
+async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], CoreClient]) -> Serving:
+    """Load a model and start its core, off the event loop. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    model, config = await asyncio.to_thread(resolve_with_plan, args)
+    client = make_client(config)
+    ready, tokenizer = await asyncio.gather(
+        asyncio.to_thread(client.start),
+        asyncio.to_thread(
+            Tokenizer.load,
+            config.model.tokenizer,
+            Path(config.compile.cache_dir),
+            limits=config.limits,
+            max_model_len=config.model.max_model_len,
+        ),
+        return_exceptions=True,
+    )
+    if isinstance(ready, BaseException) or isinstance(tokenizer, BaseException):
+        await asyncio.to_thread(client.close)
+        if isinstance(tokenizer, BaseException):
+            raise tokenizer
+        tokenizer.close()
+        assert isinstance(ready, BaseException)
+        raise ready
+    tokenizer.start_renderer()
+    return Serving(model, config, tokenizer, client, ready)
 
 
 class Serving(Session):
@@ -131,9 +159,16 @@ class Serving(Session):
         self.die(reason)
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
-        await asyncio.to_thread(self.client.close)
-        self.tokenizer.close()
-        self.grammars.close()
+        await asyncio.to_thread(self.close)
+
+    def stop_soon(self, reason: ShutDownError) -> None:
+        """The same without waiting for it: when the event loop turns next, also where that ends."""
+        self.die(reason)
+        if self._receiver.done():
+            self.close()
+        else:
+            self._receiver.add_done_callback(lambda _: self.close())
+            self._receiver.cancel()
 
     async def _receive(self) -> None:
         """The one task that listens to the core. Whatever ends it is told to every stream and to health."""

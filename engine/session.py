@@ -5,25 +5,45 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
-from engine.frontend.admission import Admission, AdmittedRequest, default_sampling_params
+from engine.frontend.admission import Admission, AdmittedRequest, ParsedPrompt, default_sampling_params
 from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.pins import PinnedPrefixes
+from engine.frontend.texts import check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
 from engine.grammars.vocabularies import ModelVocabulary
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
+from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
+    """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    model, config = resolve_with_plan(args)
+    tokenizer = Tokenizer.load(
+        config.model.tokenizer,
+        Path(config.compile.cache_dir),
+        limits=config.limits,
+        max_model_len=config.model.max_model_len,
+    )
+    client = client_factory(config)
+    try:
+        return Session(model, config, tokenizer, client, client.start())
+    except BaseException:
+        tokenizer.close()
+        raise
 
 
 class Session:
@@ -74,7 +94,36 @@ class Session:
         if self.death is None:
             self.death = error
 
+    def close(self) -> None:
+        """Stop the core and free everything."""
+        self.client.close()
+        self.tokenizer.close()
+        self.grammars.close()
+
     # -- a request ---------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, request_id: str, prompt: ParsedPrompt, token_ids: list[int], params: SamplingParams, *, priority: int = 0
+    ) -> AdmittedRequest:
+        """Raises `InvalidRequestError`; changes nothing then."""
+        if prompt.cache_salt is not None:
+            check_text(prompt.cache_salt, "cache_salt")
+        checked = check_params(params)
+        structured = checked.structured_outputs
+        return self.admission.admit(
+            request_id,
+            prompt.text,
+            self.admission.truncated(token_ids, checked),
+            checked,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            grammar=None if structured is None else self.grammars.check(structured),
+        )
+
+    def contexts_of(self, params: SamplingParams | None) -> int:
+        """That a prompt's text may fill: more than one where only its end is kept."""
+        truncates = params is not None and getattr(params, "truncate_prompt_tokens", None) is not None
+        return self.config.limits.contexts_translated if truncates else 1
 
     def submit(
         self, admitted: AdmittedRequest, arrival: float, *, delta: bool = False, final_only: bool = False
@@ -119,24 +168,17 @@ class Session:
             self.metrics.observe_request(timings)
         return progress.touched
 
-    def take_ended(self, names: Iterable[str]) -> list[RequestOutput]:
-        """Of these requests, the last outputs of those that have ended, which are forgotten. What has failed has
-        finish_reason "error"."""
-        ended = []
-        for name in dict.fromkeys(names):
-            if not self.processor.finished(name):
-                continue
-            error: EngineError | None = self.processor.error(name)
-            try:
-                output = self.processor.take(name)
-            except RequestFailedError as failed:
-                error, output = failed, self.processor.take_failed(name, failed)
-            self.forget([name])
-            if error is not None:
-                logger.warning("request %s failed: %s", name, error)
-            if output is not None:
-                ended.append(output)
-        return ended
+    def take(self, name: str) -> RequestOutput | None:
+        """What is new of a request. What has failed has finish_reason "error", and is finished."""
+        error: EngineError | None = self.processor.error(name)
+        try:
+            output = self.processor.take(name)
+        except RequestFailedError as failed:
+            error, output = failed, self.processor.take_failed(name, failed)
+            output.finished = True
+        if error is not None:
+            logger.warning("request %s failed: %s", name, error)
+        return output
 
     def abort(self, name: str) -> None:
         """It ends with what there is; an unknown name is ignored."""

@@ -19,6 +19,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_custom_all_reduce": (),
     "disable_log_requests": (),
     "disable_log_stats": (),
+    "enable_log_requests": (),
     "enable_chunked_prefill": (None, True),
     "generation_config": ("auto",),
     "max_parallel_loading_workers": (),
@@ -71,6 +72,13 @@ INSTEAD = {
     "worker_cls": "workers are the engine's own",
 }
 
+VALUES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    "load_format": {"gguf": "auto", "hf": "auto", "safetensors": "auto"},
+}
+"""of settings that have the same name, where they have another here"""
+
 VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})
 
 
@@ -79,18 +87,22 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
     setting are given."""
     ours: dict[str, Any] = {}
     for name, value in settings.items():
+        if value is None:  # not set
+            continue
         own = RENAMED.get(name, name)
         if name == "enforce_eager":
-            own, value = "compile", "none" if value else None
-            if value is None:
+            if not value:
                 continue
+            own, value = "compile", "none"
         elif name in WITHOUT_EFFECT and (not WITHOUT_EFFECT[name] or value in WITHOUT_EFFECT[name]):
             continue
         elif name in INSTEAD:
             raise ConfigError(f"{name}={value!r} is vLLM's, and has no effect here: {INSTEAD[name]}")
         elif name == "swap_space" and isinstance(value, (int, float)) and not isinstance(value, bool) and value < _FEW:
             value = int(value * _GIB)
-        if own in ours or (own != name and own in settings):
+        elif name in VALUES and isinstance(value, str):
+            value = VALUES[name].get(value, value)
+        if own in ours or (own != name and settings.get(own) is not None):
             raise ConfigError(f"{name} and {own} are one setting: give one")
         ours[own] = value
     return ours

@@ -25,14 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        action=_Names,
-        metavar="NAME",
-        help="the model's name in the API, and others that requests may use; default: its directory or file name",
-    )
-    parser.set_defaults(model_aliases=())
+    add_served_names(parser)
     key = parser.add_mutually_exclusive_group()
     key.add_argument(
         "--api-key",
@@ -66,7 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
-    _add_speech_options(parser)
+    add_speech_options(parser)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="serve nothing: print what the model needs, whether it fits, and which setting would make it fit; nothing "
+        "large is fetched for it. The exit status is 0 where it fits, else 1",
+    )
+    parser.add_argument("--json", action="store_true", help="what --check prints as one JSON object")
     _add_log_options(parser)
     add_engine_options(parser)
     return parser
@@ -104,7 +104,18 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_speech_options(parser: argparse.ArgumentParser) -> None:
+def add_served_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action=_Names,
+        metavar="NAME",
+        help="the model's name in the API, and others that requests may use; default: its directory or file name",
+    )
+    parser.set_defaults(model_aliases=())
+
+
+def add_speech_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tool-call-parser",
         default="auto",
@@ -195,6 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     _refuse_swallowed_model(parser, options)
     if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:
         parser.error("--log-prompts has no effect without --log-requests or --otlp-endpoint")
+    if options.json and not options.check:
+        parser.error("--json has no effect without --check")
     for library in ("httpx", "httpx2"):  # a line for each request to a hub
         logging.getLogger(library).setLevel(logging.WARNING)
     with logging_to_stderr(options.log_level.upper(), options.log_format):
@@ -205,10 +218,13 @@ def _run(options: argparse.Namespace) -> int:
     import asyncio
 
     from engine.errors import EngineError
+    from entrypoints.check import check
     from entrypoints.server.run import run_loop
 
     interrupts_raise()
     try:
+        if options.check:
+            return check(options)
         return run_loop(_serve(options))
     except EngineError as error:
         if options.log_format == "json":

@@ -29,6 +29,10 @@ def bench() -> int:
     return _door("engine-bench", "entrypoints.bench.cli")
 
 
+def batch() -> int:
+    return _door("engine-batch", "entrypoints.batch")
+
+
 def interrupts_raise() -> None:
     """From now on Ctrl-C raises `KeyboardInterrupt`. Without effect where no door began here (tests, embedding)."""
     if isinstance(signal.getsignal(signal.SIGINT), _EndAtOnce):

@@ -171,7 +171,7 @@ def run_one(options: str, model: str | None, text: str, tokens: int, window: int
     arguments = [*shlex.split(options), "--max-model-len", str(window + 16), "--kv-cache-memory", "512MiB"]
     args = parse([*arguments, model] if model is not None else arguments)
     with LLM.from_args(args) as llm:
-        hf = llm.get_tokenizer().hf
+        hf = llm.get_tokenizer()
         ids = hf.encode(text[: 12 * tokens], add_special_tokens=False)
         opening = hf.encode("a", add_special_tokens=True)
         first = opening[0] if opening[:1] == [hf.bos_token_id] else None

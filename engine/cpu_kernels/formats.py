@@ -20,6 +20,14 @@ class Format(IntEnum):
     Q6_K = 6
 
 
+FORMAT_OF_GGUF: dict[int, Format] = {
+    2: Format.Q4_0,
+    3: Format.Q4_1,
+    8: Format.Q8_0,
+    12: Format.Q4_K,
+    14: Format.Q6_K,
+}
+"""keys: values of gguf.GGMLQuantizationType, whose members find them too; the library need not be imported for it"""
 _GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q4_0: (32, 576),
     Format.Q4_1: (32, 640),
@@ -34,6 +42,11 @@ _INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for for
 def packable(n: int, k: int, format: Format) -> bool:
     """Whether a matrix [n, k] can be packed so: any n, and k a multiple of what the format takes together."""
     return n > 0 and k > 0 and k % _INPUTS_AT_ONCE[format] == 0
+
+
+def packed_bytes(n: int, k: int, format: Format) -> int:
+    """Of a matrix [n, k] that `packable` allows."""
+    return -(-n // PANEL) * panel_bytes(k, format)
 
 
 def panel_bytes(k: int, format: Format) -> int:

@@ -17,15 +17,6 @@ from engine.cpu_kernels import gguf_packing
 from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
 from engine.cpu_kernels.rotation import rotate, rotate_back
 
-FORMAT_OF_GGUF: dict[int, Format] = {
-    2: Format.Q4_0,
-    3: Format.Q4_1,
-    8: Format.Q8_0,
-    12: Format.Q4_K,
-    14: Format.Q6_K,
-}
-"""keys: values of gguf.GGMLQuantizationType, whose members find them too; the library need not be imported for it"""
-
 _GROUP = 32
 _AT_ONCE = 1 << 18  # elements of a matrix whose temporaries stay in cache
 _INT8_LEVELS = 127.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, TypeGuard
 
 import msgspec
 
@@ -36,8 +36,12 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | TextPrompt | TokensPrompt | Mapping[str, object]
-"""a mapping holds what the typed dictionaries do; `parse_prompt` checks it"""
+Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, object]
+"""a list holds token ids, a mapping what the typed dictionaries do; `parse_prompt` checks it"""
+PromptType = Prompt
+"""vLLM's name"""
+_NOTHING_ELSE = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
+"""vLLM's keys, which may be there and empty"""
 
 
 class ParsedPrompt(msgspec.Struct, frozen=True):
@@ -63,13 +67,16 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Sort out the accepted shapes. Raises `InvalidRequestError` for any other."""
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None, None)
+    if _are_token_ids(prompt):
+        return ParsedPrompt(None, list(prompt), None)
     if not isinstance(prompt, Mapping) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
         raise InvalidRequestError(
-            'a prompt is a string, {"prompt": str} or {"prompt_token_ids": list of int}, '
+            'a prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": list of int}, '
             f"got {type(prompt).__name__}",
             "prompt",
         )
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    empty = {key for key in _NOTHING_ELSE if not prompt.get(key)}
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"} - empty
     if unknown:
         raise InvalidRequestError(f"a prompt has no key {min(map(str, unknown))!r}", "prompt")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
@@ -86,13 +93,18 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
     """One, or a list of them."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or (prompts and _are_token_ids(prompts)):
         return [parse_prompt(prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidRequestError(
             f"prompts must be one prompt or a list of them, got {type(prompts).__name__}", "prompt"
         )
-    return [parse_prompt(prompt) for prompt in prompts]
+    return [parse_prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]  # the others are refused there
+
+
+def _are_token_ids(prompt: object) -> TypeGuard[list[int]]:
+    """By the first of them; admission looks at the others."""
+    return isinstance(prompt, (list, tuple)) and (not prompt or type(prompt[0]) is int)
 
 
 def default_sampling_params(generation_defaults: Mapping[str, bool | int | float]) -> SamplingParams:
@@ -202,6 +214,11 @@ class Admission:
             raise InvalidRequestError(
                 "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
             )
+
+    def truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """What of a prompt `truncate_prompt_tokens` keeps."""
+        kept = params.truncate_prompt_tokens
+        return token_ids if kept is None else token_ids[-(self._max_model_len - 1 if kept == -1 else kept) :]
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from engine.errors import TOO_LONG, InvalidRequestError
 from engine.limits import Limits
 from engine.request import SamplingParams
@@ -42,7 +44,7 @@ def check_name(name: object, field: str, limits: Limits) -> str:
 
 
 def check_params(params: object) -> SamplingParams:
-    """The texts among them; their ranges are checked where they are made. Raises `InvalidRequestError`."""
+    """A copy, which nobody changes any more. Raises `InvalidRequestError`."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
             f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
@@ -56,4 +58,4 @@ def check_params(params: object) -> SamplingParams:
             raise InvalidRequestError(f"{field} must be a list of strings, got {type(texts).__name__}", field)
         for text in texts:
             check_text(text, field)
-    return params
+    return replace(params)  # which checks ranges anew: they may have changed since it was made

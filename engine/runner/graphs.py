@@ -19,8 +19,8 @@ from compilation.graphs.memory import estimate_graph_bytes
 from compilation.interface import CompiledModel
 from engine.config import EngineConfig
 from engine.models.spec import DecoderSpec
+from engine.models.step_memory import estimate_activation_bytes
 from engine.runner.loading import graph_mode
-from engine.runner.memory import estimate_activation_bytes
 
 logger = logging.getLogger(__name__)
 

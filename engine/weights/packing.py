@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import Quantization
-from engine.cpu_kernels.formats import PANEL, Format, packable
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.packed import (

@@ -171,7 +171,7 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
         api_key = take_api_key(options.api_key, options.api_key_file)
         if options.otlp_endpoint is not None:
             check_tracing(options.otlp_endpoint)
-        with _signals_abandon(engine, signals):
+        with signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
@@ -217,7 +217,7 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
 
 
 @contextmanager
-def _signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
+def signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
     """While the engine starts, SIGTERM and Ctrl-C are noted, kill the core and cancel this task. Threads may be
     importing or reading files meanwhile, and are not waited for."""
     task = asyncio.current_task()

@@ -38,7 +38,7 @@ def core_of(llm: LLM) -> EchoCore:
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm._tokenizer
     params = [SamplingParams(max_tokens=len(tokenizer.encode(t))) for t in TEXTS]
     outputs = llm.generate(TEXTS, params, use_tqdm=False)
     assert [o.prompt for o in outputs] == TEXTS
@@ -47,7 +47,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_every_prompt_shape_gives_the_same_tokens(llm: LLM) -> None:
-    ids = llm.get_tokenizer().encode("hello")
+    ids = llm._tokenizer.encode("hello")
     params = SamplingParams(max_tokens=2)
     shapes: list[Any] = ["hello", {"prompt": "hello"}, {"prompt_token_ids": ids}]
     one_by_one = [llm.generate(shape, params, use_tqdm=False)[0].outputs[0].token_ids for shape in shapes]
@@ -175,7 +175,7 @@ def test_chat_renders_the_template_without_further_special_tokens(llm: LLM) -> N
     conversations = [[{"role": "user", "content": t}] for t in ("hello", "world")]
     outputs = llm.chat(conversations, SamplingParams(max_tokens=1), use_tqdm=False)
     assert [o.prompt for o in outputs] == [f"<|user|>{t}</s><|assistant|>" for t in ("hello", "world")]
-    assert llm.get_tokenizer().decode(outputs[0].prompt_token_ids, skip_special_tokens=False) == outputs[0].prompt
+    assert llm._tokenizer.decode(outputs[0].prompt_token_ids, skip_special_tokens=False) == outputs[0].prompt
     assert llm.chat(conversations[0], use_tqdm=False)[0].prompt == outputs[0].prompt
 
 

@@ -17,6 +17,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_every_public_name_resolves_and_others_do_not() -> None:
     assert [getattr(engine, name).__name__ for name in engine.__all__] == engine.__all__
+    for name in ("PromptType", "PoolingRequestOutput", "EmbeddingRequestOutput", "ScoringRequestOutput"):
+        assert getattr(engine, name) is not None  # types without a name of their own
     with pytest.raises(AttributeError, match="Nonsense"):
         _ = engine.Nonsense
 

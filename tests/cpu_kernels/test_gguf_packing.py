@@ -10,8 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_blocks import ENCODINGS, random_blocks
 
-from engine.cpu_kernels.formats import Format, packable, panel_bytes
-from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, panel_bytes
+from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate_back
 from engine.weights.gguf_dequant import dequantize_into
 

@@ -11,9 +11,9 @@ from gguf_blocks import ENCODINGS, random_blocks
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
-from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
-from engine.cpu_kernels.quantize import FORMAT_OF_GGUF, pack_gguf, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate, rotate_back
 from engine.models.layers import activated
 from engine.models.packed import FUSED_GATES

@@ -34,7 +34,7 @@ def hf_logprobs(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tenso
 def prompts() -> list[list[int]]:
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     with LLM(smollm2_path(), device="cpu", max_model_len=64, kv_cache_memory=1 << 24, compile="none") as llm:
-        ids = llm.get_tokenizer().encode(text)[: 4 * CHUNK]
+        ids = llm._tokenizer.encode(text)[: 4 * CHUNK]
     return [ids[i : i + CHUNK] for i in range(0, 4 * CHUNK, CHUNK)]
 
 

@@ -24,7 +24,7 @@ def test_greedy_tokens_equal_transformers_past_the_window() -> None:
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     with LLM(path, dtype="float32", device="cpu", max_model_len=2048, kv_cache_memory=1 << 29, compile="none") as llm:
-        ids = llm.get_tokenizer().encode(text)
+        ids = llm._tokenizer.encode(text)
         prompts = [ids[:length] for length in LENGTHS]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     ours = [output.outputs[0].token_ids for output in outputs]

@@ -42,7 +42,7 @@ def args_of(model: Path, **settings: Any) -> EngineArgs:
 
 def ends_soon(llm: LLM) -> dict[int, float]:
     """The model is random: what ends a text is made likelier."""
-    return {token: 3.0 for c in '"}],0' if (token := llm.get_tokenizer().backend.token_to_id(c)) is not None}
+    return {token: 3.0 for c in '"}],0' if (token := llm._tokenizer.backend.token_to_id(c)) is not None}
 
 
 def prompts(count: int) -> list[dict[str, list[int]]]:
@@ -169,7 +169,7 @@ def test_grammars_may_name_tokens(model: Path) -> None:
         params = SamplingParams(max_tokens=9, structured_outputs=asked)
         [output] = llm.generate(prompts(1), params, use_tqdm=False)  # type: ignore[arg-type]
         [one] = output.outputs
-        vocabulary = llm.get_tokenizer().backend.get_vocab()
+        vocabulary = llm._tokenizer.backend.get_vocab()
         a, b, c = (vocabulary[letter] for letter in "abc")
         assert one.token_ids[:3] == [1, a, b] and one.token_ids[3] in (10, 11, 12) and one.token_ids[4:] == [c]
         assert one.finish_reason == "stop"

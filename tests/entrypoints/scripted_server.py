@@ -26,6 +26,7 @@ from engine import AsyncEngine, EngineArgs
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, CoreStats, SequenceDelta, StepOutputs, ToCore
 from engine.errors import CoreDiedError
 from engine.frontend.tokenizer import Tokenizer as EngineTokenizer
+from engine.limits import Limits
 from engine.step import TokenLogprobs
 from entrypoints.server.app import create_app
 
@@ -238,10 +239,11 @@ class ScriptedCore:
 class Server:
     """One application and its scripted core."""
 
-    def __init__(self, model: Path, **app_options: Any) -> None:
+    def __init__(self, model: Path, *, limits: Limits | None = None, **app_options: Any) -> None:
         self.script = Script()
         self.core = ScriptedCore(self.script)
-        args = EngineArgs(model=str(model), served_model_name="tiny", device="cpu", compile="none")
+        settings = {} if limits is None else {"limits": limits}
+        args = EngineArgs(model=str(model), served_model_name="tiny", device="cpu", compile="none", **settings)
         self.engine = AsyncEngine(args, client_factory=lambda config: self.core)
         self._app_options = app_options
         self.answer = ANSWER

@@ -42,6 +42,7 @@ runpy.run_module(door, run_name="__main__")
     [
         ("entrypoints.serve", "engine-serve", ["--port", "0"]),
         ("entrypoints.chat", "engine-chat", []),
+        ("entrypoints.batch", "engine-batch", ["run", "-i", "none", "-o", "none"]),
         ("entrypoints.bench.cli", "engine-bench", ["latency"]),
     ],
 )

@@ -30,6 +30,11 @@ def test_names_that_mean_the_same_are_taken() -> None:
     assert make_args("model", {"kv_cache_memory_bytes": 1 << 30}).kv_cache_memory == 1 << 30
 
 
+def test_values_under_vllms_names() -> None:
+    args = make_args("model", {"dtype": "half", "kv_cache_dtype": "fp8_e4m3", "load_format": "safetensors"})
+    assert (args.dtype, args.kv_cache_dtype, args.load_format) == ("float16", "fp8", "auto")
+
+
 def test_what_asks_for_nothing_is_taken() -> None:
     for name, neutral in WITHOUT_EFFECT.items():
         for value in neutral or (True, False):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,17 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FETCH = """
+import sys
+from engine.errors import ConfigError
+from engine.hub import fetched, hub_name
+model, memory, revision, quantization = sys.argv[1:]
+try:
+    print(fetched(hub_name(model), revision=revision or None, cache_dir=None,
+                  memory_bytes=int(memory) if memory else None, quantization=quantization or None))
+except ConfigError as error:
+    print("REFUSED", error)
+"""
 
 
 class Hub(ThreadingHTTPServer):
@@ -121,3 +135,22 @@ def serving_hub(root: Path) -> Iterator[Hub]:
         hub.shutdown()
         hub.server_close()
         thread.join()
+
+
+class Home:
+    """A user's machine: what it has fetched stays from one run to the next."""
+
+    def __init__(self, hub: Hub, place: Path) -> None:
+        self.hub, self.place = hub, place
+
+    def run(self, script: str, *arguments: str, **more: str) -> str:
+        environment = {**os.environ, "HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.place), **more}
+        environment.pop("HF_TOKEN", None)
+        command = [sys.executable, "-c", script, *arguments]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def fetch(self, model: str, memory: int | None = 1 << 40, revision: str = "", quant: str = "", **more: str) -> str:
+        return self.run(FETCH, model, "" if memory is None else str(memory), revision, quant, **more)

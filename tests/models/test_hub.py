@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loopback_hub import COMMIT, Hub, serving_hub
+from loopback_hub import COMMIT, Home, serving_hub
 
 from engine.errors import ConfigError
 from engine.hub import HubName, hub_name
@@ -29,17 +27,6 @@ CONFIG = {
     "torch_dtype": "float32",
     "eos_token_id": 1,
 }
-FETCH = """
-import sys
-from engine.errors import ConfigError
-from engine.hub import fetched, hub_name
-model, memory, revision, quantization = sys.argv[1:]
-try:
-    print(fetched(hub_name(model), revision=revision or None, cache_dir=None,
-                  memory_bytes=int(memory) if memory else None, quantization=quantization or None))
-except ConfigError as error:
-    print("REFUSED", error)
-"""
 RESOLVE = """
 import sys
 from engine.config import EngineArgs
@@ -47,25 +34,6 @@ from engine.resolve import resolve_here
 description, config = resolve_here(EngineArgs(model=sys.argv[1], device="cpu"))
 print(config.model.served_name, config.model.path == description.path, config.model.tokenizer == description.path)
 """
-
-
-class Home:
-    """A user's machine: what it has fetched stays from one run to the next."""
-
-    def __init__(self, hub: Hub, place: Path) -> None:
-        self.hub, self.place = hub, place
-
-    def run(self, script: str, *arguments: str, **more: str) -> str:
-        environment = {**os.environ, "HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.place), **more}
-        environment.pop("HF_TOKEN", None)
-        command = [sys.executable, "-c", script, *arguments]
-        root = Path(__file__).parents[2]
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def fetch(self, model: str, memory: int | None = 1 << 40, revision: str = "", quant: str = "", **more: str) -> str:
-        return self.run(FETCH, model, "" if memory is None else str(memory), revision, quant, **more)
 
 
 @pytest.fixture

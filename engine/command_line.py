@@ -1,0 +1,151 @@
+"""Settings as command-line options: for the doors, and for scripts as vLLM's examples are. Nothing heavy: --help is
+instant.
+
+An option that is None was not set: then the setting's own default holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from engine.config import EngineArgs
+
+Parser = argparse._ActionsContainer
+"""a parser, or a group of its options"""
+P = TypeVar("P", bound=Parser)
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """vLLM's: options may be written with underscores, --max_model_len for --max-model-len."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        import sys
+
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_dashed(text) for text in given], namespace)
+
+
+def _dashed(text: str) -> str:
+    name, equals, value = text.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else text
+
+
+def add_cli_args(parser: P) -> P:
+    """Every setting, the model's name too; the attributes are `LLM`'s keywords, None where not set. Returns the
+    parser."""
+    before = set(parser._actions)
+    add_engine_options(parser, prefix="")
+    for action in set(parser._actions) - before:
+        action.default = None
+    parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
+    parser.add_argument("--served-model-name")
+    return parser
+
+
+def from_cli_args(options: argparse.Namespace) -> EngineArgs:
+    """Of options that `add_cli_args` added; others are left alone. Raises `ConfigError`."""
+    from engine.config import EngineArgs, make_args
+    from engine.errors import ConfigError
+    from engine.vllm_names import VLLMS_NAMES
+
+    names = {*EngineArgs.__struct_fields__, *VLLMS_NAMES} - {"model"}
+    settings = {name: value for name, value in vars(options).items() if name in names}
+    if options.model is None:
+        raise ConfigError("--model is missing")
+    return make_args(options.model, settings)
+
+
+def size_bytes(text: str) -> int:
+    """'4GiB', '512M', '1000000' → bytes."""
+    from engine.sizes import parse_size  # not at the top: --help is instant
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def json_object(text: str) -> dict[str, object]:
+    """'{"top_p": 0.9}' → {"top_p": 0.9}."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text[:100]!r} as a JSON object; write for example '{{\"name\": 1}}'"
+        )
+    return value
+
+
+def core_list(text: str) -> tuple[int, ...]:
+    """'0,2-4' → (0, 2, 3, 4)."""
+    try:
+        ranges = [part.split("-") for part in text.split(",")]
+        return tuple(core for first, *last in ranges for core in range(int(first), int((last or [first])[-1]) + 1))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"cannot read {text!r} as a list of CPUs; write 0,1 or 0-3") from None
+
+
+def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
+    """One option for each setting of `EngineArgs`. Names follow vLLM's where it has the option. `prefix`: of the
+    attributes that hold what vLLM's other names were given."""
+    import msgspec
+
+    from engine.config import EngineArgs
+
+    group = parser.add_argument_group("engine") if isinstance(parser, argparse.ArgumentParser) else parser
+    hints = get_type_hints(EngineArgs, include_extras=True)
+    for field in msgspec.structs.fields(EngineArgs):
+        kind, about = hints[field.name], msgspec.Meta()
+        if get_origin(kind) is Annotated:
+            kind, about = get_args(kind)
+        how = about.extra or {}
+        if not how.get("hidden"):
+            flag = "--" + str(how.get("flag", field.name)).replace("_", "-")
+            settings = _option_of(kind, field.default, bool(how.get("size")))
+            group.add_argument(flag, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
+    _add_vllms_options(parser, prefix)
+
+
+def _add_vllms_options(parser: Parser, prefix: str) -> None:
+    """Those that mean the same under another name here, and those that are refused with what to use instead."""
+    from engine.vllm_names import VLLMS_NAMES
+
+    for name in VLLMS_NAMES:
+        flag = "--" + name.replace("_", "-")
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag, dest=prefix + name, nargs="?", type=_plain_value, const=True, help=argparse.SUPPRESS
+            )
+
+
+def _plain_value(text: str) -> object:
+    """'1' → 1, 'true' → True, 'auto' → 'auto'."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _option_of(kind: Any, default: Any, is_size: bool) -> dict[str, Any]:
+    """argparse's settings for a type. Options without a default of their own are None where they are not set."""
+    kinds = [one for one in get_args(kind) if one is not NoneType] if get_origin(kind) in (Union, UnionType) else [kind]
+    first = kinds[0]
+    if is_size:
+        return {"type": size_bytes, "metavar": "SIZE", "default": default}
+    if get_origin(first) is Literal:
+        return {"choices": list(get_args(first)), "default": default}
+    if first is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": default}
+    if first in (int, float, str):
+        return {"type": first, "default": default}
+    if get_origin(first) is tuple:
+        return {"type": core_list, "metavar": "LIST"}
+    if get_origin(first) is dict:
+        return {"type": json_object, "metavar": "JSON", "default": {}}
+    return {"action": "append", "metavar": "NAME=VALUE", "default": []}

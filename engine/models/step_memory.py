@@ -1,0 +1,36 @@
+"""What a step needs beside weights and KV, by shapes alone. Torch-free."""
+
+from __future__ import annotations
+
+from engine.models.spec import DecoderSpec
+
+_LOGITS_COPIES = 3
+"""float32 logits, what sampling masks them into, and one temporary of the same size"""
+
+
+def estimate_activation_bytes(spec: DecoderSpec, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
+    """Upper estimate of a step's peak in bytes, from shapes alone (CPU, where a dummy step at full budget takes
+    seconds).
+
+    Of the layers only one is alive at a time. Its widest moments are attention (residual, normed input, merged QKV,
+    rotated q and k, attention output) and the MLP (residual, normed input, merged gate and up, their product, the
+    output and its norm); norms work in float32. The logits of `max_samples` positions come on top, float32.
+    """
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = 2 * spec.hidden_size + (q + 2 * kv) + (q + kv) + q
+    outputs = 2 if spec.norm_placement == "before" else 3
+    mlp = (1 + outputs) * spec.hidden_size + (3 if spec.gated else 2) * spec.intermediate_size
+    norm = 4 * spec.hidden_size * 2
+    per_token = max(attention, mlp) * dtype_bytes + norm
+    return max_tokens * per_token + logits_bytes(spec.vocab_size, max_samples)
+
+
+def logits_bytes(vocab_size: int, max_samples: int) -> int:
+    """Logits of a step and what sampling makes of them; bytes."""
+    return _LOGITS_COPIES * 4 * vocab_size * max_samples
+
+
+def estimate_workspace_bytes(max_rows: int, max_model_len: int, blocks: int) -> int:
+    """Tables of tokens and blocks, and what penalties remember of each row; an attention backend's own comes on top.
+    `blocks`: of a sequence of `max_model_len`."""
+    return max_rows * (12 * max_model_len + 4 * blocks)

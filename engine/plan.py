@@ -1,0 +1,328 @@
+"""What a model needs and whether this machine has it, told before anything large is fetched or loaded.
+
+The figures are estimates by the model's description (`engine.weights.sizes`, `engine.models.step_memory`), divided by
+the memory ledger itself: what fits here fits when it is loaded, but for what attention, graphs and the allocator take
+on a GPU. Which setting would help is found by trying.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.config import EngineArgs, EngineConfig
+from engine.errors import ConfigError, UnsupportedModelError, WeightsError
+from engine.hub import HubFile, HubName, beginning_of, fetched, free_disk, hub_name, offered, weights_of
+from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token
+from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
+from engine.layer_groups import with_layers_behind
+from engine.machine import Machine, main_memory, probe_machine
+from engine.models.description import ModelDescription, describe
+from engine.models.drafts import DraftDescription, describe_draft
+from engine.models.gguf_header import read_gguf_header
+from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
+from engine.reports import LoadReport
+from engine.resolve import resolve, resolve_here
+from engine.speculation import speculation_of
+from engine.weights.sizes import gguf_weight_bytes, weight_bytes
+
+logger = logging.getLogger(__name__)
+
+_HEADS = (8 << 20, 64 << 20, 256 << 20)
+"""bytes of a GGUF file in which its header is looked for"""
+_LEAST_CONTEXT = 16
+_CANDIDATES: tuple[dict[str, Any], ...] = (
+    {"kv_cache_memory": None},
+    {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "fp8"},
+    {"max_num_seqs": 16, "max_num_batched_tokens": 256},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"quantization": "int4", "kv_cache_dtype": "int8"},
+)
+
+
+class ModelPlan(msgspec.Struct, kw_only=True):
+    """Bytes, but where a name says otherwise. What could not be found out is None."""
+
+    model: str
+    device: str
+    fits: bool = False
+    problems: list[str] = []
+    """why not"""
+    advice: list[str] = []
+    """settings, as options of engine-serve, each of which would make it fit"""
+    file_bytes: int
+    """of the weights on disk, or on the hub"""
+    download_bytes: int = 0
+    """of all that is not here yet"""
+    disk_place: str | None = None
+    disk_free: int | None = None
+    memory_total: int
+    memory_free: int
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    weight_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+    kv_cache_bytes: int | None = None
+    num_blocks: int | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    """tokens of the longest sequence"""
+    sequences: float | None = None
+    """of that length, that the KV cache holds"""
+    table: str = ""
+    """the memory ledger"""
+
+    def text(self) -> str:
+        size = human(self.file_bytes)
+        if self.download_bytes:
+            size += f", {human(self.download_bytes)} of it and its texts to be fetched"
+            size += f" to {self.disk_place}, which has {human(self.disk_free or 0)} free"
+        lines = [f"{self.model} on {self.device}", f"files: {size}"]
+        if self.table:
+            lines += [
+                f"weights as {self.quantization if self.quantization != 'none' else self.dtype}, KV cache as "
+                f"{self.kv_cache_dtype}, {human(self.kv_bytes_per_token or 0)} a token; longest sequence "
+                f"{self.max_model_len} tokens",
+                self.table,
+            ]
+        if self.device != "cpu":
+            lines.append("CUDA graphs and the workspace of attention come on top")
+        lines += [f"it does not fit: {problem}" for problem in self.problems]
+        lines += [f"it would with {advice}" for advice in self.advice]
+        return "\n".join(lines if self.problems else [*lines, "it fits"])
+
+
+class _Files(msgspec.Struct):
+    """A model's description as far as it is here, and what the whole weighs."""
+
+    path: str
+    weights: list[HubFile]
+    others: list[HubFile]
+
+
+def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | None = None) -> ModelPlan:
+    """`machine` and `free_bytes`: another than this, and what of its memory nobody uses. Raises `ConfigError` and
+    `UnsupportedModelError` for what is no model at all."""
+    machine = probe_machine(args.device) if machine is None else machine
+    on_gpu = args.device != "cpu" and bool(machine.cuda)
+    total = machine.cuda[0].memory_bytes if on_gpu else machine.memory_bytes
+    if free_bytes is None:
+        free_bytes = total if on_gpu else min(main_memory()[1], total)
+    with _described(args.model, args.revision, args) as files, _local_draft(args) as (local, draft):
+        brought = (*files.weights, *files.others, *draft)
+        missing = sum(each.size for each in brought if each.missing)
+        plan = ModelPlan(
+            model=args.model,
+            device=machine.cuda[0].name if on_gpu else "cpu",
+            file_bytes=sum(each.size for each in files.weights),
+            download_bytes=missing,
+            memory_total=total,
+            memory_free=free_bytes,
+        )
+        local = replace(local, model=files.path)
+        fit = _Fit(local, machine, total, free_bytes)
+        try:
+            _enter(plan, *fit.of(local))
+        except ConfigError as error:
+            plan.weight_bytes = fit.weights(local.dtype, local.quantization)
+            plan.problems.append(f"{error} (its weights alone: {human(plan.weight_bytes)})")
+            plan.advice += fit.advice()
+        if not files.weights:
+            plan.problems.append(f"{files.path} holds no weights that are read (*.safetensors, or one .gguf file)")
+    if missing:
+        place, plan.disk_free = free_disk(args.download_dir)
+        plan.disk_place = str(place)
+        if missing > plan.disk_free:
+            plan.problems.append(f"{place} has {human(plan.disk_free)} free: set HF_HOME or --download-dir")
+    plan.fits = not plan.problems
+    return plan
+
+
+def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: SequenceSizes) -> None:
+    plan.dtype, plan.quantization, plan.kv_cache_dtype = config.model.dtype, config.model.quantization, sizes.dtype
+    plan.weight_bytes, plan.kv_cache_bytes = ledger.weight_bytes, ledger.kv_bytes
+    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.spec, sizes.dtype) + sizes.draft_bytes
+    plan.num_blocks, plan.block_size, plan.max_model_len = ledger.num_blocks, ledger.block_size, ledger.max_model_len
+    plan.sequences = round(ledger.num_blocks / ledger.sequence_blocks, 1)
+    plan.table = ledger.table()
+
+
+class _Fit:
+    """One model on one machine, under settings that may change."""
+
+    def __init__(self, args: EngineArgs, machine: Machine, total: int, free: int) -> None:
+        self._args, self._machine, self._total, self._free = args, machine, total, free
+        self._model = describe(args.model)
+        self._header = read_gguf_header(args.model) if self._model.source == "gguf" else None
+        kind = "cuda" if args.device != "cpu" and machine.cuda else "cpu"
+        self._draft = describe_draft(speculation_of(args, kind), self._model.spec)
+
+    def of(self, args: EngineArgs) -> tuple[EngineConfig, MemoryLedger, SequenceSizes]:
+        """Raises `ConfigError` where they do not hold together, or do not fit."""
+        config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.spec)
+        sizes = _sizes(config, self._model, self._draft)
+        report = self._report(config, sizes)
+        ledger = memory_ledger(load=report, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
+        return config, ledger, sizes
+
+    def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:
+        scheduler, length, spec = config.scheduler, config.model.max_model_len, self._model.spec
+        dtype_bytes = DTYPE_BYTES[config.model.dtype]
+        packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"
+        weights = self.weights(config.model.dtype, config.model.quantization)
+        activations = estimate_activation_bytes(
+            spec, dtype_bytes, scheduler.max_num_batched_tokens, scheduler.max_sampled
+        )
+        groups = sizes.groups
+        if self._draft is not None:
+            groups = with_layers_behind(groups, self._draft.spec.num_layers)
+            weights += weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, packs=packs)
+        return LoadReport(
+            weight_bytes=weights,
+            activation_bytes=activations,
+            workspace_bytes=estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length)),
+            block_bytes=sizes.block_bytes,
+            windows=tuple(group.window for group in groups),
+            device_bytes_total=self._total,
+            device_bytes_free=self._free,
+            attention_backend="",
+        )
+
+    def weights(self, dtype: str, quantization: str) -> int:
+        """Their bytes, under settings ("auto" among them) or as they were resolved."""
+        on_cpu = self._args.device == "cpu" or not self._machine.cuda
+        packs = on_cpu and dtype in ("auto", "bfloat16")
+        if quantization in ("auto", "gguf") and packs and self._header is not None:
+            return gguf_weight_bytes(self._header.tensors, self._model.spec)
+        kind: Literal["int8", "int4", "none"] = (
+            "int8" if quantization == "int8" else "int4" if quantization == "int4" else "none"
+        )
+        return weight_bytes(self._model.spec, DTYPE_BYTES.get(dtype, 2), kind, packs=packs)
+
+    def advice(self) -> list[str]:
+        """What would make it fit: one setting, or the longest context with or without another quantization."""
+        found = [
+            _as_options(change)
+            for change in _CANDIDATES
+            if any(getattr(self._args, name) != value for name, value in change.items()) and self._fits(change)
+        ]
+        for quantization in dict.fromkeys((self._args.quantization, "int8", "int4")):
+            change = {"quantization": quantization}
+            if self._fits(change):  # without a shorter context
+                break
+            length = self._longest(change)
+            if length is not None:
+                own = {} if quantization == self._args.quantization else change
+                found.append(_as_options({**own, "max_model_len": length}))
+                break
+        return list(dict.fromkeys(found))
+
+    def _fits(self, change: dict[str, Any]) -> bool:
+        try:
+            self.of(replace(self._args, **change))
+        except ConfigError:
+            return False
+        return True
+
+    def _longest(self, change: dict[str, Any]) -> int | None:
+        """Context below the one that is asked for."""
+        asked = self._args.max_model_len or self._model.max_position
+        lengths = range(_LEAST_CONTEXT, asked, _LEAST_CONTEXT)
+        place = bisect_left(lengths, True, key=lambda length: not self._fits({**change, "max_model_len": length}))
+        return lengths[place - 1] if place else None
+
+
+def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescription | None) -> SequenceSizes:
+    return SequenceSizes(
+        spec=model.spec,
+        dtype=config.cache.dtype,
+        block_size=config.cache.block_size,
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        longest=config.model.max_model_len,
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.spec, config.cache.dtype),
+    )
+
+
+def _as_options(change: dict[str, Any]) -> str:
+    """`--quantization int8`"""
+    shown = []
+    for name, value in change.items():
+        flag = "--" + name.replace("_", "-")
+        shown.append(f"no {flag}" if value is None else f"{flag} {value}")
+    return " ".join(shown)
+
+
+@contextmanager
+def _local_draft(args: EngineArgs) -> Iterator[tuple[EngineArgs, list[HubFile]]]:
+    """With a path in place of a draft's name, and the draft's files where it had one."""
+    model = str(args.speculative_config.get("model", ""))
+    if not model or hub_name(model) is None:
+        yield args, []
+        return
+    with _described(model, None, args) as files:
+        speculative = {**args.speculative_config, "model": files.path}
+        yield replace(args, speculative_config=speculative), [*files.weights, *files.others]
+
+
+@contextmanager
+def _described(model: str, revision: str | None, args: EngineArgs) -> Iterator[_Files]:
+    """Only texts, and the beginning of a GGUF file, are brought here."""
+    name = hub_name(model)
+    if name is None:
+        path = Path(model).expanduser()
+        found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        yield _Files(str(path), [HubFile(each.name, each.stat().st_size, False) for each in found], [])
+        return
+    files = offered(name, revision=revision, cache_dir=args.download_dir)
+    weights = weights_of(files)
+    others = [each for each in files if each not in weights]
+    if not weights or not weights[0].name.endswith(".gguf"):
+        place = fetched(name, revision=revision, cache_dir=args.download_dir, memory_bytes=None)
+        yield _Files(place, weights, others)
+    elif not weights[0].missing:
+        place = fetched(name, revision=revision, cache_dir=args.download_dir, memory_bytes=weights[0].size)
+        yield _Files(place, weights, others)
+    else:
+        with tempfile.TemporaryDirectory(prefix="pageloom-plan-") as folder:
+            path = Path(folder) / weights[0].name
+            _bring_header(name, weights[0], path, revision)
+            yield _Files(str(path), weights, others)
+
+
+def _bring_header(name: HubName, file: HubFile, path: Path, revision: str | None) -> None:
+    """A file of the same length with nothing behind its header. Raises `ConfigError`, `WeightsError`."""
+    for num_bytes in _HEADS:
+        path.write_bytes(beginning_of(name, file, min(num_bytes, file.size), revision=revision))
+        os.truncate(path, file.size)  # sparse
+        try:
+            describe(str(path))
+        except (ConfigError, UnsupportedModelError, WeightsError):
+            if num_bytes >= min(_HEADS[-1], file.size):
+                raise
+        else:
+            return
+
+
+def resolve_with_plan(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
+    """As `resolve_here`; where weights are to be fetched, their plan is logged before."""
+    if hub_name(args.model) is not None:
+        try:
+            plan = plan_of(args)
+        except (ConfigError, UnsupportedModelError, WeightsError):
+            pass  # said with more of a cause by what follows
+        else:
+            if plan.download_bytes:
+                logger.log(logging.INFO if plan.fits else logging.WARNING, "before it is fetched:\n%s", plan.text())
+    return resolve_here(args)

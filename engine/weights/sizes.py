@@ -1,0 +1,93 @@
+"""What a model's weights take in memory, by its dimensions, before any of them is there. Torch-free.
+
+The same sums as `loader.weight_bytes` makes of a model that has been loaded (a test compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from engine.config import Quantization
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, packed_bytes
+from engine.models.gguf_header import TensorExtent
+from engine.models.spec import DecoderSpec
+
+_MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
+_Q5_0, _Q8_0 = 6, 8
+"""ggml's numbers; five bits run as eight"""
+
+
+def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, *, packs: bool) -> int:
+    """Of a checkpoint that is read element by element. `packs`: matrices are packed (CPU, bfloat16)."""
+    matrix = _MATRIX_FORMAT.get(quantization, Format.BFLOAT16) if packs else None
+    head = Format.INT8 if matrix is not None and matrix is not Format.BFLOAT16 else matrix
+    width = spec.embedding_size or spec.hidden_size
+    norms, others = _norm_values(spec), _vector_values(spec)
+    total = norms * (4 if spec.norm == "rms_one_plus" else dtype_bytes) + dtype_bytes * others + _sink_bytes(spec)
+    total += sum(_matrix_bytes(n, k, matrix, dtype_bytes) for n, k in _matrices(spec))
+    total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes)
+    return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
+
+
+def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec) -> int:
+    """Of a GGUF file that runs from its blocks."""
+    vector_bytes = 4 if spec.norm == "rms_one_plus" else 2
+    return sum(_extent_bytes(extent, vector_bytes) for extent in tensors.values())
+
+
+def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
+    elements = 1
+    for size in extent.shape:
+        elements *= size
+    if len(extent.shape) != 2:
+        return vector_bytes * elements
+    n, k = extent.shape
+    encoding = _Q8_0 if int(extent.encoding) == _Q5_0 else int(extent.encoding)
+    return _matrix_bytes(n, k, FORMAT_OF_GGUF.get(encoding, Format.BFLOAT16), 2)
+
+
+def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> int:
+    """[n, k]: in the format, or in bfloat16 where that takes other sizes, or as it is."""
+    if format is None:
+        return dtype_bytes * n * k
+    for possible in (format, Format.BFLOAT16):
+        if packable(n, k, possible):
+            return packed_bytes(n, k, possible)
+    return dtype_bytes * n * k
+
+
+def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of all but the tables."""
+    hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    heads = spec.num_heads * spec.head_dim
+    for _ in range(spec.num_layers):
+        yield (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden
+        yield hidden, heads
+        yield (1 + spec.gated) * spec.intermediate_size, hidden
+        yield hidden, spec.intermediate_size
+    if width != hidden:
+        yield hidden, width
+        yield width, hidden
+
+
+def _norm_values(spec: DecoderSpec) -> int:
+    each = (4 if spec.norm_placement == "around" else 2) * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
+    values = spec.num_layers * each + spec.hidden_size * spec.final_norm
+    return values * (2 if spec.norm == "layer" else 1)
+
+
+def _vector_values(spec: DecoderSpec) -> int:
+    """Biases, and learned positions."""
+    hidden = spec.hidden_size
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    mlp = (1 + spec.gated) * spec.intermediate_size + hidden
+    biases = qkv * spec.qkv_bias + hidden * spec.o_bias + mlp * spec.mlp_bias
+    values = spec.num_layers * biases
+    if spec.position_offset is not None:
+        values += (spec.max_position + spec.position_offset) * hidden
+    return values
+
+
+def _sink_bytes(spec: DecoderSpec) -> int:
+    """float32 in any case."""
+    return 4 * spec.num_heads * spec.num_layers * spec.sinks

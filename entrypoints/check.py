@@ -1,0 +1,26 @@
+"""`engine-serve --check MODEL`: what it needs and whether this machine has it, before anything large is fetched."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from entrypoints.options import engine_args
+
+
+def check(options: argparse.Namespace) -> int:
+    """Prints the plan (`--json`: for machines). The exit status: 0 where it fits, else 1."""
+    from engine.errors import EngineError
+    from engine.plan import plan_of
+
+    try:
+        plan = plan_of(engine_args(options, options.model))
+    except EngineError as error:
+        if options.json:
+            print(msgspec.json.encode({"fits": False, "problems": [str(error)]}).decode())
+        print(f"engine-serve: {error}", file=sys.stderr)
+        return 1
+    print(msgspec.json.encode(plan).decode() if options.json else plan.text())
+    return 0 if plan.fits else 1

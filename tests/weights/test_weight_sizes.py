@@ -1,0 +1,48 @@
+"""What weights take, told from a description, is what a loaded model's weights take."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+
+from gguf_models import write_gguf
+from tiny_models import CASES, make_model
+
+from engine.config import EngineArgs
+from engine.models.description import describe
+from engine.models.gguf_header import read_gguf_header
+from engine.resolve import resolve_here
+from engine.runner.loading import load_parts
+from engine.weights.sizes import gguf_weight_bytes, weight_bytes
+
+
+def loaded_bytes(path: str, native_cache: Path, **settings: str) -> tuple[int, str]:
+    args = EngineArgs(model=path, device="cpu", cache_dir=str(native_cache), **settings)  # type: ignore[arg-type]
+    config = resolve_here(args)[1]
+    return load_parts(config).weight_bytes, config.model.quantization
+
+
+@pytest.mark.pairwise()
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_cache: Path) -> None:
+    make_model(case).save_pretrained(tmp_path)
+    settings = {"dtype": "float32"} if quantization == "float32" else {"quantization": quantization}
+    loaded, kind = loaded_bytes(str(tmp_path), native_cache, **settings)
+    spec = resolve_here(EngineArgs(model=str(tmp_path), device="cpu"))[0].spec
+    dense = quantization == "float32"
+    told = weight_bytes(spec, 4 if dense else 2, kind, packs=not dense)  # type: ignore[arg-type]
+    assert told == loaded
+
+
+@pytest.mark.parametrize("encoding", ["F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q5_1"])
+@pytest.mark.parametrize("case", ["llama", "gemma3_windows"])
+def test_of_a_gguf_file(case: str, encoding: str, tmp_path: Path, native_cache: Path) -> None:
+    path = write_gguf(make_model(case), tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
+    loaded, kind = loaded_bytes(path, native_cache)
+    assert kind == "gguf" and gguf_weight_bytes(read_gguf_header(path).tensors, describe(path).spec) == loaded
