@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from engine import SamplingParams
 from engine.dialects.forms import Piece
-from engine.errors import InvalidRequestError
 from engine.request import CompletionOutput, StructuredOutputsParams
 from entrypoints.server.speech import Speech, ThinkingState, no_calls
 from entrypoints.server.tools import ToolUse
