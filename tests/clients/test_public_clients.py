@@ -30,7 +30,12 @@ CLIENTS = {
 @pytest.mark.parametrize("client", CLIENTS)
 def test_all_that_a_client_does_works(client: str, served: str, tokenizer: Path) -> None:
     command = [python_of(client), HERE / "scripts" / f"{CLIENTS[client]}.py", served, MODEL, tokenizer]
-    away = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    away = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "NO_PROXY": "127.0.0.1",
+    }
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environ | away)
     assert done.returncode == 0, done.stderr[-3000:]

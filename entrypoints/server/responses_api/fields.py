@@ -47,6 +47,8 @@ class ContextFields(Body):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: NoEffect = None
+    client_metadata: NoEffect = None
+    """Codex's"""
 
     def items(self) -> list[dict[str, Any]]:
         if self.input is None:

@@ -130,7 +130,8 @@ async def without_waiting() -> None:
     """The same routes by the asynchronous client."""
     async with anthropic.AsyncAnthropic(**OPTIONS) as other:
         assert (await other.messages.create(**ASKED)).content
-        assert [event.type async for event in await other.messages.create(**ASKED, stream=True)][0] == "message_start"
+        kinds = [event.type async for event in await other.messages.create(**ASKED, stream=True)]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
         async with other.messages.stream(**ASKED) as stream:
             assert await stream.get_final_text()
         asked = {name: ASKED[name] for name in ("model", "messages")}

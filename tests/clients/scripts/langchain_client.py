@@ -1,5 +1,5 @@
-"""langchain-openai: ChatOpenAI by chat completions and by responses, OpenAI's completions, structured output in its three
-methods, tools."""
+"""langchain-openai: ChatOpenAI by chat completions and by responses, OpenAI's completions, structured output in its
+three methods, tools."""
 
 from __future__ import annotations
 

@@ -4,15 +4,12 @@ local-chat-completions, on tasks that are made here."""
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from checks import Checks
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 import lm_eval
+from checks import Checks
 from lm_eval.tasks import TaskManager
 
 checks = Checks()
@@ -79,7 +76,7 @@ def evaluated(model: str, route: str, names: list[str], **options: object) -> di
 
 
 def log_likelihoods() -> None:
-    """The capital is likelier than a word of another kind, which holds only if the scores are those of the right tokens."""
+    """The capital is likelier than a word of another kind: so it is by the scores of the right tokens."""
     for tokenized in (True, False):
         found = evaluated("local-completions", "completions", ["capitals_choice"], tokenized_requests=tokenized)
         assert found["capitals_choice"]["acc,none"] == 1.0, found
