@@ -52,8 +52,7 @@ class RunningRows:
         self.stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
         self._num_entries = 0
-        self.free = list(range(num_rows - 1, -1, -1))
-        """and not reserved"""
+        self.free = list(range(num_rows - 1, -1, -1))  # but for those that are reserved
         self._released: list[int] = []
 
     # -- coming and going --------------------------------------------------------------------------------------------
