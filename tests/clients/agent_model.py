@@ -33,8 +33,9 @@ TEMPLATE = (
 )
 """As Qwen3's, it drops thinking once the user has asked again."""
 SAYING = (
-    "file path line edit read search shell run test branch commit diff tool answer user agent rule never always only "
-    "when before after change keep short plan check error output directory project module function name value return ask"
+    "file path line edit read search shell run test branch commit diff tool answer user agent rule never "
+    "always only when before after change keep short plan check error output directory project module "
+    "function name value return ask"
 )
 
 
