@@ -108,7 +108,7 @@ def _summary(measured: dict[str, Any], batch: int) -> dict[str, Any]:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def serve(model: str, tokenizer: str, port: int, folder: str) -> None:
+def serve(model: str, tokenizer: str, port: int, folder: str, reading: bool) -> None:
     """The server process: everything but the model is what `engine-serve` runs."""
     from engine import AsyncEngine
     from entrypoints.serve import build_parser
@@ -126,7 +126,8 @@ def serve(model: str, tokenizer: str, port: int, folder: str) -> None:
         served_model_name="stand-in",
     )
     engine = AsyncEngine(args, client_factory=lambda c: ProcessClient(c, executor=EXECUTOR))
-    options = build_parser().parse_args(["x", "--log-level", "warning"])
+    parsers = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"] if reading else []
+    options = build_parser().parse_args(["x", "--log-level", "warning", *parsers])
     raise SystemExit(run_loop(serve_engine(engine, listen("127.0.0.1", port), options)))
 
 
@@ -148,8 +149,13 @@ async def _stream(port: int, path: str, body: dict[str, Any]) -> int:
     return events
 
 
-async def _load(port: int, streams: int, tokens: int, chat: bool) -> int:
+_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"text": {"type": "string"}}}}}
+
+
+async def _load(port: int, streams: int, tokens: int, chat: bool, reading: bool) -> int:
     common = {"model": "stand-in", "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
+    if chat and reading:
+        common["tools"] = [_TOOL]
     if chat:
         path, bodies = (
             "/v1/chat/completions",
@@ -169,9 +175,10 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def measure_server(
-    model: str, tokenizer: str, streams: int, tokens: int, compute_ms: float, threads: int
+    model: str, tokenizer: str, streams: int, tokens: int, compute_ms: float, threads: int, reading: bool
 ) -> dict[str, Any]:
-    """CPU time of the front-end process per streamed token, then of all its processes while nothing is asked."""
+    """CPU time of the front-end process per streamed token, then of all its processes while nothing is asked.
+    `reading`: it looks for thinking and for calls of a tool in what chats are answered."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         settings = {"batch": 0, "steps": 0, "compute_s": compute_ms / 1e3, "threads": threads, "parts": False}
         (Path(folder) / "settings.json").write_text(json.dumps(settings))
@@ -179,7 +186,7 @@ def measure_server(
         port = free.getsockname()[1]
         free.close()
         command = [sys.executable, __file__, "--serve", str(port), "--tokenizer", tokenizer, "--folder", folder]
-        server = subprocess.Popen([*command, "--model", model])
+        server = subprocess.Popen([*command, "--model", model, *(["--reading"] if reading else [])])
         try:
             while True:
                 try:
@@ -190,12 +197,12 @@ def measure_server(
                         raise RuntimeError("the server did not start") from None
                     time.sleep(0.2)
             front = psutil.Process(server.pid)
-            (core,) = front.children()
+            core = max(front.children(), key=lambda child: child.memory_info().rss)  # helpers are small
             figures: dict[str, Any] = {"streams": streams}
             for name, chat in (("completions", False), ("chat", True)):
-                asyncio.run(_load(port, streams, 16, chat))
+                asyncio.run(_load(port, streams, 16, chat, reading))
                 before = _cpu_s(front)
-                events = asyncio.run(_load(port, streams, tokens, chat))
+                events = asyncio.run(_load(port, streams, tokens, chat, reading))
                 figures[f"front_end_us_per_token_{name}"] = round(1e6 * (_cpu_s(front) - before) / events, 1)
             time.sleep(1.0)
             before_idle = [_cpu_s(front), _cpu_s(core)]
@@ -230,11 +237,12 @@ def main() -> None:
     parser.add_argument("--compute-ms", type=float, default=5.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip", nargs="*", default=[], choices=["steps", "server"])
+    parser.add_argument("--reading", action="store_true", help="chats bring a tool, and thinking is looked for")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.model, options.tokenizer, options.serve, options.folder)
+        serve(options.model, options.tokenizer, options.serve, options.folder, options.reading)
     tokenizer = options.tokenizer or demo_model_path()
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or _write_model(Path(folder))
@@ -248,7 +256,13 @@ def main() -> None:
                 _show(batch, alone, steps, parts)
         if "server" not in options.skip:
             server = measure_server(
-                model, tokenizer, options.streams, options.tokens, options.compute_ms, options.threads
+                model,
+                tokenizer,
+                options.streams,
+                options.tokens,
+                options.compute_ms,
+                options.threads,
+                options.reading,
             )
             figures["server"] = server
             print("\n".join(f"{name:36} {value}" for name, value in server.items()))
