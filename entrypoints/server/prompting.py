@@ -56,7 +56,7 @@ async def outputs_of(
 ) -> Outputs:
     """Raises `InvalidRequestError`."""
     text, token_ids = await asked.render(context.engine)
-    if len(token_ids) >= context.engine.max_model_len:
+    if len(token_ids) >= context.engine.max_model_len and params.truncate_prompt_tokens is None:
         raise too_many_tokens(len(token_ids), context.engine.max_model_len, "messages")
     continued = asked.answer_so_far() if asked.continue_final_message else ""
     prepared = answers.prepare(params, text, continued)

@@ -40,7 +40,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
-    "truncate_prompt_tokens": (),
     "vllm_xargs": (),
     # llama.cpp's and others'
     "dry_multiplier": (),
@@ -97,6 +96,8 @@ class SamplingFields(StructuredFields, Body):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """the last so many are kept; -1: as many as leave room for one to come"""
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1)
 
@@ -146,6 +147,7 @@ class SamplingFields(StructuredFields, Body):
             logit_bias=_token_ids(self.logit_bias),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             skip_special_tokens=self.skip_special_tokens,
             structured_outputs=structure,
         )

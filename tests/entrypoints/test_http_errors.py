@@ -41,7 +41,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"prompt": [5] * 256}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"typical_p": 0.5}, "typical_p"),
         ({"guided_regex": "a+", "grammar": 'root ::= "a"'}, "grammar"),
         ({"structured_outputs": {"regexp": "a+"}}, "structured_outputs"),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from scripted_server import ANSWER, Server, events, save_model, score_of
+from scripted_server import ANSWER, CHATS, COMPLETIONS, Server, events, post_all, save_model, score_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -183,6 +183,26 @@ def test_prompt_logprobs_hold_the_token_and_its_rivals(server: Server) -> None:
 def test_special_tokens_are_left_out_of_a_prompt_where_asked(server: Server) -> None:
     complete(server, prompt="abc", add_special_tokens=False)
     assert server.core.added[0].prompt_token_ids == server.ids("abc")
+
+
+def test_the_end_of_a_prompt_is_kept_where_asked(server: Server) -> None:
+    def usage(reply: httpx.Response) -> int:
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["prompt_tokens"])
+
+    long = "x" * 400
+    chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 1}
+    cut, fits, tail, whole, refused = post_all(
+        server,
+        (COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 5, "max_tokens": 1, "echo": True}),
+        (COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 1}),
+        (CHATS, chat | {"truncate_prompt_tokens": 7}),
+        (CHATS, chat | {"truncate_prompt_tokens": -1}),
+        (CHATS, chat),
+    )
+    assert [usage(reply) for reply in (cut, fits, tail, whole)] == [5, 255, 7, 255]
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert server.core.added[0].prompt_token_ids == server.ids("xxxxx")
 
 
 def test_usage_comes_once_or_with_every_chunk_as_asked(tiny_server_model: Path) -> None:
