@@ -15,8 +15,8 @@ _Blocks = list[tuple[str, Mapping[str, Any]]]
 _CHANGING = "x-anthropic-billing-header:"
 """A line that Claude Code puts before its system prompt, other for each request: no cached prefix would be found behind
 it."""
-_DROPPED = ("redacted_thinking",)
-"""nobody but who wrote it can read it"""
+_DROPPED = ("redacted_thinking", "server_tool_use")
+"""nobody but who wrote it can read it; what Anthropic's own tools did, with their results (``…_tool_result``)"""
 
 
 def chat_of(messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None) -> Chat:
@@ -98,7 +98,7 @@ def _assistant(blocks: _Blocks) -> Chat:
             thoughts.append(_string(block, "thinking", where))
         elif kind == "tool_use":
             calls.append(_call(where, block))
-        elif kind not in _DROPPED:
+        elif kind not in _DROPPED and not str(kind).endswith("_tool_result"):
             texts.append(_text(where, block))
     message: dict[str, Any] = {"role": "assistant", "content": _joined(texts)}
     if thought := _joined(thoughts):
@@ -165,6 +165,7 @@ _TEXTS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "text": lambda where, block: _string(block, "text", where),
     "document": _document,
     "search_result": _search_result,
+    "tool_reference": lambda where, block: _string(block, "tool_name", where),
     "mid_conv_system": _inner,
 }
 

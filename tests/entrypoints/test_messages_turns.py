@@ -83,6 +83,24 @@ def test_thinking_of_before_is_the_assistants_reasoning() -> None:
     assert made == {"role": "assistant", "content": "so", "reasoning": "hm"}
 
 
+def test_what_anthropics_own_tools_did_is_passed_over() -> None:
+    blocks = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+        *text("so"),
+    ]
+    (made,) = chat_of([{"role": "assistant", "content": blocks}], None)
+    assert made == {"role": "assistant", "content": "so"}
+    with pytest.raises(InvalidRequestError, match="'web_search_tool_result' blocks cannot be read"):
+        chat_of([{"role": "user", "content": blocks[1:2]}], None)
+
+
+def test_a_tool_that_was_found_is_read_as_its_name() -> None:
+    found = result("f", content=[{"type": "tool_reference", "tool_name": "read"}])
+    (_, made) = chat_of([{"role": "assistant", "content": [call("f")]}, {"role": "user", "content": [found]}], None)
+    assert made["content"] == "read"
+
+
 def test_documents_and_search_results_are_read_where_they_are_text() -> None:
     sources = [
         {"type": "text", "media_type": "text/plain", "data": "d"},

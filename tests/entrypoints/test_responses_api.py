@@ -307,6 +307,7 @@ def test_what_cannot_be_stored_is_answered_all_the_same(model: Path, tmp_path: P
                 {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "r"}]},
                 {"type": "web_search_call", "id": "ws"},
+                {"type": "tool_search_output", "call_id": "ts", "status": "completed", "tools": []},
                 {"role": "assistant", "content": "a"},
                 {"role": "assistant", "content": "b"},
             ],

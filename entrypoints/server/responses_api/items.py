@@ -12,7 +12,7 @@ from engine.errors import InvalidRequestError
 
 _SEAL = "pageloom1:"
 """before what clients bring back unread"""
-_HOSTED = ("_call", "_call_output", "_list_tools", "_approval_request", "_approval_response")
+_HOSTED = ("_call", "_call_output", "_search_output", "_list_tools", "_approval_request", "_approval_response")
 """ends of kinds that tell what OpenAI's own tools did"""
 SUMMARY = "What was said before, in short:\n"
 
