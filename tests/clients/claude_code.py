@@ -166,13 +166,14 @@ def message_of(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str,
     for event in events:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
-            text = ""
+            arguments = ""
         elif event["type"] == "content_block_delta":
             kind, value = next((key, event["delta"][key]) for key in event["delta"] if key != "type")
-            text += value
             if kind == "partial_json":
-                blocks[-1]["input"] = json.loads(text)
+                arguments += value
             else:
-                blocks[-1][kind] = text if kind != "signature" else value
+                blocks[-1][kind] += value
+        elif event["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
+            blocks[-1]["input"] = json.loads(arguments or "{}")
     (last,) = (event for event in events if event["type"] == "message_delta")
     return blocks, last["delta"]["stop_reason"], last["usage"]
