@@ -13,6 +13,8 @@ from pathlib import Path
 from attention_backends.toolchain import default_cache_dir
 
 HERE = Path(__file__).parent
+MODEL = "smollm2"
+"""what the server calls the demo model"""
 BORROWING = ("guidellm",)
 """These want torch, and use nothing of it that a GPU would do: they get the project's, behind packages of their own."""
 

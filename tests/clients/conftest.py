@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_envs import MODEL
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("end_to_end", "entrypoints")]
 
-MODEL = "smollm2"
 CONTEXT = 4096
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import MODEL
+from client_envs import MODEL
 
 TESTS = {"open-responses": 13, "openai-chat": 9, "anthropic": 9}
 IMAGES, THINKING = "Image Input", {"Reasoning Summary", "Thinking Display"}

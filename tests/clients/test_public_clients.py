@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from client_envs import HERE, python_of
-from conftest import MODEL
+from client_envs import HERE, MODEL, python_of
 
 CLIENTS = {
     "openai1": "openai_sdk",
