@@ -82,7 +82,7 @@ def tools() -> None:
 
 
 def tools_streamed() -> None:
-    choice = {"type": "tool", "name": "get_weather"}
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
     with client.messages.stream(**ASKED, tools=[WEATHER], tool_choice=choice) as stream:
         (use,) = (block for block in stream.get_final_message().content if block.type == "tool_use")
     assert 1 <= use.input["days"] <= 7
@@ -95,7 +95,7 @@ def parsed() -> None:
 
 def thinking() -> None:
     for choice in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}):
-        assert client.messages.create(**{**ASKED, "max_tokens": 2048}, thinking=choice).content
+        assert client.messages.create(**{**ASKED, "max_tokens": 2048, "stop_sequences": ["."]}, thinking=choice).content
 
 
 def tokens_are_counted() -> None:
