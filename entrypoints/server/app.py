@@ -1,4 +1,4 @@
-"""The HTTP application around one AsyncEngine, compatible with OpenAI's and Anthropic's."""
+"""The HTTP application around one AsyncEngine, compatible with OpenAI's, Anthropic's and Ollama's."""
 
 from __future__ import annotations
 
