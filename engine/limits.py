@@ -151,6 +151,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grammar_s: Annotated[float, _limit("seconds for checking a grammar", 0.05)] = 2.0
     tokenize_s: Annotated[float, _limit("seconds for tokenizing a text", 0.05)] = 30.0
     waiting_s: Annotated[float, _limit("seconds that a request sent to a server waits for its turn", 0.1, 503)] = 600.0
+    silence_s: Annotated[
+        float, _limit("seconds without an event, after which a stream says that its request is alive", 0.01)
+    ] = 15.0
     frames: Annotated[int, _limit("messages under way between front end and core, each way", 16, 503)] = 65536
 
     def check(self, name: str, value: float, field: str | None = None) -> None:

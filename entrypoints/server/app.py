@@ -74,6 +74,7 @@ def create_app(
     app.router.route_class = bounded_route(limits)
     app.state.unanswered = Unanswered()
     app.state.draining = False
+    app.state.limits = limits
     errors.install(app)
     app.add_exception_handler(ClientLeftError, on_client_left)
     context = ServerContext(engine, served_name, settings)

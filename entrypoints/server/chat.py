@@ -29,7 +29,7 @@ from entrypoints.server.responses import (
     new_id,
     now,
 )
-from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event
+from entrypoints.server.streaming import DONE, answer, event, event_stream
 from entrypoints.server.structured import blamed_on
 
 
@@ -156,5 +156,5 @@ async def create_chat_completion(context: ServerContext, body: ChatCompletionReq
     handler = ChatHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:
-            return EventStream(await answer(request, Primed(handler.chunks()).prime()))
+            return await event_stream(request, handler.chunks())
         return json_response(await answer(request, handler.whole()))

@@ -16,7 +16,7 @@ from entrypoints.server.encoding import json_response
 from entrypoints.server.logprobs import CompletionLogprobs, CompletionScores, PromptLogprobs, prompt_logprobs
 from entrypoints.server.protocol import CompletionRequest
 from entrypoints.server.responses import Completion, CompletionChoice, UsageCount, new_id, now
-from entrypoints.server.streaming import DONE, EventStream, Primed, answer, event, merge
+from entrypoints.server.streaming import DONE, answer, event, event_stream, merge
 from entrypoints.server.structured import blamed_on
 
 
@@ -176,5 +176,5 @@ async def create_completion(context: ServerContext, body: CompletionRequest, req
     handler = CompletionHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:
-            return EventStream(await answer(request, Primed(handler.chunks()).prime()))
+            return await event_stream(request, handler.chunks())
         return json_response(await answer(request, handler.whole()))

@@ -34,7 +34,7 @@ from entrypoints.server.messages_parts import (
 from entrypoints.server.prompting import outputs_of
 from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.responses import UsageCount, new_id
-from entrypoints.server.streaming import EventStream, Primed, answer, event
+from entrypoints.server.streaming import answer, event, event_stream
 from entrypoints.server.structured import blamed_on
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -112,7 +112,7 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
         handler = MessagesHandler(context, body)
         with blamed_on(handler.structured_by):
             if body.stream:
-                return EventStream(await answer(request, Primed(handler.chunks()).prime()), failure)
+                return await event_stream(request, handler.chunks(), failure, named_event(Ping()))
             return json_response(await answer(request, handler.whole()))
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from entrypoints.server.errors import ServerEndsError, describe
 from entrypoints.server.request_ids import request_id_of
@@ -93,41 +93,62 @@ async def answer(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Primed:
-    """Chunks whose first is already computed, so that an early error can still become an HTTP status. Closing it
-    closes the chunks, also when none was sent."""
+    """Chunks whose first is already there, so that an early error can still become an HTTP status; where it takes too
+    long it comes later. Closing it closes the chunks, also when none was sent."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
         self._chunks = chunks
-        self._first: bytes | None = None
+        self._first: asyncio.Task[bytes | None] | None = None
 
-    async def prime(self) -> Primed:
+    async def prime(self, seconds: float) -> Primed:
+        """Raises what the first chunk raises within `seconds`."""
+        self._first = asyncio.ensure_future(anext(self._chunks, None))
         try:
-            self._first = await anext(self._chunks)
-        except StopAsyncIteration:
-            self._first = None
+            await asyncio.wait({self._first}, timeout=seconds)
+            if self._first.done():
+                self._first.result()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def send_to(self, send: Send) -> None:
         """Everything as body messages."""
-        if self._first is not None:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        first = None if self._first is None else await self._first
+        if first is not None:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def aclose(self) -> None:
+        if self._first is not None and not self._first.done():
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
         await self._chunks.aclose()
 
 
+ALIVE = b": keep-alive\n\n"
+"""a comment, which nobody who reads events is shown"""
+
+
 class EventStream(Response):
-    """Sends chunks as they come; closes them when they end or the client leaves. `failure`: their last where they
-    fail."""
+    """Sends chunks as they come; closes them when they end or the client leaves. `alive` is sent after each `silence_s`
+    without one, so that nobody on the way takes a request that waits for a connection that is dead. `failure`: their
+    last where they fail."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: Primed, failure: Callable[[Exception, str], bytes] = failure) -> None:
+    def __init__(
+        self,
+        chunks: Primed,
+        silence_s: float,
+        failure: Callable[[Exception, str], bytes] = failure,
+        alive: bytes = ALIVE,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._chunks, self._failure = chunks, failure
+        self._chunks, self._failure, self._alive, self._silence_s = chunks, failure, alive, silence_s
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -138,13 +159,44 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        clock = asyncio.get_running_loop().time
+
+        async def noted(message: Message) -> None:
+            self._sent_at = clock()
+            await send(message)
+
+        self._sent_at = clock()
+        alive = asyncio.ensure_future(self._keep_alive(noted, clock))
         try:
-            await self._chunks.send_to(send)
+            await self._chunks.send_to(noted)
         except OSError:
             raise  # the connection, not the work
         except Exception as error:  # the status line is gone: the error travels as an event
             await send({"type": "http.response.body", "body": self._failure(error, request_id), "more_body": True})
+        finally:
+            alive.cancel()
+            await asyncio.gather(alive, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
+        while True:
+            left = self._sent_at + self._silence_s - clock()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+
+
+async def event_stream(
+    request: Request,
+    chunks: AsyncGenerator[bytes, None],
+    failure: Callable[[Exception, str], bytes] = failure,
+    alive: bytes = ALIVE,
+) -> EventStream:
+    """The answer of a request whose body has been read. Raises as `answer` does, and what the first chunk raises where
+    it is not long in coming."""
+    silence_s: float = request.app.state.limits.silence_s
+    return EventStream(await answer(request, Primed(chunks).prime(silence_s)), silence_s, failure, alive)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -20,7 +20,7 @@ from entrypoints.server.responses_api.fields import CompactRequest, InputTokensR
 from entrypoints.server.responses_api.handler import Items, ResponseHandler
 from entrypoints.server.responses_api.items import as_listed, sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
-from entrypoints.server.streaming import EventStream, Primed, answer
+from entrypoints.server.streaming import answer, event_stream
 from entrypoints.server.structured import blamed_on
 from entrypoints.server.tools import ToolUse
 
@@ -86,7 +86,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
                 background.start(handler, name)
                 return json_response(handler.response)
             if body.stream:
-                return EventStream(await answer(request, Primed(handler.events(name)).prime()))
+                return await event_stream(request, handler.events(name))
             return json_response(await answer(request, handler.whole()))
 
     @app.post("/v1/responses/input_tokens")
