@@ -28,7 +28,7 @@ from entrypoints.server.encoding import json_response
 from entrypoints.server.fields import Body, NoEffect, Objects, Texts
 from entrypoints.server.llama_options import LlamaOptions
 from entrypoints.server.responses import new_id
-from entrypoints.server.streaming import EventStream, Primed, answer, event
+from entrypoints.server.streaming import answer, event, event_stream
 from entrypoints.server.structured import StructuredFields, blamed_on
 
 PATH = "/infill"
@@ -246,7 +246,7 @@ async def create_infill(context: ServerContext, body: InfillRequest, request: Re
     handler = InfillHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:
-            return EventStream(await answer(request, Primed(handler.chunks()).prime()))
+            return await event_stream(request, handler.chunks())
         return json_response(await answer(request, handler.whole()))
 
 

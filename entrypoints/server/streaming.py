@@ -100,8 +100,8 @@ class Primed:
         self._chunks = chunks
         self._first: asyncio.Task[bytes | None] | None = None
 
-    async def prime(self, seconds: float) -> Primed:
-        """Raises what the first chunk raises within `seconds`."""
+    async def prime(self, seconds: float | None) -> Primed:
+        """Raises what the first chunk raises within `seconds`; None: whenever it comes."""
         self._first = asyncio.ensure_future(anext(self._chunks, None))
         try:
             await asyncio.wait({self._first}, timeout=seconds)
@@ -133,8 +133,8 @@ ALIVE = b": keep-alive\n\n"
 
 class EventStream(Response):
     """Sends chunks as they come; closes them when they end or the client leaves. `alive` is sent after each `silence_s`
-    without one, so that nobody on the way takes a request that waits for a connection that is dead. `failure`: their
-    last where they fail."""
+    without one, so that nobody on the way takes a request that waits for a connection that is dead; None: nothing is.
+    `failure`: their last where they fail."""
 
     media_type = "text/event-stream"
 
@@ -143,7 +143,7 @@ class EventStream(Response):
         chunks: Primed,
         silence_s: float,
         failure: Callable[[Exception, str], bytes] = failure,
-        alive: bytes = ALIVE,
+        alive: bytes | None = ALIVE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -166,7 +166,7 @@ class EventStream(Response):
             await send(message)
 
         self._sent_at = clock()
-        alive = asyncio.ensure_future(self._keep_alive(noted, clock))
+        alive = None if self._alive is None else asyncio.ensure_future(self._keep_alive(noted, clock, self._alive))
         try:
             await self._chunks.send_to(noted)
         except OSError:
@@ -174,29 +174,32 @@ class EventStream(Response):
         except Exception as error:  # the status line is gone: the error travels as an event
             await send({"type": "http.response.body", "body": self._failure(error, request_id), "more_body": True})
         finally:
-            alive.cancel()
-            await asyncio.gather(alive, return_exceptions=True)
+            if alive is not None:
+                alive.cancel()
+                await asyncio.gather(alive, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
+    async def _keep_alive(self, send: Send, clock: Callable[[], float], alive: bytes) -> None:
         while True:
             left = self._sent_at + self._silence_s - clock()
             if left > 0:
                 await asyncio.sleep(left)
             else:
-                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+                await send({"type": "http.response.body", "body": alive, "more_body": True})
 
 
 async def event_stream(
     request: Request,
     chunks: AsyncGenerator[bytes, None],
     failure: Callable[[Exception, str], bytes] = failure,
-    alive: bytes = ALIVE,
+    alive: bytes | None = ALIVE,
+    kind: type[EventStream] = EventStream,
 ) -> EventStream:
     """The answer of a request whose body has been read. Raises as `answer` does, and what the first chunk raises where
     it is not long in coming."""
     silence_s: float = request.app.state.limits.silence_s
-    return EventStream(await answer(request, Primed(chunks).prime(silence_s)), silence_s, failure, alive)
+    primed = await answer(request, Primed(chunks).prime(None if alive is None else silence_s))
+    return kind(primed, silence_s, failure, alive)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -19,7 +19,7 @@ from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words
 from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, ShowRequest
 from entrypoints.server.ollama_api.handler import ChatHandler, GenerateHandler, OllamaHandler
 from entrypoints.server.ollama_api.models import Models, is_one_of
-from entrypoints.server.streaming import EventStream, Primed, answer
+from entrypoints.server.streaming import EventStream, answer, event_stream
 from entrypoints.server.structured import blamed_on
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -42,6 +42,8 @@ _NOT_SERVED = {
 
 
 class LineStream(EventStream):
+    """Its clients read every line as JSON: there is none that says nothing."""
+
     media_type = "application/x-ndjson"
 
 
@@ -74,7 +76,7 @@ async def respond(handler: OllamaHandler[Any], request: Request) -> Response:
         return json_response(handler.loaded())
     with blamed_on("format"):
         if handler.body.stream:
-            return LineStream(await answer(request, Primed(handler.lines()).prime()), failure)
+            return await event_stream(request, handler.lines(), failure, alive=None, kind=LineStream)
         return json_response(await answer(request, handler.whole()))
 
 
