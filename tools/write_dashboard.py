@@ -68,7 +68,7 @@ ROWS: dict[str, list[tuple[str, str, str, Queries]]] = {
                         f"sum by (finished_reason) (rate(pageloom_request_success_total{SERIES[:-1]},finished_reason=~"
                         '"error|abort"}[$__rate_interval]))',
                         rate("request_success_total"),
-                    ).replace("/ (", "/ on () group_left ("),
+                    ).replace("/ (", "/ on () group_left () ("),
                     "{{finished_reason}}",
                 )
             ],
@@ -113,10 +113,11 @@ ROWS: dict[str, list[tuple[str, str, str, Queries]]] = {
         ),
         (
             "Blocks by holder",
-            "Pinned prefixes; swapped sequences and prefixes in host memory",
+            "Pinned prefixes, cached ones; swapped sequences and prefixes in host memory",
             "short",
             [
                 (now("kv_blocks_pinned"), "pinned"),
+                (now("kv_blocks_cached"), "free and found"),
                 (now("host_kv_blocks_used"), "swapped"),
                 (now("host_kv_blocks_cached"), "found in host memory"),
             ],

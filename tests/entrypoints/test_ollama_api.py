@@ -98,7 +98,7 @@ def test_the_client_reads_chats_and_prompts_whole_and_streamed(model: Path) -> N
         assert chat.total_duration >= chat.eval_duration + chat.prompt_eval_duration
         assert set(known(chat)) == set(ollama.ChatResponse.model_fields) - {"logprobs"}
         parts = [part async for part in await client.chat("tiny:latest", messages=HI, stream=True)]
-        assert "".join(part.message.content or "" for part in parts) == ANSWER and len(parts) > 5
+        assert "".join(part.message.content or "" for part in parts) == ANSWER and len(parts) >= 2
         assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
         assert parts[-1].eval_count == chat.eval_count and {part.model for part in parts} == {"tiny:latest"}
         whole = await client.generate("tiny", "hi")
