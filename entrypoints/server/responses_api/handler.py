@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 from collections.abc import AsyncGenerator
@@ -203,7 +204,7 @@ class ResponseHandler:
             async for output in outputs:
                 with fails_alone("making the answer"):
                     self.take(output)
-        self.keep()
+        await asyncio.to_thread(self.keep)
         return self.response
 
     async def events(self, request_id: str) -> AsyncGenerator[bytes, None]:
@@ -218,7 +219,7 @@ class ResponseHandler:
                         told += self.take(output)
                         shown = [encoded(each) for each in told]
                     if output.finished:
-                        self.keep()
+                        await asyncio.to_thread(self.keep)
                     for one in shown:
                         yield one
             except Exception as error:

@@ -78,7 +78,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
     @app.post("/v1/responses")
     async def create(body: ResponsesRequest, request: Request) -> Response:
         context.check_model(body.model)
-        handler = ResponseHandler(context, store, body)
+        handler = await asyncio.to_thread(ResponseHandler, context, store, body)  # it may go on from a lot
         context.take_note(body, request, handler.conversation.tools.ignored)
         name = request_id_of(request.scope)
         with blamed_on(handler.structured_by):
@@ -92,7 +92,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, object]:
         context.check_model(body.model)
-        conversation = Items(context, store, body)
+        conversation = await asyncio.to_thread(Items, context, store, body)
         context.take_note(body, request, conversation.tools.ignored)
         _, token_ids = await answer(request, conversation.render())
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -107,8 +107,8 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
 
 
 def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -> None:
-    def found(name: str) -> Stored:
-        stored = store.get(name)
+    async def found(name: str) -> Stored:
+        stored = await asyncio.to_thread(store.get, name)
         if stored is None:
             message = f"Response with id '{name[:100]}' not found."
             raise HTTPException(404, error_body(message, "invalid_request_error", None, "response_not_found"))
@@ -118,26 +118,26 @@ def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -
     async def retrieve(name: str, stream: bool = False) -> Response:
         if stream:
             raise InvalidRequestError("stream: a stored response is given whole", "stream")
-        return json_response(found(name).response)
+        return json_response((await found(name)).response)
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str) -> dict[str, object]:
-        found(name)
+        await found(name)
         background.cancel(name)
-        return {"id": name, "object": "response", "deleted": store.delete(name)}
+        return {"id": name, "object": "response", "deleted": await asyncio.to_thread(store.delete, name)}
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> Response:
-        stored = found(name)
+        stored = await found(name)
         if not background.cancel(name):
             raise InvalidRequestError(f"response {stored.response.id} is not running in the background", "response_id")
-        return json_response(found(name).response)
+        return json_response((await found(name)).response)
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(
         name: str, after: str | None = None, order: str = "desc", limit: int = Query(default=20, ge=1, le=100)
     ) -> dict[str, object]:
-        items = [as_listed(item) for item in found(name).input]
+        items = [as_listed(item) for item in (await found(name)).input]
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -152,7 +152,7 @@ def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -
 
 async def compacted(context: ServerContext, store: ResponseStore, body: CompactRequest) -> dict[str, object]:
     """The model sums a conversation up. What users said is kept as it is."""
-    conversation = Items(context, store, body)
+    conversation = await asyncio.to_thread(Items, context, store, body)
     conversation.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
     text, token_ids = await conversation.render()
     params = msgspec.structs.replace(context.engine.default_sampling_params(), max_tokens=_SUMMARY_TOKENS)
