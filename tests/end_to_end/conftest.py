@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def browser() -> Iterator[Browser]:
-    """Skips where there is none."""
+    """Skips where there is none. One for each test: while it is there, an event loop runs in this thread, and tests
+    that start their own may come in between."""
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("there is no chromium")
@@ -25,7 +26,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def page_base(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def page_base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium")
     with page_server(tmp_path_factory.mktemp("page")) as url:
         yield url
 
