@@ -48,7 +48,8 @@ def test_the_sdk_s_floats_and_base64_are_equal(base: str, client: openai.OpenAI)
     )  # which knows floats alone
     floats = strict.embeddings.create(model="embedder", input=TEXTS, encoding_format="float")
     assert [each.index for each in floats.data] == [0, 1, 2, 3]
-    np.testing.assert_allclose(vectors(by_default), vectors(floats), rtol=1e-6)
+    # Two requests, whose prompts may be computed in batches of their own: equal but for the order of sums.
+    np.testing.assert_allclose(vectors(by_default), vectors(floats), atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(vectors(floats), axis=1), 1, rtol=1e-5)
     assert floats.usage.prompt_tokens == floats.usage.total_tokens == sum(map(len, TEXTS))
     raw = post(base, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"})["data"][0]["embedding"]
@@ -66,7 +67,8 @@ def test_inputs_of_every_shape(base: str, client: openai.OpenAI) -> None:
     np.testing.assert_allclose(vectors(cut), one[:, :8] / np.linalg.norm(one[:, :8]), atol=1e-5)
     asked = post(base, "/v1/embeddings", {"input": TEXTS[0], "prompt_name": "query"})
     whole = post(base, "/v1/embeddings", {"input": "Find: " + TEXTS[0]})
-    assert asked == whole
+    assert asked["usage"] == whole["usage"]
+    np.testing.assert_allclose(asked["data"][0]["embedding"], whole["data"][0]["embedding"], atol=1e-5)
 
 
 def test_what_is_wrong_is_named(base: str, client: openai.OpenAI) -> None:
@@ -95,7 +97,8 @@ def test_scores_and_rankings(base: str, client: openai.OpenAI) -> None:
     scores = post(base, "/v1/score", {"text_1": "cats", "text_2": TEXTS})
     np.testing.assert_allclose([each["score"] for each in scores["data"]], expected, atol=1e-5)
     assert scores["usage"]["prompt_tokens"] == sum(map(len, given))
-    assert scores["data"] == post(base, "/score", {"queries": ["cats"], "documents": TEXTS})["data"]
+    again = post(base, "/score", {"queries": ["cats"], "documents": TEXTS})
+    np.testing.assert_allclose([each["score"] for each in again["data"]], expected, atol=1e-5)
     order = np.argsort(-expected, kind="stable").tolist()
     jina = post(base, "/v1/rerank", {"model": "embedder", "query": "cats", "documents": TEXTS, "top_n": 3})
     assert [each["index"] for each in jina["results"]] == order[:3]
