@@ -96,7 +96,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8
     json_depth: Annotated[int, _limit("levels of nesting in a request's JSON")] = 128
     json_values: Annotated[int, _limit("values in a request's JSON, as its commas and brackets tell")] = 1 << 20
-    pipelined: Annotated[int, _limit("requests that wait on a connection behind the one being answered", 0)] = 16
+    pipelined: Annotated[
+        int,
+        _limit("requests that wait on a connection behind the one being answered; turns under way on a WebSocket", 0),
+    ] = 16
+    websockets: Annotated[int, _limit("open WebSockets; the longest silent one gives way to a new one", 0, 503)] = 256
+    websocket_bytes: Annotated[int, _limit("bytes of a WebSocket's message", 1024)] = 4 * 1024 * 1024
+    websocket_s: Annotated[float, _limit("seconds until a WebSocket takes no further turn", 0.1)] = 3600.0
     keep_alive_s: Annotated[float, _limit("seconds that a connection is kept open between requests", 0.1, 408)] = 60.0
 
     # What one request may hold.

@@ -28,7 +28,8 @@ class ApiKeyGuard:
         self._app, self._key, self._open = app, key.encode(), OPEN_PATHS | unguarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open and not self._admits(scope):
+        guarded = scope["type"] in ("http", "websocket") and scope["path"] not in self._open
+        if guarded and not self._admits(scope):
             body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
             await error_response(scope, 401, body, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from engine import AsyncEngine
 from entrypoints.server import embeddings, errors, infill, messages_api, operation, prefixes, scores
 from entrypoints.server.api_key import ApiKeyGuard
-from entrypoints.server.bodies import bounded_route
+from entrypoints.server.bodies import Bodies, bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
@@ -27,6 +27,7 @@ from entrypoints.server.page import routes as page
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.responses_api import routes as responses_api
+from entrypoints.server.responses_api.sockets import Sockets, add_socket
 from entrypoints.server.responses_api.store import ResponseStore
 from entrypoints.server.streaming import ClientLeftError, Unanswered, answer
 
@@ -52,7 +53,8 @@ def create_app(
         return Response(status_code=499)  # nobody reads it
 
     limits = engine.config.limits
-    store = ResponseStore(settings.response_store, limits.stored_responses_bytes, limits.stored_responses_s)
+    bounds = limits.stored_responses_bytes, limits.stored_responses_s
+    store, passing = ResponseStore(settings.response_store, *bounds), ResponseStore(None, *bounds)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,6 +63,7 @@ def create_app(
         await engine.shutdown()
         await context.close()
         store.close()
+        passing.close()
 
     # A redirect would name the host that the client claims to have asked.
     app = Application(
@@ -71,7 +74,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = bounded_route(limits)
+    bodies = Bodies(limits)
+    app.router.route_class = bounded_route(bodies)
     app.state.unanswered = Unanswered()
     app.state.draining = False
     app.state.limits = limits
@@ -86,8 +90,9 @@ def create_app(
     ollama_api.add_routes(app, context)
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
-    prefixes.add_routes(app, context)
     load = Load()
+    add_socket(app, Sockets(context, (store, passing), bodies, load, allowed_origins))
+    prefixes.add_routes(app, context)
     operation.add_routes(app, context, load)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)

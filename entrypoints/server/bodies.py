@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from json import JSONDecodeError
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -30,17 +30,34 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _CONTAINERS = (dict, list)
 
 
+class Holder(Protocol):
+    """Whose body it is."""
+
+    def discard(self) -> None:
+        """It gives way to others."""
+
+
 class Bodies:
     """All bodies that are arriving or being parsed."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.parsing = asyncio.Lock()
-        self._held: dict[BoundedRequest, int] = {}
+        self._parsing = asyncio.Lock()
+        self._held: dict[Holder, int] = {}
         self._total = 0
-        self._evicted: set[BoundedRequest] = set()
+        self._evicted: set[Holder] = set()
 
-    def add(self, request: BoundedRequest, size: int) -> None:
+    async def decode(self, request: Holder, raw: bytes) -> Any:
+        """In a thread, when it is its turn. Raises as `decode` does, and as `add`."""
+        try:
+            self.add(request, len(raw))
+            async with self._parsing:
+                self.add(request, 0)
+                return await asyncio.to_thread(decode, raw, self.limits)
+        finally:
+            self.drop(request)
+
+    def add(self, request: Holder, size: int) -> None:
         """`size` bytes more of it have come. Raises the answer to a body that must give way to others, the longest."""
         self._held[request] = self._held.get(request, 0) + size
         self._total += size
@@ -53,7 +70,7 @@ class Bodies:
             self._evicted.discard(request)
             raise _refusal(self.limits, "bodies_bytes")
 
-    def drop(self, request: BoundedRequest) -> None:
+    def drop(self, request: Holder) -> None:
         self._total -= self._held.pop(request, 0)
         self._evicted.discard(request)
 
@@ -76,16 +93,12 @@ class BoundedRequest(Request):
 
     async def json(self) -> Any:
         """Raises `JSONDecodeError`, which FastAPI expects, for what is not JSON."""
-        raw, limits = await self.body(), self._bodies.limits
+        raw = await self.body()
         if len(raw) <= IN_PLACE_BYTES:
-            return decode(raw, limits)
+            return decode(raw, self._bodies.limits)
         try:
-            self._bodies.add(self, len(raw))
-            async with self._bodies.parsing:
-                self._bodies.add(self, 0)
-                return await asyncio.to_thread(decode, raw, limits)
+            return await self._bodies.decode(self, raw)
         finally:
-            self._bodies.drop(self)
             self._body = b""  # the parsed one takes its place
 
     async def _read(self) -> bytes:
@@ -107,9 +120,8 @@ class BoundedRequest(Request):
             self.discard()
 
 
-def bounded_route(limits: Limits) -> type[APIRoute]:
+def bounded_route(bodies: Bodies) -> type[APIRoute]:
     """Routes whose bodies are bounded, all together too."""
-    bodies = Bodies(limits)
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -13,9 +13,8 @@ import resource
 from asyncio import TimerHandle
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from socket import IPPROTO_TCP
 from typing import Any, Literal
 
 import msgspec
@@ -25,19 +24,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from engine.limits import Limits
 from entrypoints.server.errors import error_body
 from entrypoints.server.request_ids import new_request_id
+from entrypoints.server.unread import Unread
+from entrypoints.server.websockets import BoundedWebSocket
 
 LINGER_S = 2.0
 """how long a client that is still sending may take to read why it was refused"""
 OTHER_DESCRIPTORS = 256
 """sockets to the core, files, libraries"""
 MAX_BACKLOG = 2048
-TCP_NOTSENT_LOWAT = 25
-"""Linux's; the socket module does not always name it"""
-READ_BYTES = 64 * 1024
-"""of what was written, that a client takes in each `read_timeout_s` while it is behind"""
 
-Part = Literal["headers", "body", "answer", "idle", "closing"]
-"""what a connection is at: whose headers or body is arriving, whose answer is owed, between requests, or refused"""
+Part = Literal["headers", "body", "answer", "idle", "closing", "upgraded"]
+"""what a connection is at: whose headers or body is arriving, whose answer is owed, between requests, refused, or a
+WebSocket"""
 
 
 class Connections:
@@ -84,7 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table = connections
         self._part: Part = "headers"
         self._timer: TimerHandle | None = None
-        self._unread_timer: TimerHandle | None = None
+        self._unread: Unread | None = None
         self._begun = False
         """the first byte of the headers is here"""
         self._raw_bytes = 0
@@ -93,11 +91,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._refusal: tuple[int, str] | None = None
         self._running: RequestResponseCycle | None = None
+        self.ws_protocol_class = partial(BoundedWebSocket, limits=limits, gone=self._leave)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        with suppress(OSError, AttributeError):  # else little of what is read is seen here, megabytes at a time
-            transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, READ_BYTES)
+        self._unread = Unread(transport, self._limits.read_timeout_s, self.loop)
         if self._table.admit(self):
             self._await("headers", self._limits.header_timeout_s)
         else:
@@ -105,34 +103,33 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._stop_unread_timer()
-        self._table.forget(self)
+        if self._unread is not None:
+            self._unread.caught_up()
+        self._leave()
         super().connection_lost(exc)
 
+    def _leave(self) -> None:
+        self._table.forget(self)
+
     def pause_writing(self) -> None:
-        """The client is behind: while it takes READ_BYTES in each timeout it keeps its place."""
         super().pause_writing()
-        self._expect_reading()
-
-    def _expect_reading(self) -> None:
-        unread = self.transport.get_write_buffer_size()  # nothing is added to it before writing resumes
-
-        def look() -> None:
-            if self.transport.get_write_buffer_size() > unread - READ_BYTES:
-                self.transport.abort()
-            else:
-                self._expect_reading()
-
-        self._unread_timer = self.loop.call_later(self._limits.read_timeout_s, look)
+        assert self._unread is not None
+        self._unread.behind()
 
     def resume_writing(self) -> None:
-        self._stop_unread_timer()
+        assert self._unread is not None
+        self._unread.caught_up()
         super().resume_writing()
 
-    def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+    def handle_websocket_upgrade(self) -> None:
+        """The connection keeps its place, and does not give way: what it is at its session knows."""
+        bodies = (b"content-length", b"transfer-encoding")
+        if self._answering or any(name in bodies for name, _ in self.headers):
+            self._refuse(400, "a WebSocket begins without a body, when all requests before it have been answered")
+            return
+        self._stop_timer()
+        self._part = "upgraded"
+        super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
         if self._part == "closing":
@@ -185,6 +182,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return
         self._stop_timer()
         if self.cycle.response_complete:  # an answer that came before the end of the question
             self._await("idle", self._limits.keep_alive_s)
@@ -221,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _waits_for_client(self) -> bool:
         if self._part == "body":
             return not self.pipeline
-        return self._part != "answer" and not self._answering
+        return self._part not in ("answer", "upgraded") and not self._answering
 
     @property
     def _answering(self) -> bool:

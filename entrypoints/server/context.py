@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
-from fastapi import HTTPException, Request
+from fastapi import HTTPException
+from starlette.requests import HTTPConnection
 
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
@@ -122,7 +123,7 @@ class ServerContext:
         if name is not None and name not in self.names:
             raise HTTPException(404, model_not_found(name, self.served_name))
 
-    def take_note(self, body: Body, request: Request, more: Sequence[str] = ()) -> None:
+    def take_note(self, body: Body, request: HTTPConnection, more: Sequence[str] = ()) -> None:
         """Of fields that nobody knows, and `more` that is passed over: a line in the log and a header, or
         `InvalidRequestError`."""
         unknown = [*body.unknown_fields(), *more]

@@ -68,7 +68,7 @@ def model_not_found(name: str, served: str) -> ErrorBody:
     return error_body(message, "invalid_request_error", "model", "model_not_found")
 
 
-def _validation_body(errors: Sequence[Mapping[str, Any]], content_type: str) -> ErrorBody:
+def validation_body(errors: Sequence[Mapping[str, Any]], content_type: str) -> ErrorBody:
     """The first error of pydantic's, with the alternatives that it lists for a field of several types."""
     first = errors[0]
     context = first.get("ctx") or {}
@@ -112,7 +112,7 @@ def install(app: FastAPI) -> None:
 
     async def on_validation(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        body = _validation_body(error.errors(), request.headers.get("content-type", ""))
+        body = validation_body(error.errors(), request.headers.get("content-type", ""))
         return error_response(request.scope, 400, body)
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS
@@ -22,10 +25,18 @@ _COUNTED = GENERATING | POOLING
 
 
 class Load:
-    """`requests`: of routes that ask the model, from their headers to their last byte."""
+    """`requests`: of routes that ask the model, from their headers to their last byte, and turns of WebSockets."""
 
     def __init__(self) -> None:
         self.requests = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
 
 class CountsLoad:
@@ -38,8 +49,5 @@ class CountsLoad:
         if scope["type"] != "http" or scope["path"] not in _COUNTED:
             await self._app(scope, receive, send)
             return
-        self._load.requests += 1
-        try:
+        with self._load.one():
             await self._app(scope, receive, send)
-        finally:
-            self._load.requests -= 1

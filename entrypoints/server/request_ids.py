@@ -15,6 +15,7 @@ HEADER = "x-request-id"
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "pageloom.request_id"
 _MORE = "pageloom.headers"
+_STARTS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 
 
 def new_request_id() -> str:
@@ -37,7 +38,7 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         given = [value for name, value in scope["headers"] if name == HEADER.encode()]
@@ -45,7 +46,7 @@ class RequestIds:
         request_id = scope[_KEY] = given[0].decode("ascii") if sane else new_request_id()
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] in _STARTS:
                 MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
             await send(message)
 

@@ -142,6 +142,7 @@ class Server(uvicorn.Server):
         wait = f"; up to {self._grace_s:g} s for {running} running requests (again to end them now)" if running else ""
         logger.info("shutting down%s", wait)
         self._app.state.draining = True
+        self._app.state.sockets.drain()
         end = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
@@ -205,7 +206,9 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
     return uvicorn.Config(
         app,
         http=cast(Any, protocol_of(limits, Connections(connections))),
-        ws="none",
+        ws="none",  # BoundedProtocol brings its own
+        ws_max_size=limits.websocket_bytes,
+        ws_per_message_deflate=False,
         backlog=backlog,
         server_header=False,
         log_config=None,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -249,18 +250,23 @@ class Server:
         self.answer = ANSWER
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """An HTTP client of the application, which runs in this event loop."""
+    async def app(self) -> AsyncIterator[FastAPI]:
+        """The application, in this event loop."""
         await self.engine.start()
         self.script.answer = self.ids(self.answer)
         self.script.eos = self.engine.tokenizer.eos_token_id or 0
-        app = create_app(self.engine, self.engine.served_name, **self._app_options)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=20) as client:
-                yield client
+            yield create_app(self.engine, self.engine.served_name, **self._app_options)
         finally:
             await self.engine.shutdown()
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """An HTTP client of the application."""
+        async with self.app() as app:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=20) as client:
+                yield client
 
     def ids(self, text: str) -> list[int]:
         return self.engine.tokenizer.encode(text, add_special_tokens=False)

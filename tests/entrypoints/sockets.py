@@ -61,7 +61,14 @@ class Caller:
 @asynccontextmanager
 async def serving(app: Any, limits: Limits, connections: int = 100) -> AsyncIterator[Door]:
     table = Connections(connections)
-    config = uvicorn.Config(app, http=protocol_of(limits, table), lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        app,
+        http=protocol_of(limits, table),
+        lifespan="off",
+        log_config=None,
+        ws="none",
+        ws_max_size=limits.websocket_bytes,
+    )  # type: ignore[arg-type]
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()

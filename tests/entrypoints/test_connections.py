@@ -30,6 +30,10 @@ class Recorder:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close"})  # refused
+            return
         if scope["path"] == "/early":
             await self._reply(send, 413, b"too much")
             return

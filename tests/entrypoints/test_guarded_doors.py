@@ -200,8 +200,8 @@ def test_of_many_wrong_items_one_is_told(server: Server, body: dict[str, Any], m
     from entrypoints.server import errors
 
     counted: list[int] = []
-    describe = errors._validation_body
-    monkeypatch.setattr(errors, "_validation_body", lambda e, kind: counted.append(len(e)) or describe(e, kind))
+    describe = errors.validation_body
+    monkeypatch.setattr(errors, "validation_body", lambda e, kind: counted.append(len(e)) or describe(e, kind))
 
     async def scenario(client: httpx.AsyncClient) -> None:
         reply = await client.post("/v1/completions", json=body)

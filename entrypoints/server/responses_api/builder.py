@@ -64,15 +64,19 @@ class ResponseBuilder:
         """`reason`: as completions have it."""
         response = self.response
         events = [] if response.output else self._begin("message")
-        events += self._close("incomplete" if reason == "length" else "completed")
-        response.usage = usage
-        response.status = "completed"
+        status = "incomplete" if reason == "length" else "completed"
+        events += self._close(status)
         if reason == "length":
-            response.status, response.incomplete_details = "incomplete", {"reason": "max_output_tokens"}
-        response.completed_at = now() if response.status == "completed" else None
+            response.incomplete_details = {"reason": "max_output_tokens"}
         if schema_error is not None:
             response.schema_error = schema_error
-        return [*events, self._event(f"response.{response.status}", response=self._shown())]
+        return [*events, self.end(status, usage)]
+
+    def end(self, status: str, usage: Any) -> Event:
+        response = self.response
+        response.usage, response.status = usage, status
+        response.completed_at = now() if status == "completed" else None
+        return self._event(f"response.{status}", response=self._shown())
 
     def fail(self, code: str, message: str) -> list[Event]:
         self._open = None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import HTTPConnection
 
 from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
@@ -35,9 +36,10 @@ from entrypoints.server.responses_api.fields import (
     tools_of,
 )
 from entrypoints.server.responses_api.items import Messages, resolved
-from entrypoints.server.responses_api.store import ResponseStore, Stored
+from entrypoints.server.responses_api.store import Responses, Stored
 from entrypoints.server.structured import blamed_on
 
+T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 logger = logging.getLogger("pageloom.server")
 
@@ -45,7 +47,7 @@ logger = logging.getLogger("pageloom.server")
 class Items:
     """What `body` goes on from, as messages. Raises `InvalidRequestError`."""
 
-    def __init__(self, context: ServerContext, store: ResponseStore, body: ContextFields) -> None:
+    def __init__(self, context: ServerContext, store: Responses, body: ContextFields) -> None:
         self.context, self.body = context, body
         self.tools: NamedTools = tools_of(body, context.engine.config.limits)
         given = body.items()
@@ -101,7 +103,7 @@ def _prefix(item: dict[str, Any]) -> str:
 class ResponseHandler:
     """Serves one body. Raises `InvalidRequestError`."""
 
-    def __init__(self, context: ServerContext, store: ResponseStore, body: ResponsesRequest) -> None:
+    def __init__(self, context: ServerContext, store: Responses, body: ResponsesRequest) -> None:
         self.context, self.store, self.body = context, store, body
         self.structured_by, structure = body.wanted_structure()
         self.conversation = Items(context, store, body)
@@ -191,10 +193,8 @@ class ResponseHandler:
 
     def keep(self) -> None:
         """An answer is given whether it can be stored or not; it says which."""
-        if not self.response.store:
-            return
         try:
-            self.store.put(Stored(self.response, self.conversation.items))
+            self.store.keep(Stored(self.response, self.conversation.items))
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             logger.error("response %s cannot be stored: %s", self.response.id, error)
             self.response.store = False
@@ -207,8 +207,8 @@ class ResponseHandler:
         await asyncio.to_thread(self.keep)
         return self.response
 
-    async def events(self, request_id: str) -> AsyncGenerator[bytes, None]:
-        """Server-sent. What fails once it has begun is told in an event."""
+    async def told(self, request_id: str, encode: Callable[[Event], T]) -> AsyncGenerator[list[T], None]:
+        """Events as they come. What fails once it has begun is told in one."""
         async with aclosing(await self.outputs()) as outputs:
             begun = False
             try:
@@ -217,19 +217,46 @@ class ResponseHandler:
                     begun = True
                     with fails_alone("making a part of the answer"):
                         told += self.take(output)
-                        shown = [encoded(each) for each in told]
+                        shown = [encode(each) for each in told]
                     if output.finished:
                         await asyncio.to_thread(self.keep)
-                    for one in shown:
-                        yield one
+                    yield shown
             except Exception as error:
                 if not begun:
                     raise
                 _, described, _ = describe(error, request_id)
                 info = described["error"]
-                for each in self.builder.fail(info["code"] or info["type"], info["message"]):
-                    yield encoded(each)
+                yield [encode(each) for each in self.builder.fail(info["code"] or info["type"], info["message"])]
+
+    async def warmed(self) -> list[Event]:
+        """The prompt is computed, so that who goes on from it finds it in the cache; nothing is generated."""
+        self.params = msgspec.structs.replace(self.params, max_tokens=1, min_tokens=0, structured_outputs=None)
+        async with aclosing(await self.outputs()) as outputs:
+            async for output in outputs:
+                self.usage.add(0, output)
+        usage = self.counted()
+        usage = msgspec.structs.replace(usage, output_tokens=0, total_tokens=usage.input_tokens)
+        told = [*self.builder.start(), self.builder.end("completed", usage)]
+        await asyncio.to_thread(self.keep)
+        return told
+
+    async def events(self, request_id: str) -> AsyncGenerator[bytes, None]:
+        """Server-sent."""
+        async with aclosing(self.told(request_id, encoded)) as told:
+            async for events in told:
+                for event in events:
+                    yield event
         yield b"data: [DONE]\n\n"
+
+
+async def handler_of(
+    context: ServerContext, store: Responses, body: ResponsesRequest, request: HTTPConnection
+) -> ResponseHandler:
+    """Raises `InvalidRequestError`, `HTTPException`."""
+    context.check_model(body.model)
+    handler = await asyncio.to_thread(ResponseHandler, context, store, body)  # it may go on from a lot
+    context.take_note(body, request, handler.conversation.tools.ignored)
+    return handler
 
 
 def encoded(event: Event) -> bytes:

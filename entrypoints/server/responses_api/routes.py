@@ -17,7 +17,7 @@ from entrypoints.server.errors import describe, error_body
 from entrypoints.server.request_ids import request_id_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
-from entrypoints.server.responses_api.handler import Items, ResponseHandler
+from entrypoints.server.responses_api.handler import Items, ResponseHandler, handler_of
 from entrypoints.server.responses_api.items import as_listed, sealed
 from entrypoints.server.responses_api.store import ResponseStore, Stored
 from entrypoints.server.streaming import answer, event_stream
@@ -77,9 +77,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
 
     @app.post("/v1/responses")
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        context.check_model(body.model)
-        handler = await asyncio.to_thread(ResponseHandler, context, store, body)  # it may go on from a lot
-        context.take_note(body, request, handler.conversation.tools.ignored)
+        handler = await handler_of(context, store, body, request)
         name = request_id_of(request.scope)
         with blamed_on(handler.structured_by):
             if body.background:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class ResponseStore:
             raise ConfigError(f"the response store {file} cannot be opened: {error}") from error
         self._bytes: int = found[0]
 
+    def keep(self, stored: Stored) -> None:
+        """Unless it is not to be stored."""
+        if stored.response.store:
+            self.put(stored)
+
     def put(self, stored: Stored) -> None:
         """New, or in place of itself."""
         response = stored.response
@@ -90,29 +95,15 @@ class ResponseStore:
             ).fetchone()
         return None if found is None else msgspec.json.decode(found[0])
 
+    def use(self, name: str) -> Stored | None:
+        """As `get`, and it counts as used."""
+        with self._lock:
+            self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), name))
+        return self.get(name)
+
     def turns(self, name: str) -> list[Stored] | None:
         """The response and all before it, the first one first; None where one of them is gone."""
-        with self._lock:
-            self._evict()
-            turns = list(self._back_from(name))
-            names = [turn.response.id for turn in turns]
-            with self._database:
-                touched = [(time.time(), each) for each in names]
-                self._database.executemany("UPDATE responses SET used = ? WHERE id = ?", touched)
-        if not turns or turns[-1].response.previous_response_id is not None:
-            return None
-        return turns[::-1]
-
-    def _back_from(self, name: str | None) -> Iterator[Stored]:
-        for _ in range(_MOST_TURNS):
-            found = self._database.execute("SELECT body FROM responses WHERE id = ?", (name,)).fetchone()
-            if found is None:
-                return
-            stored = _decoder.decode(found[0])
-            yield stored
-            name = stored.response.previous_response_id
-            if name is None:
-                return
+        return _turns(name, self.use)
 
     def _evict(self) -> None:
         oldest = time.time() - self._seconds
@@ -138,3 +129,45 @@ class ResponseStore:
     def close(self) -> None:
         with self._lock:
             self._database.close()
+
+
+class PassingResponses:
+    """As a socket sees its responses: those of the store, and of its own also those that are not to be stored, which
+    are kept in `passing` until it `forget`s them."""
+
+    def __init__(self, store: ResponseStore, passing: ResponseStore) -> None:
+        self._store, self._passing = store, passing
+        self._own: set[str] = set()
+
+    def keep(self, stored: Stored) -> None:
+        if stored.response.store:
+            self._store.put(stored)
+        else:
+            self._own.add(stored.response.id)
+            self._passing.put(stored)
+
+    def item(self, name: str) -> dict[str, Any] | None:
+        return self._store.item(name)
+
+    def turns(self, name: str) -> list[Stored] | None:
+        return _turns(name, lambda each: self._passing.get(each) if each in self._own else self._store.use(each))
+
+    def forget(self) -> None:
+        for name in self._own:
+            self._passing.delete(name)
+        self._own.clear()
+
+
+def _turns(name: str | None, find: Callable[[str], Stored | None]) -> list[Stored] | None:
+    turns: list[Stored] = []
+    while name is not None and len(turns) < _MOST_TURNS:
+        stored = find(name)
+        if stored is None:
+            return None
+        turns.append(stored)
+        name = stored.response.previous_response_id
+    return turns[::-1] if name is None else None
+
+
+Responses = ResponseStore | PassingResponses
+"""what a conversation may go on from, and is kept in"""
