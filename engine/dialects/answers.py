@@ -21,7 +21,7 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from engine.dialects.arguments import CallScanner
-from engine.dialects.bodies import calls_of, new_id
+from engine.dialects.bodies import calls_of, json_or_none, new_id
 from engine.dialects.fields import NAMED, WHOLE
 from engine.dialects.forms import Call, Dialect, Piece
 from engine.dialects.schemas import as_declared, kinds_of, typed
@@ -34,6 +34,10 @@ _KEPT_CHARS = 256
 """of what has been parsed, for patterns that look behind"""
 _CUT_CHARS = 4096
 _PIECE_CHARS = 256
+_TAGS = ("<", "[")
+"""that marks of calls begin with where they are not JSON's own"""
+_LEAST_MARK = 6
+"""characters of a mark that tell it from what is compared or indexed"""
 _JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -72,6 +76,12 @@ class _Parser(ResponseParser):
         """A call of tagged arguments has not been closed."""
         field = self._spec.fields.get(self._current or "")
         return field is not None and field.name == "tool_calls" and field.content == "xml-inline"
+
+    def drop_cut_mark(self, least: int) -> None:
+        """What is held, since it may become a mark of calls, is the beginning of one, if it has `least` characters."""
+        held = self._buffer[self._pos :]
+        if self._current != "tool_calls" and len(held) >= least and held[0] in _TAGS:
+            self._buffer = self._buffer[: self._pos]
 
     def _scan(self, watch: Any, eos: bool) -> Any:
         best, hold = super()._scan(watch, eos)
@@ -179,8 +189,10 @@ class AnswerReader:
         self._reasoning.marked = True
         self._raw = ""
         """of the calls that are being read"""
+        self._is_no_call = False
+        """their mark names no tool"""
         self.num_calls = 0
-        self._cut_off = False
+        self._cut_off = self._cut = False
         for event in self._parser.initial_events:
             self._take(event)
 
@@ -192,9 +204,13 @@ class AnswerReader:
         except Exception:
             return self._give_up(text)
 
-    def end(self) -> list[Piece]:
+    def end(self, *, cut: bool = False) -> list[Piece]:
+        """`cut`: by a limit, not by the model. A call that is cut comes with what there is of its arguments."""
         pieces: list[Piece] = []
+        self._cut = cut
         if self._parser is not None:
+            if cut:
+                self._parser.drop_cut_mark(1 if self.num_calls else _LEAST_MARK)
             self._cut_off = self._parser.ends_within()
             try:
                 pieces = self._pieces(self._parser.finalize()[1])
@@ -251,7 +267,11 @@ class AnswerReader:
         if event["type"] == "region_open":
             captures = event["captures"]
             self._raw, self._begun, self._given_id = event["mark"], [], captures.get("id")
-            self._scanner = None if self._named is None else CallScanner(captures["name"] if self._named else None)
+            name = captures.get("name", "").strip()
+            self._is_no_call = name not in ("", *self._kinds)
+            self._scanner = None
+            if self._named is not None and not self._is_no_call:
+                self._scanner = CallScanner(name if self._named else None, self._kinds)
             return []
         if event["type"] == "region_chunk":
             self._raw += event["text"]
@@ -261,19 +281,37 @@ class AnswerReader:
         calls = None if self._cut_off else self._calls_of(event["value"])
         shown = sum(each.shown for each in begun)
         if calls is None or not {call.name for call in calls} <= self._kinds.keys():
-            return [] if shown else self._as_content(raw)
+            return self._spoilt(begun, raw, cut=self._cut and not event["mark"])
         self._content.mark()
         for number, each in enumerate(begun[: len(calls)]):
             calls[number] = replace(each.call, arguments="".join(each.text))
         self.num_calls += len(calls[shown:])
         return [Piece(call=call) for call in calls[shown:]]
 
+    def _spoilt(self, begun: list[_Begun], raw: str, *, cut: bool) -> list[Piece]:
+        """The region is no list of calls as a whole. Those that came before what spoils it are calls all the same, as
+        they are where they are given out as they come; what follows them is content. `cut`: by a limit, so that what
+        is missing could have been a call."""
+        scanner = self._scanner
+        rest = scanner.rest if scanner is not None and begun and all(map(_Begun.is_json, begun)) else None
+        is_no_call = self._is_no_call or (scanner is not None and scanner.is_no_call)
+        if rest is None and not cut:
+            return [] if any(each.shown for each in begun) else self._as_content(raw)
+        if not begun and (is_no_call or raw.lstrip()[:1] not in _TAGS):
+            return self._as_content(raw)
+        self._content.mark()
+        calls = [replace(each.call, arguments="".join(each.text)) for each in begun if not each.shown]
+        if calls and rest is None:
+            calls[-1] = replace(calls[-1], complete=False)
+        self.num_calls += len(calls)
+        pieces = [Piece(call=call) for call in calls]
+        if rest is None or (cut and not is_no_call and rest.strip(" \t\r\n,;[")[:1] in ("{", "", *_TAGS)):
+            return pieces
+        return [*pieces, *self._as_content(rest)]
+
     def _scan(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
         for part in self._scanner.feed(text) if self._scanner is not None else ():
-            if part.name and part.name not in self._kinds:
-                self._scanner = None
-                break
             if part.name:
                 pieces += self._begin(part.name)
                 continue
@@ -300,6 +338,9 @@ class _Begun(NamedTuple):
     shown: bool
     text: list[str]
     """of its arguments, so far"""
+
+    def is_json(self) -> bool:
+        return json_or_none("".join(self.text)) is not None
 
 
 def _scanned_as(calls: Mapping[str, Any]) -> bool | None:

@@ -7,7 +7,7 @@ an object of arguments); all else waits for the end of its region.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import isfinite
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ _HEAD = re.compile(
     rf'"(?:{_ARGUMENTS})"\s*:\s*(?=\{{)'
 )
 _TAIL = re.compile(r'[^{}\[\]"]*(?:"[^"\\]*"[^{}\[\]"]*)*\}')
+_OWN_TAIL = re.compile(r"\s*\}?")
+"""where the mark that holds the name has opened an object"""
 _MOST_AROUND = 1024
 """characters between one call's arguments and the next one's"""
 _SCALAR = re.compile(r"[A-Za-z0-9+\-.]+")
@@ -90,8 +92,11 @@ class Part(NamedTuple):
 class CallScanner:
     """Of one region of calls. `feed` what comes between its marks."""
 
-    def __init__(self, name: str | None) -> None:
-        """`name`: told by the region's mark, so that there are nothing but arguments."""
+    def __init__(self, name: str | None, names: Container[str]) -> None:
+        """`name`: told by the region's mark, so that there are nothing but arguments. `names`: of tools; what names
+        another is no call."""
+        self._names = names
+        self.is_no_call = False
         self._around = ""
         """of what comes before arguments, or behind them, all that is not understood yet"""
         self._named = name
@@ -100,7 +105,18 @@ class CallScanner:
         self._lost = False
         """all else is for the end of the region"""
 
+    @property
+    def rest(self) -> str | None:
+        """What stands behind the last call's arguments and what closes it. None: they have not ended."""
+        if self._object is not None:
+            return None
+        tail = (_TAIL if self._named is None else _OWN_TAIL).match(self._around) if self._behind else None
+        return self._around[tail.end() :] if tail is not None else self._around
+
     def feed(self, text: str) -> Iterator[Part]:
+        if self._lost:
+            self._around += text
+            return
         while text and not self._lost:
             if self._object is not None:
                 out, text = self._object.feed(text)
@@ -108,6 +124,8 @@ class CallScanner:
                     yield Part(arguments=out)
                 if self._object.ended:
                     self._object, self._behind, self._lost = None, True, self._named is not None
+                    if self._lost:
+                        self._around = text
                 continue
             self._around += text
             text = ""
@@ -126,7 +144,11 @@ class CallScanner:
                 self._lost = bool(self._around) and self._around[0] != "{"
                 return self._named if self._around and not self._lost else None
             if (head := _HEAD.match(self._around)) is not None:
+                name = head["name"].strip()
+                self._lost = self.is_no_call = name not in self._names
+                if self._lost:
+                    return None
                 self._around = self._around[head.end() :]
-                return head["name"].strip()
+                return name
         self._lost = len(self._around) > _MOST_AROUND
         return None

@@ -88,7 +88,7 @@ def _call(found: Any, dialect: Dialect, number: int, given_id: object = None) ->
     name = next((found[key] for key in _NAMES if isinstance(found.get(key), str)), None)
     arguments: Any = next((found[key] for key in _ARGUMENTS if found.get(key) is not None), {})
     if isinstance(arguments, str):
-        arguments = _json_or_none(arguments) if arguments.strip() else {}
+        arguments = json_or_none(arguments) if arguments.strip() else {}
     if name is None or not isinstance(arguments, Mapping) or _NAME.fullmatch(name.strip()) is None:
         return None
     return _made(name.strip(), dict(arguments), dialect, number, given_id)
@@ -122,7 +122,7 @@ def _loose(text: str) -> Any:
             parts.append(json.dumps(marked))
         else:
             parts.append(json.dumps(found["key"]) + ":" if found["key"] is not None else found.group())
-    return _json_or_none("".join(parts))
+    return json_or_none("".join(parts))
 
 
 def new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
@@ -136,7 +136,7 @@ def new_id(name: str, dialect: Dialect, number: int, given: object) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _json_or_none(text: str) -> Any:
+def json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -199,7 +199,7 @@ def _literal(node: ast.expr, source: str) -> Any:
 def _text(node: ast.Constant, source: str) -> str:
     assert isinstance(node.value, str)
     if "\\" in (written := ast.get_source_segment(source, node) or "") and written.startswith('"'):
-        as_json = _json_or_none(written)
+        as_json = json_or_none(written)
         if isinstance(as_json, str):
             return as_json
     return node.value

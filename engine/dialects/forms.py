@@ -61,11 +61,12 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """`arguments`: JSON text."""
+    """`arguments`: JSON text, or the beginning of one where the answer was cut within it (`complete` false)."""
 
     id: str
     name: str
     arguments: str
+    complete: bool = True
 
 
 class Piece(msgspec.Struct, frozen=True):

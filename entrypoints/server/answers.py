@@ -75,7 +75,8 @@ class Answers:
             thought = sum(len(piece.reasoning) for piece in pieces) / len(part.text)
             self.reasoning_tokens += round(len(part.token_ids) * min(thought, 1.0))
         if part.finish_reason is not None:
-            pieces += reader.end()
+            rest = reader.end(cut=part.finish_reason == "length")
+            pieces += rest if not self._use.required else [piece for piece in rest if not piece.content]  # of a mark
         if not self._use.parallel and reader.num_calls > 1:
             pieces = _first_call_only(pieces, before)
         return pieces

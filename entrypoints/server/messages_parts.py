@@ -10,6 +10,7 @@ import msgspec
 from engine.dialects.forms import Call, Piece
 from entrypoints.server.responses import Usage
 from entrypoints.server.streaming import event
+from entrypoints.server.tools import object_of
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -150,7 +151,9 @@ class Blocks:
         for piece in pieces:
             last = blocks[-1] if blocks else None
             if piece.call is not None:
-                blocks.append(_tool_use(piece.call, msgspec.Raw(piece.call.arguments.encode())))
+                call = piece.call
+                written = call.arguments.encode() if call.complete else msgspec.json.encode(object_of(call.arguments))
+                blocks.append(_tool_use(call, msgspec.Raw(written)))
             elif piece.reasoning:
                 if not isinstance(last, ThinkingBlock):
                     blocks.append(last := ThinkingBlock(""))
@@ -170,6 +173,7 @@ class Blocks:
                 self._open = ToolUseBlock
                 if piece.call.arguments:
                     yield BlockDelta(self._index, InputJsonDelta(piece.call.arguments))
+                if piece.call.arguments and piece.call.complete:
                     yield from self.end()
                 continue
             if piece.arguments:

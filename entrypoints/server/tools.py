@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from engine.dialects.schemas import parameters_of
 from engine.errors import InvalidRequestError
@@ -172,12 +173,17 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 def input_of(arguments: str) -> str:
     """The text that a custom tool is called with."""
-    try:
-        found = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return arguments
-    text = found.get(_INPUT) if isinstance(found, dict) else None
+    text = object_of(arguments).get(_INPUT)
     return text if isinstance(text, str) else arguments
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Of a text that may be cut: what there is."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _refuse(message: str, field: str) -> NoReturn:

@@ -74,11 +74,57 @@ def test_what_breaks_off_within_streamed_arguments_ends_the_call() -> None:
     for text, arguments in (
         ('<tool_call>\n{"name": "now", "arguments": {"a": tru', '{"a": '),
         ('<tool_call>\n{"name": "now", "arguments": {"a" 1}}\n</tool_call>', '{"a" 1}'),
-        ('<tool_call>\n{"name": "now", "arguments": {"a": 1}} and more\n</tool_call>', '{"a": 1}'),
     ):
         for pieces in splits(text):
             assert streamed(reader_of(HERMES, streams=True), pieces)[:3] == ("", "", [("now", arguments)])
         assert read(reader_of(HERMES), text)[2] == []
+
+
+MARKED = DIALECTS["mistral"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "content"),
+    [
+        (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": 1}} and more\n</tool_call>', "and more"),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": 1}}\n{"name": "x", "arguments": {}}</tool_call>', None),
+        (DIALECTS["llama3_json"], '{"name": "now", "parameters": {"a": 1}}\nI have called it.', "I have called it."),
+        (MARKED, '[TOOL_CALLS]now[ARGS]{"a": 1}\nI have called it.', "I have called it."),
+    ],
+)
+def test_what_stands_behind_a_call_in_its_region_is_content(dialect: Dialect, text: str, content: str | None) -> None:
+    content = '{"name": "x", "arguments": {}}' if content is None else content
+    for pieces in splits(text):
+        found = streamed(reader_of(dialect, streams=True), pieces)
+        assert (found[0].strip(), *found[1:3]) == (content, "", [("now", '{"a": 1}')])
+        found = streamed(reader_of(dialect), pieces)
+        assert (found[0].strip(), *found[1:3]) == (content, "", [("now", '{"a": 1}')])
+
+
+CUT = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {"a": "b c", "n": 12}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]now[ARGS]{"a": "b c", "n": 12}',
+    "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=a>\nb c\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_limit_that_cuts_a_call_leaves_what_there_is_of_it_and_no_marks(name: str) -> None:
+    """Whole and as it comes, the same."""
+    text = CUT[name]
+    for end in range(1, len(text)):
+        parts = []
+        for streams in (False, True):
+            reader = reader_of(DIALECTS[name], streams=streams)
+            found = [*reader.feed("Well. " + text[:end]), *reader.end(cut=True)]
+            calls = [p.call for p in found if p.call is not None]
+            arguments = "".join(p.arguments for p in found)
+            told = [(call.name, call.arguments or arguments) for call in calls]
+            parts.append(("".join(p.content for p in found), told))
+        assert parts[0] == parts[1]
+        content, told = parts[0]
+        assert content.startswith("Well.") and len(content) <= len("Well. <tool")
+        assert all(text_.startswith("{") and name_ == "now" for name_, text_ in told)
 
 
 def test_calls_begin_when_their_name_is_known_to_be_one() -> None:

@@ -108,6 +108,19 @@ def test_calls_come_as_calls(model: Path) -> None:
     assert '"name": "add"' in prompt_of(server) and server.core.added[0].grammar is None
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_a_limit_cuts_is_the_same_whole_and_streamed_and_shows_no_marks(model: Path, choice: str) -> None:
+    for limit in (20, 45, 62, len(CALL) + 4, len(CALL) + 30):
+        body = {"tools": [ADD, NOW], "tool_choice": choice, "max_tokens": limit}
+        cut, _ = ask(model, f"{CALL}\n{CALL}", body)
+        assert cut["finish_reason"] == "length" and not cut["message"]["content"]
+        calls = [call["function"] for call in cut["message"].get("tool_calls", [])]
+        whole = '{"a": 1, "b": "zwei"}'
+        assert [call["name"] for call in calls] == ["add"] * len(calls)
+        assert all(whole.startswith(call["arguments"]) for call in calls)
+        assert [call["arguments"] for call in calls[:1]] == [whole] or limit <= len(CALL)
+
+
 def test_content_is_null_beside_calls_alone(model: Path) -> None:
     choice, _ = ask(model, CALL, {"tools": [ADD]})
     assert choice["message"]["content"] is None

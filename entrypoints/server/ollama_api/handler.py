@@ -166,6 +166,7 @@ class ChatHandler(OllamaHandler[ChatRequest]):
 
     def part(self, content: str, thinking: str = "", calls: Sequence[Call] = ()) -> ChatPart:
         message = Message(content, thinking=thinking or UNSET)
+        calls = [call for call in calls if call.complete]  # Ollama has no form for others
         if calls:
             message.tool_calls = [called(self.calls + number, call) for number, call in enumerate(calls)]
             self.calls += len(calls)

@@ -169,7 +169,9 @@ class ResponseBuilder:
         index = self._place()["output_index"]
         events = [self._event("response.output_item.added", output_index=index, item=dict(item))]
         if call.arguments:
-            events += [self._more_input(input_of(call.arguments) if custom else call.arguments), *self._close()]
+            events.append(self._more_input(input_of(call.arguments) if custom else call.arguments))
+        if call.arguments and call.complete:
+            events += self._close()
         return events
 
     def _more_input(self, text: str) -> Event:
