@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from engine.request import StructuredOutputsParams, Thinking
 
+_ASCII = "dw"
+r"""classes of a regular expression that mean ASCII, as xgrammar and JSON schemas have them: \d is no Arabic digit"""
 FIELD = "structured_outputs"
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
@@ -90,7 +92,7 @@ def _bounded_thought(thinking: Thinking, budget: int, marks: Marks) -> list[str]
 
 
 def _grammar_of_answer(params: StructuredOutputsParams) -> str:
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     try:
         if params.json is not None or params.json_object:
@@ -98,7 +100,7 @@ def _grammar_of_answer(params: StructuredOutputsParams) -> str:
         if params.structural_tag is not None:
             return _of_tags(params)
         if params.regex is not None:
-            return LLMatcher.grammar_from_regex(params.regex)
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(params.regex, _ASCII)}/")
         if params.choice is not None:
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, params.choice)))
         if _GBNF_RULE.search(params.grammar or ""):

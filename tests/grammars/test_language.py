@@ -42,6 +42,7 @@ def params(**fields: Any) -> StructuredOutputsParams:
         (params(json=json.dumps(PERSON)), ['{"a": 1}'], ["{}"]),
         (params(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1"]),
         (params(regex="[a-c]{2}[0-9]+"), ["ab1", "cc123"], ["a1", "abx", "ab1 "]),
+        (params(regex=r"\d{2}/[\d.]+ \w\D"), ["12/3.4 a!"], ["١٢/3 a!", "12/٣ a!", "12/3 éx", "12/3 a1"]),
         (params(choice=["yes", 'n"o', "né"]), ["yes", 'n"o', "né"], ["ye", "no", "yesno"]),
         (
             params(choice=["<|im_end|>x", "a b\n", "1+1", "\x7f", "#-&~/"]),
