@@ -126,9 +126,7 @@ class Side(msgspec.Struct, frozen=True):
         return self.field if isinstance(self.given, str) else f"{self.field}[{index}]"
 
 
-async def compared(
-    context: ServerContext, one: Side, other: Side, body: PooledFields, request_id: str
-) -> Compared:
+async def compared(context: ServerContext, one: Side, other: Side, body: PooledFields, request_id: str) -> Compared:
     """What the model's files put before queries stands before `one`'s texts, before documents before `other`'s."""
     ones, others = one.texts, other.texts
     context.engine.config.limits.check("prompts", max(len(ones), len(others)), other.field)
