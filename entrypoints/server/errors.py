@@ -123,7 +123,10 @@ def install(app: FastAPI) -> None:
             body = error_body(reason, "invalid_request_error", None, "not_served")
         elif not isinstance(body, dict):
             kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-            body = error_body(str(error.detail), kind)
+            message = str(error.detail)
+            if error.status_code == 404 and message == "Not Found":
+                message = f"Not Found: this server has no route {request.url.path[:200]}"
+            body = error_body(message, kind)
         return error_response(request.scope, error.status_code, cast(ErrorBody, body), error.headers)
 
     for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, ServerEndsError, Exception):
