@@ -181,11 +181,10 @@ class Admission:
             raise InvalidRequestError(
                 "this is an embedding model, which generates nothing: use /v1/embeddings, or LLM.embed", "model"
             )
-        generates = pooling is None
-        self._check_prompt(prompt_token_ids, generates)
+        self._check_prompt(prompt_token_ids, pooling is None)
         self.check_params(params)
         self._check_place(request_id, priority, cache_salt)
-        max_tokens = self._max_tokens(len(prompt_token_ids), params) if generates else 1
+        max_tokens = self._max_tokens(len(prompt_token_ids), params) if pooling is None else 1
         if bad_words is None:
             bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
         template = self._row_params(params, bad_words)
