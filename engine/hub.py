@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -169,11 +170,18 @@ def _files(repo: str, revision: str | None, cache_dir: str | None) -> list[HubFi
     except (HfHubHTTPError, HFValidationError):
         raise
     except Exception as error:  # the network's, of an HTTP library underneath, or none is allowed
-        logger.warning("no hub can be asked for %s (%s): what was fetched before is used", repo, type(error).__name__)
-        return _kept(repo, revision or "main", cache_dir)
+        kept = _kept(repo, revision or "main", cache_dir)
+        _tell_of_no_hub(repo, type(error).__name__)
+        return kept
     names = [(each.rfilename, each.size or 0) for each in found.siblings or () if _is_read(each.rfilename)]
     here = [library.try_to_load_from_cache(repo, name, cache_dir=cache_dir, revision=found.sha) for name, _ in names]
     return [HubFile(name, size, not isinstance(path, str)) for (name, size), path in zip(names, here)]
+
+
+@cache
+def _tell_of_no_hub(repo: str, reason: str) -> None:
+    """Once, whoever asks again."""
+    logger.warning("no hub can be asked for %s (%s): what was fetched before is used", repo, reason)
 
 
 def _is_read(name: str) -> bool:

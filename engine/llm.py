@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -15,7 +14,7 @@ from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreStats, ResetPrefixCache
 from engine.errors import InvalidRequestError, ShutDownError
-from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompt
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.pooled_calls import PooledCalls
@@ -146,7 +145,7 @@ class LLM(PooledCalls, NotHere):
         call = self._number_call()
         admitted = []
         for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed, params), strict=True)):
-            with _naming(i, len(parsed)):
+            with naming_prompt(i, len(parsed)):
                 urgency = priority[i] if priority is not None else 0
                 admitted.append(session.admit(f"{call}.{i}", prompt, ids, params[i], priority=urgency))
         return self._run(admitted, arrival, use_tqdm)
@@ -270,21 +269,10 @@ class LLM(PooledCalls, NotHere):
         texts = []
         for i, prompt in enumerate(prompts):
             if prompt.token_ids is None:
-                with _naming(i, len(prompts)):
+                with naming_prompt(i, len(prompts)):
                     contexts = self._session.contexts_of(params[i] if params else None)
                     self._tokenizer.check_length(prompt.text or "", contexts=contexts)
                 texts.append(prompt.text or "")
         with fails_alone("tokenizing"):
             encoded = iter(self._tokenizer.encode_batch(texts))
         return (next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts)
-
-
-@contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
-    """Of several prompts, the one at fault."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if count == 1:
-            raise
-        raise InvalidRequestError(f"prompt {index}: {error}", error.field) from error

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
-from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompts
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompts
 from engine.frontend.texts import check_text
 from engine.pooling import (
     EmbeddingRequestOutput,
@@ -55,13 +55,14 @@ class PooledCalls(ABC):
         parsed, call = parse_prompts(prompts), self._number_call()
         admitted = []
         for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed), strict=True)):
-            salt = None if prompt.cache_salt is None else check_text(prompt.cache_salt, "cache_salt")
-            kept = session.truncated(ids, pooling_params)
-            admitted.append(
-                session.admission.admit(
-                    f"{call}.{i}", prompt.text, kept, PROMPT_ONLY, cache_salt=salt, pooling=pooling.kind
+            with naming_prompt(i, len(parsed)):
+                salt = None if prompt.cache_salt is None else check_text(prompt.cache_salt, "cache_salt")
+                kept = session.truncated(ids, pooling_params)
+                admitted.append(
+                    session.admission.admit(
+                        f"{call}.{i}", prompt.text, kept, PROMPT_ONLY, cache_salt=salt, pooling=pooling.kind
+                    )
                 )
-            )
         return [pooled_output(output, pooling) for output in self._run(admitted, arrival, use_tqdm)]
 
     def embed(

@@ -82,7 +82,7 @@ class Session:
     def truncated(self, token_ids: list[int], params: PoolingParams | None) -> list[int]:
         """As `PoolingParams.truncate_prompt_tokens` wants it."""
         most = None if params is None else params.truncate_prompt_tokens
-        return truncated(token_ids, most, self.config.model.max_model_len - 1, self.tokenizer.suffix)
+        return truncated(token_ids, most, self.config.model.max_model_len, self.tokenizer.suffix)
 
     def check_alive(self) -> None:
         """Raises what ended the core."""

@@ -123,7 +123,9 @@ async def _remote(options: argparse.Namespace) -> AsyncGenerator[Reply, None]:
 async def _first_model(client: httpx.AsyncClient) -> str:
     from engine.errors import EngineError
 
-    answer = (await client.get("/v1/models")).raise_for_status()
+    answer = await client.get("/v1/models")
+    if answer.status_code != 200:
+        raise EngineError(_refused(answer))
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, TypeError, LookupError):
@@ -135,7 +137,8 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, object]) -> Async
 
     async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
-            raise EngineError(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
+            await response.aread()
+            raise EngineError(_refused(response))
         async for line in response.aiter_lines():
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or data == "[DONE]":
@@ -145,6 +148,16 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, object]) -> Async
                 raise EngineError(str(chunk["error"].get("message")))
             for choice in chunk.get("choices", []):
                 yield choice["delta"].get("content") or ""
+
+
+def _refused(response: httpx.Response) -> str:
+    """In the server's own words."""
+    try:
+        words = str(response.json()["error"]["message"])
+    except (ValueError, TypeError, LookupError):
+        words = response.text[:300]
+    hint = "; give its key with --api-key or PAGELOOM_API_KEY" if response.status_code == 401 else ""
+    return f"{response.url}: HTTP {response.status_code}: {words}{hint}"
 
 
 def _converse(options: argparse.Namespace, runner: asyncio.Runner, reply: Reply) -> int:

@@ -42,7 +42,7 @@ TAIL = """
 | characters of a text before it is tokenized | the context length times the longest token |
 | token ids | the vocabulary |
 | sequences that run at once, beams of a search | `--max-num-seqs` |
-| sequences that wait, all samples of a request counted | `--max-waiting`, {waiting}: 503 with `Retry-After` |
+| sequences that wait, samples too; any number where none waits | `--max-waiting`, {waiting}: 503 with `Retry-After` |
 | alternatives of a token (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, {logprobs} |
 | seconds that running requests may go on after SIGTERM | `--shutdown-timeout` |
 """

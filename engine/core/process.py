@@ -21,7 +21,7 @@ import msgspec
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
-from engine.observability.logs import JsonFormatter, TextFormatter, log_uncaught
+from engine.observability.logs import TEXT, JsonFormatter, TextFormatter, log_uncaught
 
 if TYPE_CHECKING:
     from engine.core.mailbox import Mailbox
@@ -79,7 +79,7 @@ def _write_log(start: CoreStart) -> None:
         handler.setFormatter(JsonFormatter("core", mark=start.log_mark))
         log_uncaught()
     else:
-        handler.setFormatter(TextFormatter("%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(TextFormatter(TEXT.replace("%(name)s", "core")))
     logging.basicConfig(level=start.log_level, handlers=[handler])
 
 

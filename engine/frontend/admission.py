@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NotRequired, TypedDict, TypeGuard
 
 import msgspec
@@ -102,6 +103,17 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
     return [parse_prompt(prompt) for prompt in prompts]  # type: ignore[arg-type]  # the others are refused there
 
 
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Of several prompts, the one at fault."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if count == 1:
+            raise
+        raise InvalidRequestError(f"prompt {index}: {error}", error.field, error.code) from error
+
+
 def _are_token_ids(prompt: object) -> TypeGuard[list[int]]:
     """By the first of them; admission looks at the others."""
     return isinstance(prompt, (list, tuple)) and (not prompt or type(prompt[0]) is int)
@@ -169,10 +181,10 @@ class Admission:
             raise InvalidRequestError(
                 "this is an embedding model, which generates nothing: use /v1/embeddings, or LLM.embed", "model"
             )
-        self._check_prompt(prompt_token_ids)
+        self._check_prompt(prompt_token_ids, pooling is None)
         self.check_params(params)
         self._check_place(request_id, priority, cache_salt)
-        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params) if pooling is None else 1
         if bad_words is None:
             bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
         template = self._row_params(params, bad_words)
@@ -220,11 +232,11 @@ class Admission:
         kept = params.truncate_prompt_tokens
         return token_ids if kept is None else token_ids[-(self._max_model_len - 1 if kept == -1 else kept) :]
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: list[int], generates: bool) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", "prompt")
-        if len(token_ids) >= self._max_model_len:  # first: what is longer is not even looked at
-            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt")
+        if len(token_ids) + generates > self._max_model_len:  # first: what is longer is not even looked at
+            raise too_many_tokens(len(token_ids), self._max_model_len, "prompt", generates=generates)
         if not all(type(t) is int for t in token_ids):
             raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
         check_token_ids("prompt", token_ids, self._vocab_size)

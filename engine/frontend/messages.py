@@ -53,6 +53,8 @@ def plain_message(index: int, message: Mapping[str, Any], template: str) -> dict
             plain["tool_calls"] = _calls(plain["tool_calls"], where)
         else:
             plain.pop("tool_calls", None)
+    elif plain.get("content") is None and message["role"] in ROLES:
+        _refuse(f"{where}.content is missing")
     return plain
 
 
@@ -73,13 +75,15 @@ def _names(template: str, role: str) -> bool:
 
 def _text_of_parts(parts: list[Any], where: str) -> str:
     texts = []
-    for part in parts:
+    for number, part in enumerate(parts):
         text = part
         if isinstance(part, dict):
             kind = part.get("type", "text")
-            text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+            if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+                _refuse(f"{where}.content[{number}]: {str(kind)[:40]} is not supported")
+            text = part.get(_TEXT_PARTS[kind])
         if not isinstance(text, str):
-            _refuse(f"{where}.content holds a part that is not text")
+            _refuse(f"{where}.content[{number}] must be a text, or an object with a text")
         texts.append(text)
     return "\n".join(texts)
 

@@ -22,13 +22,14 @@ def check_text(text: object, field: str) -> str:
     return text
 
 
-def too_many_tokens(count: int, max_model_len: int | None, field: str) -> InvalidRequestError:
+def too_many_tokens(
+    count: int, max_model_len: int | None, field: str, *, generates: bool = True
+) -> InvalidRequestError:
     """Of a prompt. OpenAI's words, which clients look for."""
-    limit = (max_model_len or 0) - 1
+    most = f"; at most {(max_model_len or 0) - 1} leave room for one to generate" if generates else ""
     return InvalidRequestError(
         f"This model's maximum context length is {max_model_len} tokens (max_model_len). However, your {field} "
-        f"resulted in {count} tokens; at most {limit} leave room for one to generate. Please reduce the length of "
-        f"the {field}.",
+        f"resulted in {count} tokens{most}. Please reduce the length of the {field}.",
         field,
         TOO_LONG,
     )

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
-from engine.grammars.language import FIELD, first_line, grammar_of, parser_limits
+from engine.grammars.language import FIELD, LENIENT, first_line, grammar_of, parser_limits
 from engine.grammars.marks import PLAIN, Marks
 from engine.grammars.vocabularies import ModelVocabulary
 from engine.request import StructuredOutputsParams
@@ -62,7 +62,7 @@ def check(params: StructuredOutputsParams, tokenizer: LLTokenizer, marks: Marks 
     if answer.error is not None and params.strict:
         lenient = _compiled(replace(params, strict=False), tokenizer, marks)
         if lenient.error is None:
-            return GrammarAnswer(error=f"{answer.error} (strict=False passes over it)")
+            return GrammarAnswer(error=f"{answer.error} ({LENIENT} passes over it)")
     return answer
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ASCII = "dw"
 r"""classes of a regular expression that mean ASCII, as xgrammar and JSON schemas have them: \d is no Arabic digit"""
 FIELD = "structured_outputs"
+LENIENT = '"strict": false'
+"""as readers of JSON and of Python understand it"""
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
 """between the parts of a JSON text: one space, or the end of a line and an indentation. Without a bound models go on
@@ -171,7 +173,7 @@ def _refuse_uncountable(schema: Any) -> None:
     if is_open and isinstance(least, (int, float)) and least > max(distinct, 1):
         raise InvalidRequestError(
             f"{FIELD}: minProperties ({least}) cannot be enforced where names are open: one may come twice "
-            "(strict=False passes over that)",
+            f"({LENIENT} passes over that)",
             FIELD,
         )
     for key, value in schema.items():

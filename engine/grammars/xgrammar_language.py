@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequestError
-from engine.grammars.language import FIELD, Tags, first_line, parsed, parser_limits
+from engine.grammars.language import FIELD, LENIENT, Tags, first_line, parsed, parser_limits
 
 if TYPE_CHECKING:
     from xgrammar import Grammar
@@ -124,7 +124,7 @@ def _check(schema: Any, params: StructuredOutputsParams, passed_over: list[str])
     found = list(dict.fromkeys(_unknown(schema)))
     if found and params.strict:
         raise InvalidRequestError(
-            f"{FIELD}: backend='xgrammar' does not know {found[0]} (strict=False passes over it)", FIELD
+            f"{FIELD}: backend='xgrammar' does not know {found[0]} ({LENIENT} passes over it)", FIELD
         )
     passed_over += [f"{each} has no effect" for each in found]
 

@@ -20,6 +20,8 @@ from typing import Any
 
 _TRICKS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _INDENT = "\n    "
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""of a line that is text, in every process"""
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,8 @@ class Arrivals:
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
         held = self._held
-        max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len)
+        pools = request.params.pooling is not None  # what follows its prompt is never computed
+        max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len + pools)
         for request_id in request.request_ids:
             if request_id in held.live:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")

@@ -14,9 +14,9 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
     `pinned`: blocks that it can not have. Raises `InvalidRequestError`."""
     check_frame(request, config.vocab_size)
     prompt_len = len(request.prompt_token_ids)
-    if prompt_len + 1 > config.max_model_len:
+    if prompt_len + (request.params.pooling is None) > config.max_model_len:
         raise InvalidRequestError(
-            f"a prompt of {prompt_len} tokens leaves no room to generate one: the context length is "
+            f"a prompt of {prompt_len} tokens is too long, or leaves no room to generate one: the context length is "
             f"{config.max_model_len} tokens (--max-model-len)",
             "prompt",
         )

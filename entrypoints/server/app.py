@@ -25,6 +25,7 @@ from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
 from entrypoints.server.page import routes as page
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from entrypoints.server.refusals import LogsRefusals
 from entrypoints.server.request_ids import RequestIds
 from entrypoints.server.responses_api import routes as responses_api
 from entrypoints.server.responses_api.sockets import Sockets, add_socket
@@ -48,9 +49,6 @@ def create_app(
 ) -> FastAPI:
     """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
     Raises `ConfigError`."""
-
-    async def on_client_left(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
 
     limits = engine.config.limits
     bounds = limits.stored_responses_bytes, limits.stored_responses_s
@@ -80,7 +78,7 @@ def create_app(
     app.state.draining = False
     app.state.limits = limits
     errors.install(app)
-    app.add_exception_handler(ClientLeftError, on_client_left)
+    app.add_exception_handler(ClientLeftError, _on_client_left)
     context = ServerContext(engine, served_name, settings)
     _openai_routes(app, context)
     messages_api.add_routes(app, context)
@@ -97,8 +95,13 @@ def create_app(
     open_files = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)
     guards = [] if api_key is None else [Middleware(ApiKeyGuard, key=api_key, unguarded=open_files)]
-    _add_middleware(app, [Middleware(CountsLoad, load=load), *guards], allowed_origins)
+    told = [Middleware(LogsRefusals)] if settings.log_requests else []
+    _add_middleware(app, [Middleware(CountsLoad, load=load), *guards, *told], allowed_origins)
     return app
+
+
+async def _on_client_left(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 def _add_middleware(app: FastAPI, inner: Sequence[Middleware], allowed_origins: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ class Caller(NamedTuple):
     path: str
     headers: Iterable[tuple[bytes, bytes]]
     """names in lower case"""
+    watched: set[str]
+    """what the engine was asked for on its behalf"""
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

@@ -50,12 +50,19 @@ class EmbeddingsRequest(PooledFields):
 
     def inputs(self) -> list[str | list[int]]:
         """Raises `InvalidRequestError` where there is none."""
-        given: Any = self.input
-        if isinstance(given, str):
-            return [given]
-        if not given:
+        if not self.input and not isinstance(self.input, str):
             raise InvalidRequestError("input must not be empty", "input")
-        return [given] if isinstance(given[0], int) else list(given)
+        return [self.input] if self._is_one else self.input  # type: ignore[list-item,return-value]
+
+    @property
+    def _is_one(self) -> bool:
+        """A text or its tokens."""
+        return isinstance(self.input, str) or bool(self.input and isinstance(self.input[0], int))
+
+    def place(self, index: int) -> str:
+        if self.messages is not None:
+            return "messages"
+        return "input" if self._is_one else f"input[{index}]"
 
     def conversation(self) -> Conversation:
         return Conversation(
@@ -98,7 +105,7 @@ async def create_embeddings(context: ServerContext, body: EmbeddingsRequest) -> 
         normalize=body.normalize, dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
     prompts = await _prompts(context, body)
-    outputs = await vectors_of(context, prompts, params, body, new_id("embd"))
+    outputs = await vectors_of(context, prompts, params, body, new_id("embd"), body.place)
     data: list[Embedding | msgspec.Raw] = []
     for index, output in enumerate(outputs):
         vector = output.outputs.data

@@ -20,6 +20,7 @@ from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
 from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
+_CODE = "pageloom.error"
 
 
 class ServerEndsError(Exception):
@@ -94,6 +95,7 @@ def error_response(
     scope: Scope, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """In the words of the API that was asked."""
+    scope[_CODE] = body["error"]["code"] or body["error"]["type"]
     if is_ollamas(scope["path"]):
         return JSONResponse(in_ollamas_words(body), status, headers)
     if not is_anthropics(scope["path"]):
@@ -101,6 +103,12 @@ def error_response(
     request_id = request_id_of(scope)
     status, told = in_anthropics_words(status, body, request_id)
     return JSONResponse(told, status, {**(headers or {}), "request-id": request_id})
+
+
+def error_code_of(scope: Scope) -> str | None:
+    """Of the error that a request was answered by, if it was."""
+    code: str | None = scope.get(_CODE)
+    return code
 
 
 def install(app: FastAPI) -> None:
@@ -123,7 +131,10 @@ def install(app: FastAPI) -> None:
             body = error_body(reason, "invalid_request_error", None, "not_served")
         elif not isinstance(body, dict):
             kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-            body = error_body(str(error.detail), kind)
+            message = str(error.detail)
+            if error.status_code == 404 and message == "Not Found":
+                message = f"Not Found: this server has no route {request.url.path[:200]}"
+            body = error_body(message, kind)
         return error_response(request.scope, error.status_code, cast(ErrorBody, body), error.headers)
 
     for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, ServerEndsError, Exception):

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,8 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 """one wrong item is named, not each of a million"""
+Effort = Literal["none", "off", "disabled", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""of thinking: OpenAI's words and Anthropic's, and two that mean none"""
 NoEffect = Annotated[Any, Field(description="accepted, and has no effect here")]
 
 

@@ -21,7 +21,7 @@ GENERATING = frozenset(
     }
 )
 POOLING = frozenset({"/v1/embeddings", *SCORE_PATHS, *RERANK_PATHS, "/api/embed", "/api/embeddings"})
-_COUNTED = GENERATING | POOLING
+COUNTED = GENERATING | POOLING
 
 
 class Load:
@@ -46,7 +46,7 @@ class CountsLoad:
         self._app, self._load = app, load
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _COUNTED:
+        if scope["type"] != "http" or scope["path"] not in COUNTED:
             await self._app(scope, receive, send)
             return
         with self._load.one():

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from engine.observability.logs import JsonFormatter, TextFormatter, as_entry, log_uncaught
+from engine.observability.logs import TEXT, JsonFormatter, TextFormatter, as_entry, log_uncaught
 from entrypoints.server.caller import caller_id
 
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PIPE_BYTES = 1 << 20
 """what may be written past the log while nobody can read it, because the writer holds the interpreter"""
 _LINE_CHARS = 1 << 20

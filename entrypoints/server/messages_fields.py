@@ -15,7 +15,7 @@ from engine import SamplingParams
 from engine.errors import InvalidRequestError
 from engine.limits import Limits
 from engine.request import StructuredOutputsParams
-from entrypoints.server.fields import Body, NoEffect, Objects, Texts
+from entrypoints.server.fields import Body, Effort, NoEffect, Objects, Texts
 from entrypoints.server.messages_turns import begun_answer, chat_of
 from entrypoints.server.prompting import Conversation
 from entrypoints.server.speech import Speech
@@ -35,7 +35,7 @@ class ThinkingConfig(Body):
 
 
 class OutputConfig(Body):
-    effort: str | None = None
+    effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 

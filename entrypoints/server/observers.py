@@ -77,6 +77,8 @@ class Observers:
         if not self._tell:
             return None
         caller, model = CALLER.get(), getattr(body, "model", None)
+        if caller is not None:
+            caller.watched.add(response_id)
 
         def ended(seen: RequestWatch, error: BaseException | None) -> None:
             request = Ended(response_id, caller, model, self._served_name, params, streams, seen, error)

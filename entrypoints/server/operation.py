@@ -47,6 +47,8 @@ class Progress:
 
 _OF_THE_HOST = ("cache_dir", "path", "tokenizer")
 """settings that name files"""
+_OF_NOW = ("ledger", "type", "compiling", "distinct_pieces", "pieces_compiled")
+"""what is otherwise a minute later, when pieces were compiled behind: `/v1/board` and `/metrics` know"""
 
 
 def server_info(context: ServerContext) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def server_info(context: ServerContext) -> dict[str, Any]:
         "dialect": context.speech.dialect.name,
         "strict_fields": settings.strict_fields,
         "reasoning_field": settings.reasoning_field,
-        "started": {name: ready[name] for name in ready if name not in ("ledger", "type")},
+        "started": {name: ready[name] for name in ready if name not in _OF_NOW},
     }
 
 

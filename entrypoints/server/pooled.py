@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from pydantic import Field
 
+from engine.errors import InvalidRequestError
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from entrypoints.server.context import EnginePrompt, ServerContext
 from entrypoints.server.fields import Body, NoEffect
@@ -25,14 +26,26 @@ class PooledFields(Body):
 
 
 async def vectors_of(
-    context: ServerContext, prompts: Sequence[EnginePrompt], params: PoolingParams, body: PooledFields, request_id: str
+    context: ServerContext,
+    prompts: Sequence[EnginePrompt],
+    params: PoolingParams,
+    body: PooledFields,
+    request_id: str,
+    place: Callable[[int], str],
 ) -> list[PoolingRequestOutput]:
-    """In their order; the first that fails ends the others. Raises what `AsyncEngine.encode` raises."""
+    """In their order; the first that fails ends the others. `place`: where in the body a prompt stands, as `input[2]`.
+    Raises what `AsyncEngine.encode` raises."""
     turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(index: int) -> PoolingRequestOutput:
         async with turns, aclosing(context.encode(prompts[index], params, body, f"{request_id}-{index}")) as outputs:
-            return await anext(outputs)
+            try:
+                return await anext(outputs)
+            except InvalidRequestError as error:
+                if error.field != "prompt":
+                    raise
+                where = place(index)
+                raise InvalidRequestError(f"{where}: {error}", where.partition("[")[0], error.code) from error
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from engine import SamplingParams
 from engine.errors import InvalidRequestError
 from engine.request import StructuredOutputsParams
-from entrypoints.server.fields import Body, Ids, NoEffect, Objects, Texts, refusal
+from entrypoints.server.fields import Body, Effort, Ids, NoEffect, Objects, Texts, refusal
 from entrypoints.server.structured import StructuredFields
 from entrypoints.server.tools import ToolFields
 
@@ -204,7 +204,7 @@ class ChatCompletionRequest(ToolFields, SamplingFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking: dict[str, Any] | bool | None = None
     """``{"type": "enabled" | "disabled"}``, as several vendors have it"""

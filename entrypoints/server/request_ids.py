@@ -50,7 +50,7 @@ class RequestIds:
                 MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
             await send(message)
 
-        token = CALLER.set(Caller(request_id, scope["path"], scope["headers"]))
+        token = CALLER.set(Caller(request_id, scope["path"], scope["headers"], set()))
         try:
             await self._app(scope, receive, send_with_id)
         finally:

@@ -108,6 +108,10 @@ class Server(uvicorn.Server):
             ready.attention_backend,
             ready.startup_seconds,
         )
+        if engine.model.generates:
+            params = engine.default_sampling_params()
+            values = params.temperature, params.top_p, params.top_k
+            logger.info("where a request names none: temperature %g, top_p %g, top_k %d", *values)
 
     async def main_loop(self) -> None:
         """uvicorn's wakes ten times a second; an idle server should hardly wake at all."""

@@ -112,24 +112,40 @@ class Compared(msgspec.Struct, frozen=True):
         return EmbeddingUsage(tokens, tokens)
 
 
-async def compared(
-    context: ServerContext, ones: list[str], others: list[str], body: PooledFields, request_id: str, field: str
-) -> Compared:
-    """What the model's files put before queries stands before `ones`, before documents before `others`."""
-    context.engine.config.limits.check("prompts", max(len(ones), len(others)), field)
+class Side(msgspec.Struct, frozen=True):
+    """Of a comparison: a text, or several, and the field that holds them."""
+
+    field: str
+    given: str | list[str]
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.given] if isinstance(self.given, str) else self.given
+
+    def place(self, index: int) -> str:
+        return self.field if isinstance(self.given, str) else f"{self.field}[{index}]"
+
+
+async def compared(context: ServerContext, one: Side, other: Side, body: PooledFields, request_id: str) -> Compared:
+    """What the model's files put before queries stands before `one`'s texts, before documents before `other`'s."""
+    ones, others = one.texts, other.texts
+    context.engine.config.limits.check("prompts", max(len(ones), len(others)), other.field)
     before = context.engine.model.pooling.prompts
     texts = [before.get("query", "") + text for text in ones] + [before.get("document", "") + text for text in others]
     params = PoolingParams(normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    found = await vectors_of(context, texts, params, body, request_id)
+
+    def place(index: int) -> str:
+        return one.place(index) if index < len(ones) else other.place(index - len(ones))
+
+    found = await vectors_of(context, texts, params, body, request_id, place)
     return Compared(found[: len(ones)], found[len(ones) :])
 
 
 async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList:
-    ones = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    others = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    pairs, name = pairs_of(ones, others), new_id("score")
-    found = await compared(context, ones, others, body, name, "text_2")
-    scores = [Score(index, found.score(one, other)) for index, (one, other) in enumerate(pairs)]
+    one, other = Side("text_1", body.text_1), Side("text_2", body.text_2)
+    pairs, name = pairs_of(one.texts, other.texts), new_id("score")
+    found = await compared(context, one, other, body, name)
+    scores = [Score(index, found.score(*pair)) for index, pair in enumerate(pairs)]
     return ScoreList(name, now(), context.served_name, scores, found.usage())
 
 
@@ -137,7 +153,7 @@ async def create_ranking(context: ServerContext, body: RerankRequest, *, show: b
     texts, name = body.texts(), new_id("rerank")
     if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = body.max_tokens_per_doc
-    found = await compared(context, [body.query], texts, body, name, "documents")
+    found = await compared(context, Side("query", body.query), Side("documents", texts), body, name)
     ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
     ranked.sort(key=lambda each: -each.relevance_score)
     return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())

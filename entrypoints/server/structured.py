@@ -75,13 +75,13 @@ def _response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
     if kind == "json_schema":
         inner = given.get("json_schema")
         if not isinstance(inner, dict):
-            raise InvalidRequestError("response_format.json_schema must be an object that holds a schema", _ENGINES)
+            raise InvalidRequestError(f"{_ENGINES}.json_schema must be an object that holds a schema", _ENGINES)
         schema = inner.get("schema", {})
         return StructuredOutputsParams(json=_schema(schema)) if inner.get("strict") is True else _lenient(schema)
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=given)
     raise InvalidRequestError(
-        f"response_format.type must be text, json_object, json_schema or structural_tag, got {str(kind)[:40]!r}",
+        f"{_ENGINES}.type must be text, json_object, json_schema or structural_tag, got {str(kind)[:40]!r}",
         _ENGINES,
     )
 

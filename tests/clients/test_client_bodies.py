@@ -27,7 +27,8 @@ NO_IMAGES = "a model that reads text is shown no images, sound or files"
 NOT_HERE = "there is nothing here that would do it"
 PLACEHOLDER = "stands for a request, and would be refused anywhere"
 REFUSED = {
-    "holds a part that is not text": NO_IMAGES,
+    r"content\[[0-9]+\]: [a-z_]+ is not supported": NO_IMAGES,
+    "must be a text, or an object with a text": "whole messages stand where parts of one should",
     "(input_image|input_file) is not supported": NO_IMAGES,
     "'(image|container_upload)' blocks cannot be read": NO_IMAGES,
     "documents are read as text or content, not 'base64'": NO_IMAGES,

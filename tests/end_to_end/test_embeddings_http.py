@@ -77,8 +77,8 @@ def test_what_is_wrong_is_named(base: str, client: openai.OpenAI) -> None:
         ({}, "input"),
         ({"input": "a", "dimensions": 65}, "dimensions"),
         ({"input": ["a"] * 2049}, "input"),
-        ({"input": "a" * 257}, "prompt"),
-        ({"input": [[]]}, "prompt"),
+        ({"input": "a" * 257}, "input"),
+        ({"input": [[]]}, "input"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "prompt_name": "x"}, "prompt_name"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -88,6 +88,30 @@ def test_what_is_wrong_is_named(base: str, client: openai.OpenAI) -> None:
     assert len(post(base, "/v1/embeddings", {"input": "a" * 257, "truncate_prompt_tokens": -1})["data"]) == 1
     with pytest.raises(openai.BadRequestError, match="embedding model"):
         client.completions.create(model="embedder", prompt="a")
+
+
+def test_the_text_at_fault_is_named_by_its_place_in_the_body(base: str) -> None:
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/embeddings", {"input": ["a", "b", ""]}, "input[2]"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": [[1], []]}, "input[1]"),
+        ("/rerank", {"query": "a", "documents": ["b" * 10, "c", "d" * 257]}, "documents[2]"),
+        ("/rerank", {"query": "a" * 257, "documents": ["b"]}, "query"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", "b" * 257]}, "text_2[1]"),
+    ]
+    for path, body, place in wrong:
+        error = post(base, path, body, 400)["error"]
+        assert error["message"].startswith(f"{place}: "), error
+        assert error["param"] == place.partition("[")[0]
+    told = post(base, "/api/embed", {"model": "embedder", "input": ["a", ""]}, 400)["error"]
+    assert told.startswith("input[1]: ")
+
+
+def test_a_text_may_fill_the_whole_context(base: str) -> None:
+    assert post(base, "/v1/embeddings", {"input": "a" * 256})["usage"]["prompt_tokens"] == 256
+    error = post(base, "/v1/embeddings", {"input": "a" * 257}, 400)["error"]
+    assert error["code"] == "context_length_exceeded" and "257 tokens" in error["message"]
+    assert "generate" not in error["message"]
 
 
 def test_scores_and_rankings(base: str, client: openai.OpenAI) -> None:

@@ -133,9 +133,11 @@ def test_what_cannot_be_pooled_is_refused(tiny: tuple[Path, torch.nn.Module]) ->
         with pytest.raises(InvalidRequestError, match="dimensions is 65"):
             llm.embed("a", PoolingParams(dimensions=65), use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="tokens"):
-            llm.embed(token_prompts([[7] * 512]), use_tqdm=False)
+            llm.embed(token_prompts([[7] * 513]), use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="prompt 1: the prompt is empty"):
+            llm.embed(["a", ""], use_tqdm=False)
         [cut] = llm.embed(token_prompts([[7] * 900]), PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)
-        assert cut.prompt_token_ids == [7] * 511
+        assert cut.prompt_token_ids == [7] * 512
         with pytest.raises(InvalidRequestError, match="classifier"):
             llm.classify("a")
     for wrong in ({"pooling_type": "cls"}, {"dimensions": 0}, {"task": "x"}, {"pooling_type": "all"}):

@@ -267,6 +267,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens must be"),
+        ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"system": 5}, "system"),

@@ -370,6 +370,7 @@ def test_items_become_messages(items: list[dict[str, Any]], messages: list[dict[
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input", "input[0].output"),
         ({"input": []}, "input", "at least one"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input", "role must be"),
+        ({"reasoning": {"effort": "ultra"}}, "reasoning", "reasoning.effort"),
         ({"tools": [{"type": "namespace"}]}, "tools", "tools[0] must have a name"),
         ({"n": 2}, "n", "n must be 1"),
         ({"background": True, "stream": True}, "background", "stream"),

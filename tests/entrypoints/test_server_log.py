@@ -51,6 +51,11 @@ def test_every_line_is_an_object_and_says_whose_request_it_is_of(tiny_server_mod
     assert all({"time", "level", "logger", "process", "message"} <= entry.keys() for entry in entries)
     assert all(re.fullmatch(r"[ -~]+\n?", line) for line in lines)
     assert not any(entry["level"] == "critical" or SECRET in line for entry, line in zip(entries, lines, strict=True))
+    refused = [entry for entry in entries if "refused" in entry["message"] and entry["logger"] == "pageloom.requests"]
+    assert [(each["path"], each["status"], each["error"]) for each in refused] == [
+        ("/v1/completions", 404, "model_not_found"),
+        ("/v1/completions", 400, "invalid_request_error"),
+    ]
     (chat,) = [entry for entry in entries if entry.get("path") == "/v1/chat/completions"]
     expected: dict[str, Any] = {
         "logger": "pageloom.requests",

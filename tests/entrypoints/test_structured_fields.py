@@ -66,4 +66,13 @@ def test_a_schema_that_is_not_strict_may_hold_what_no_grammar_can_enforce(server
     error = strict.json()["error"]
     assert (strict.status_code, error["param"]) == (400, "response_format")
     assert error["message"].startswith("response_format: ") and "structured_outputs" not in error["message"]
+    assert "strict=False" not in error["message"]
     assert lenient.status_code == 200
+
+
+def test_what_is_no_format_is_named_once(server: Server) -> None:
+    wrong = ({"type": "json_schema"}, "json_schema"), ({"type": "yaml"}, "type")
+    replies = post_all(server, *((CHATS, CHAT | {"response_format": given}) for given, _ in wrong))
+    for reply, (_, place) in zip(replies, wrong, strict=True):
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"response_format.{place} must be ") and message.count("response_format") == 1

@@ -66,6 +66,7 @@ class Model(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
         self.stalls = True
+        self.key: str | None = None
 
     @property
     def url(self) -> str:
@@ -85,6 +86,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
+        if self.server.key is not None and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "who are you"}}')
+            return
         self._begin("application/json")
         self.wfile.write(b'{"data": [{"id": "m"}]}')
 
@@ -177,6 +183,17 @@ def test_a_url_where_no_such_server_answers_is_one_line(model: Model, capsys: py
     for url in ("http://[::1", "127.0.0.1:1", "http://127.0.0.1:1"):
         assert chat.main(["--url", url, "--quick", "x"]) == 1
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_server_with_a_key_says_what_is_missing(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.key, model.stalls = "secret", False
+    monkeypatch.delenv("PAGELOOM_API_KEY", raising=False)
+    assert chat.main(["--url", model.url, "--quick", "x"]) == 1
+    told = capsys.readouterr().err
+    assert "HTTP 401: who are you" in told and "--api-key" in told and "PAGELOOM_API_KEY" in told
+    assert chat.main(["--url", model.url, "--quick", "x", "--api-key", "secret"]) == 0
 
 
 def test_a_second_interrupt_ends_the_program(

@@ -103,6 +103,34 @@ def test_what_the_context_does_not_hold_is_said_in_openais_words(
         assert "maximum context length is 256 tokens" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "user"}], "messages[0].content is missing"),
+        ([*CHAT["messages"], {"role": "tool", "content": None}], "messages[1].content is missing"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
+            "messages[0].content[1]: image_url is not supported",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0] must be a text"),
+    ],
+)
+def test_what_a_message_lacks_is_named_by_its_place(server: Server, messages: list[dict[str, Any]], says: str) -> None:
+    error = post(server, {"messages": messages}).json()["error"]
+    assert error["param"] == "messages" and error["message"].startswith(says), error
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_efforts_that_are_known_are_taken(server: Server, effort: str) -> None:
+    assert post(server, CHAT | {"reasoning_effort": effort}).status_code == 200
+
+
+def test_other_efforts_are_refused(server: Server) -> None:
+    reply = post(server, CHAT | {"reasoning_effort": "ultra"})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "reasoning_effort" and "'xhigh'" in error["message"]
+
+
 def test_answers_name_what_made_them(server: Server) -> None:
     one, other = (reply.json() for reply in post_all(server, (CHATS, CHAT), (COMPLETIONS, {"prompt": "x"})))
     assert one["system_fingerprint"] == other["system_fingerprint"]

@@ -143,7 +143,7 @@ def test_an_object_may_have_thousands_of_optional_properties_and_one_that_has_to
 def test_one_of_is_read_as_any_of_where_asked() -> None:
     schema = {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 0}]}
     refused = check(params(json=schema), BYTES)
-    assert refused.error is not None and "oneOf" in refused.error and "strict=False" in refused.error
+    assert refused.error is not None and "oneOf" in refused.error and '"strict": false' in refused.error
     assert check(params(json=schema, strict=False), BYTES).error is None
     disjoint = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
     assert check(params(json=disjoint), BYTES).error is None

@@ -88,4 +88,5 @@ async def _vectors(
     context: ServerContext, texts: Sequence[str], params: PoolingParams, body: EmbedFields, field: str
 ) -> list[PoolingRequestOutput]:
     context.engine.config.limits.check("prompts", len(texts), field)
-    return await vectors_of(context, texts, params, body, new_id("embd"))
+    one = isinstance(getattr(body, field), str)
+    return await vectors_of(context, texts, params, body, new_id("embd"), lambda i: field if one else f"{field}[{i}]")

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from engine.errors import InvalidRequestError
 from engine.limits import Limits
 from engine.request import StructuredOutputsParams
-from entrypoints.server.fields import Body, NoEffect, Objects, refusal
+from entrypoints.server.fields import Body, Effort, NoEffect, Objects, refusal
 from entrypoints.server.protocol import _UNSUPPORTED, SamplingFields
 from entrypoints.server.tools import ToolFields, ToolUse
 
@@ -29,7 +29,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: str | None = None
+    effort: Effort | None = None
     summary: NoEffect = None
     generate_summary: NoEffect = None
 

@@ -210,7 +210,7 @@ class Session:
 
     async def _turn(self, lane: Lane, given: Event) -> None:
         name = new_request_id()
-        CALLER.set(Caller(name, PATH, self._socket.scope["headers"]))
+        CALLER.set(Caller(name, PATH, self._socket.scope["headers"], set()))
         encode = partial(_message, lane)
         try:
             with self._sockets.load.one():

@@ -89,7 +89,7 @@ function Figures({ looks }) {
         label="Running"
         value=${short(stats.running)}
         unit=${`of ${short(engine.max_num_seqs)}`}
-        note=${`${short(last.ended.stop + last.ended.length)} ended`}
+        note=${`${short(Object.values(last.ended).reduce((sum, each) => sum + each, 0))} ended`}
       />
       <${Tile}
         label="Queue"

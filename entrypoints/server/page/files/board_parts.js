@@ -84,7 +84,7 @@ export function Parts({ before: recent, after }) {
   const lately = after.stats.steps > recent.stats.steps;
   const before = lately ? recent : START;
   const runner = stepParts(before, after, "step_parts_s", STEP);
-  const title = after.engine.device === "cpu" ? "the step" : "the step, as its host launches it";
+  const title = after.engine.device === "cpu" ? "a step, by what it computes" : "a step, as its host launches it";
   const core = stepParts(before, after, "core_parts_s", CORE);
   const steps = rate(recent, after, (look) => look.stats.steps);
   return html`<section class="panel parts" aria-label="Step time by part">
@@ -93,7 +93,7 @@ export function Parts({ before: recent, after }) {
       <span class="hint">${lately ? `${short(steps)} steps/s, mean of the last seconds` : "mean since the start"}</span>
     </h2>
     ${runner.length > 0 && html`<${Stack} title=${title} parts=${runner} />`}
-    ${core.length > 0 && html`<${Stack} title="the core's thread" parts=${core} />`}
+    ${core.length > 0 && html`<${Stack} title="the core's thread, for each step" parts=${core} />`}
     ${runner.length + core.length === 0 && html`<p class="hint">No step yet.</p>`}
   </section>`;
 }
