@@ -261,6 +261,11 @@ def test_conversations_are_kept_renamed_exported_imported_and_deleted(page: Visi
     wrong = {"name": "wrong.json", "mimeType": "application/json", "buffer": b'{"conversations": [{"messages": [{}]}]}'}
     page.page.get_by_label("File to import").set_input_files(wrong)
     assert "wrong.json: message 0" in page.page.locator(".sidebar .error").inner_text()
+    many = json.dumps([{"messages": [{"role": "user", "content": "x"}]}] * 100).encode()
+    given = {"name": "many.json", "mimeType": "application/json", "buffer": many}
+    page.page.get_by_label("File to import").set_input_files(given)
+    page.wait_for(".conversations .open", 100)
+    assert "no room for 3 of 100" in page.page.locator(".sidebar .error").inner_text()
 
 
 def test_the_board_shows_what_the_server_counts(page_base: str, browser: Browser) -> None:
