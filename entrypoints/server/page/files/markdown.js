@@ -8,6 +8,7 @@ import { Component, CopyButton, html } from "./ui.js";
 
 const MOST_CHARS = 200_000;
 const MOST_DEPTH = 40;
+const MOST_ELEMENTS = 5_000; // of a text; what follows stays as it is written
 const SLOW_MS = 40;
 const FRAME_MS = 100; // of splitting, after which the other texts wait for the next frame
 
@@ -97,7 +98,11 @@ const ELEMENTS = {
   },
 };
 
+let left = 0; // of MOST_ELEMENTS
+
 function element(token, depth) {
+  left -= 1 + (token.items?.length ?? 0) + (token.rows?.length ?? 0) * (token.header?.length ?? 0);
+  if (left < 0) return ELEMENTS.plain({ raw: token.raw ?? token.text });
   const make = depth > MOST_DEPTH ? undefined : ELEMENTS[token.type];
   return make === undefined ? token.raw : make(token, depth); // HTML, too: as it is written
 }
@@ -112,6 +117,7 @@ function Code({ text, language }) {
 /** Elements for a text, or the text itself where splitting it fails. */
 export function elements(text) {
   if (text.length > MOST_CHARS) return html`<pre class="plain">${text}</pre>`;
+  left = MOST_ELEMENTS;
   try {
     return all(lex(text), 0);
   } catch {
