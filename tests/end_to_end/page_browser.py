@@ -44,6 +44,7 @@ def page_server(directory: Path) -> Iterator[str]:
     key.write_text(KEY)
     options = ["--served-model-name", "tiny", "--api-key-file", str(key), "--compile", "none", "--dtype", "float32"]
     options += ["--override-generation-config", '{"temperature": 0, "max_new_tokens": 24}']
+    options += ["--tool-call-parser", "hermes"]
     with serving(str(model), *options, "--kv-cache-memory", "16MiB") as base:
         yield base
 

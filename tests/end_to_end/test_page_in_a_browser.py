@@ -149,38 +149,6 @@ def test_tokens_are_coloured_by_what_the_server_says_of_them(page: Visit, page_b
     assert shown[:3] == pytest.approx([at["logprob"] for at in told[2]["top_logprobs"]], abs=1e-3)
 
 
-def test_thinking_is_folded_and_calls_take_results(page: Visit) -> None:
-    bodies: list[dict[str, Any]] = []
-    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at":"sky"}'}}
-    answers = [
-        as_stream({"reasoning": "I must "}, {"reasoning": "look."}, {"tool_calls": [call]}, finish="tool_calls"),
-        as_stream({"content": "It is **blue**."}),
-    ]
-
-    def reply(route: Route) -> None:
-        bodies.append(json.loads(route.request.post_data or ""))
-        route.fulfill(content_type="text/event-stream", body=answers[len(bodies) - 1])
-
-    page.page.route("**/v1/chat/completions", reply)
-    page.set("Tools", '[{"name": "look", "parameters": {"type": "object"}}]')
-    page.page.keyboard.press("Escape")
-    page.say("What colour is the sky?")
-    page.answered()
-    assert not page.page.get_by_text("I must look.").is_visible()
-    page.page.locator("summary").click()
-    assert page.page.get_by_text("I must look.").is_visible()
-    assert json.loads(page.page.locator(".call pre").inner_text()) == {"at": "sky"}
-    page.page.get_by_label("Result of look").fill("blue")
-    page.page.get_by_role("button", name="Go on").click()
-    page.answered(2)
-    assert page.page.locator(".markdown strong").inner_text() == "blue"
-    assert bodies[0]["tools"] == [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    asked, called, result = bodies[1]["messages"]
-    assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at":"sky"}'}
-    assert called["reasoning"] == "I must look." and asked["role"] == "user"
-    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "c1", "blue")
-
-
 @pytest.mark.parametrize("way", ["streamed", "imported"])
 def test_what_a_model_writes_is_never_html(page: Visit, way: str) -> None:
     if way == "streamed":
@@ -293,6 +261,11 @@ def test_conversations_are_kept_renamed_exported_imported_and_deleted(page: Visi
     wrong = {"name": "wrong.json", "mimeType": "application/json", "buffer": b'{"conversations": [{"messages": [{}]}]}'}
     page.page.get_by_label("File to import").set_input_files(wrong)
     assert "wrong.json: message 0" in page.page.locator(".sidebar .error").inner_text()
+    many = json.dumps([{"messages": [{"role": "user", "content": "x"}]}] * 100).encode()
+    given = {"name": "many.json", "mimeType": "application/json", "buffer": many}
+    page.page.get_by_label("File to import").set_input_files(given)
+    page.wait_for(".conversations .open", 100)
+    assert "no room for 3 of 100" in page.page.locator(".sidebar .error").inner_text()
 
 
 def test_the_board_shows_what_the_server_counts(page_base: str, browser: Browser) -> None:

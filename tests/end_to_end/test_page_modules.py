@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from page_browser import Visit
@@ -29,6 +31,50 @@ def test_a_full_storage_gives_up_colours_then_what_is_oldest(page: Visit) -> Non
     )
     assert counts["most"] * 0.8 < counts["size"] <= counts["most"]
     assert 40 <= counts["kept"] < 60 and counts["last"] and not counts["first"]
+
+
+def test_one_that_is_too_long_to_be_kept_costs_no_other(page: Visit) -> None:
+    kept = page.page.evaluate(
+        """async () => {
+            const c = await import("/page/conversations.js");
+            for (const size of [10, 10, c.MOST_CHARS]) {
+                const one = c.create();
+                one.messages.push({ role: "user", content: "x".repeat(size) });
+                c.save(one);
+            }
+            return Object.keys(localStorage).filter((k) => k.includes("conversation.")).length;
+        }"""
+    )
+    assert kept == 2
+
+
+@pytest.mark.parametrize(("own", "size", "imported"), [(0, 10, 100), (60, 10, 40), (100, 10, 0), (5, 100_000, 39)])
+def test_what_is_imported_costs_nothing_that_is_there(page: Visit, own: int, size: int, imported: int) -> None:
+    """100 conversations and an empty one, the oldest first in their file."""
+    file = [{"updated": 0, "messages": []}]
+    file += [{"updated": n + 1, "messages": [{"role": "user", "content": f"{n} ".ljust(size)}]} for n in range(100)]
+    found = page.page.evaluate(
+        """async ([own, text]) => {
+            const c = await import("/page/conversations.js");
+            const { state } = await import("/page/store.js");
+            for (let i = 0; i < own; i++) {
+                const one = c.create();
+                one.messages.push({ role: "user", content: "own" });
+                c.save(one);
+            }
+            const told = c.importText(text);
+            const kept = Object.keys(localStorage).filter((k) => k.includes("conversation."));
+            const shown = state.conversations.map((one) => [one.messages[0].content.trim(), one.updated]);
+            c.load();
+            const again = state.conversations.map((one) => [one.messages[0]?.content.trim(), one.updated]);
+            return { told, shown, again, kept: kept.length };
+        }""",
+        [own, json.dumps(file)],
+    )
+    assert found["told"] == {"imported": imported, "left": 100 - imported}
+    assert [text for text, _ in found["shown"][:own]] == ["own"] * own
+    assert found["shown"][own:] == [[str(n), n + 1] for n in range(99, 99 - imported, -1)]
+    assert found["again"] == found["shown"] and found["kept"] == own + imported
 
 
 def test_quantiles_and_cells_by_brute_force(page: Visit) -> None:

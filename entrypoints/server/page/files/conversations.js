@@ -74,26 +74,30 @@ export function save(conversation) {
   changed();
 }
 
+/** False: it does not fit. Throws where there is no storage. */
+function write(conversation) {
+  const text = JSON.stringify(conversation);
+  const others = Object.keys(localStorage).filter((name) => name !== PREFIX + conversation.id);
+  const used = others.reduce((sum, name) => sum + localStorage.getItem(name).length, 0);
+  return used + text.length <= MOST_CHARS && remember(`conversation.${conversation.id}`, text);
+}
+
 function makeRoom(conversation) {
-  const write = () => {
-    const text = JSON.stringify(conversation);
-    const others = Object.keys(localStorage).filter((name) => name !== PREFIX + conversation.id);
-    const used = others.reduce((sum, name) => sum + localStorage.getItem(name).length, 0);
-    return used + text.length <= MOST_CHARS && remember(`conversation.${conversation.id}`, text);
-  };
   const oldestFirst = () => [...state.conversations].reverse();
   try {
-    if (write()) return;
+    if (write(conversation)) return;
+    const bare = JSON.stringify(conversation, (name, value) => (name === "tokens" ? null : value));
+    if (bare.length > MOST_CHARS) throw new Error("one is too long");
     for (const old of oldestFirst()) {
       if (!old.messages.some((message) => message.tokens)) continue;
       for (const message of old.messages) message.tokens = null;
       if (old !== conversation) remember(`conversation.${old.id}`, JSON.stringify(old));
-      if (write()) return;
+      if (write(conversation)) return;
     }
     for (const old of oldestFirst()) {
       if (old === conversation) continue;
       remove(old);
-      if (write()) return;
+      if (write(conversation)) return;
     }
   } catch (error) {
     console.warn("conversations are not kept:", error.message);
@@ -143,13 +147,14 @@ export function asConversation(value) {
       given.tokens?.length && Array.isArray(given.tokens) && given.tokens.every(isToken) ? given.tokens : null;
     message.stats = given.stats && typeof given.stats === "object" ? numbers(given.stats) : null;
     message.error = text(given.error, 2_000) || null;
+    message.schema_error = text(given.schema_error, 2_000) || null;
     return message;
   });
   const settings = { ...DEFAULTS };
   for (const name of Object.keys(DEFAULTS)) {
     if (typeof value.settings?.[name] === typeof DEFAULTS[name]) settings[name] = value.settings[name];
   }
-  const updated = Number.isFinite(value.updated) ? value.updated : Date.now();
+  const updated = Number.isFinite(value.updated) ? Math.min(value.updated, Date.now()) : Date.now();
   return { id: text(value.id, 60) || id(), title: text(value.title, 200), updated, messages, settings };
 }
 
@@ -175,14 +180,23 @@ export function exportAll() {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-/** Conversations of a file, beside those that are there. Throws what is wrong with it. */
+/** Conversations of a file, beside those that are there: the latest for which there is room. How many, and how many are
+ * left out. Throws what is wrong with it. */
 export function importText(text) {
   const given = JSON.parse(text);
-  const list = Array.isArray(given) ? given : (given.conversations ?? [given]);
-  const imported = list.slice(0, MOST).map((value) => ({ ...asConversation(value), id: id() }));
-  if (imported.length === 0) throw new Error("there is no conversation in it");
-  state.conversations.push(...imported);
-  for (const conversation of imported.reverse()) save(conversation);
-  open(imported.at(-1));
-  return imported.length;
+  const list = [given?.conversations ?? given].flat();
+  const found = list.map((value) => ({ ...asConversation(value), id: id() })).filter((one) => one.messages.length);
+  if (found.length === 0) throw new Error("there is no conversation in it");
+  found.sort((a, b) => b.updated - a.updated);
+  const own = state.conversations.filter((conversation) => conversation.messages.length);
+  const imported = [];
+  for (const conversation of found) {
+    if (own.length + imported.length >= MOST) break;
+    if (write(conversation)) imported.push(conversation);
+  }
+  if (imported.length) {
+    state.conversations = [...own, ...imported].sort((a, b) => b.updated - a.updated);
+    open(imported[0]);
+  }
+  return { imported: imported.length, left: found.length - imported.length };
 }

@@ -2,12 +2,15 @@
 // writes as HTML is shown as it is written, images are links that somebody must follow, and links lead to the web or
 // to mail only.
 
-import { Lexer } from "./vendor/marked.esm.js";
+import { lex } from "./lexer.js";
+import { changed } from "./store.js";
 import { Component, CopyButton, html } from "./ui.js";
 
 const MOST_CHARS = 200_000;
 const MOST_DEPTH = 40;
+const MOST_ELEMENTS = 5_000; // of a text; what follows stays as it is written
 const SLOW_MS = 40;
+const FRAME_MS = 100; // of splitting, after which the other texts wait for the next frame
 
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 
@@ -42,6 +45,7 @@ function inside(token, depth) {
 }
 
 const ELEMENTS = {
+  plain: (token) => html`<span class="plain">${token.raw}</span>`,
   space: () => null,
   def: () => null,
   hr: () => html`<hr />`,
@@ -94,7 +98,11 @@ const ELEMENTS = {
   },
 };
 
+let left = 0; // of MOST_ELEMENTS
+
 function element(token, depth) {
+  left -= 1 + (token.items?.length ?? 0) + (token.rows?.length ?? 0) * (token.header?.length ?? 0);
+  if (left < 0) return ELEMENTS.plain({ raw: token.raw ?? token.text });
   const make = depth > MOST_DEPTH ? undefined : ELEMENTS[token.type];
   return make === undefined ? token.raw : make(token, depth); // HTML, too: as it is written
 }
@@ -109,24 +117,37 @@ function Code({ text, language }) {
 /** Elements for a text, or the text itself where splitting it fails. */
 export function elements(text) {
   if (text.length > MOST_CHARS) return html`<pre class="plain">${text}</pre>`;
+  left = MOST_ELEMENTS;
   try {
-    return all(new Lexer({ gfm: true, breaks: true }).lex(text), 0);
+    return all(lex(text), 0);
   } catch {
     return html`<pre class="plain">${text}</pre>`;
   }
 }
 
-/** Drawn again only where the text is another. A text that takes long to split is split when it is complete. */
+let spent = 0; // ms, in this frame
+
+function spend(ms) {
+  if (spent === 0) requestAnimationFrame(() => (spent = 0));
+  spent += ms;
+}
+
+/** Drawn again only where the text is another. A text that takes long to split is split when it is complete, and where
+ * there are many, as of a conversation that is opened, each frame splits some. */
 export class Markdown extends Component {
   shouldComponentUpdate({ text, writing }) {
-    return text !== this.props.text || writing !== this.props.writing;
+    return this.waits || text !== this.props.text || writing !== this.props.writing;
   }
 
   render({ text, writing }) {
-    if (writing && this.slow) return html`<div class="markdown"><pre class="plain">${text}</pre></div>`;
+    this.waits = spent > FRAME_MS;
+    if (this.waits) changed();
+    if (this.waits || (writing && this.slow)) return html`<div class="markdown"><pre class="plain">${text}</pre></div>`;
     const began = performance.now();
     const drawn = elements(text);
-    this.slow = performance.now() - began > SLOW_MS;
+    const took = performance.now() - began;
+    this.slow = took > SLOW_MS;
+    spend(took);
     return html`<div class="markdown">${drawn}</div>`;
   }
 }

@@ -14,9 +14,9 @@ export class Sidebar extends Component {
     event.target.value = "";
     try {
       if (file.size > MOST_FILE_BYTES) throw new Error("it is larger than 50 MB");
-      const count = importText(await file.text());
-      this.setState({ trouble: null });
-      update({ said: `${count} conversations imported.` });
+      const { imported, left } = importText(await file.text());
+      this.setState({ trouble: left ? `${file.name}: there was no room for ${left} of ${imported + left}` : null });
+      update({ said: `${imported} conversations imported.` });
     } catch (error) {
       this.setState({ trouble: `${file.name}: ${error.message}` });
     }

@@ -78,6 +78,7 @@ async function answer(conversation) {
       message.error = error.param ? `${error.message} (${error.param})` : error.message;
     else message.error = String(error.message ?? error);
   } finally {
+    controller.abort(); // where what came could not be read, more may come
     running.delete(conversation.id);
     if (first !== null) message.stats = statsOf({ began, first, ended: performance.now(), usage, finish });
     save(conversation);
@@ -88,13 +89,18 @@ async function answer(conversation) {
 /** Puts what comes into the message; true where it was something of the answer. */
 function collector(message) {
   const decoder = new TextDecoder(); // a character may be spread over tokens
+  const calls = new Map(); // by their index: arguments come in parts, which say nothing else
   return ({ delta, logprobs }) => {
     const thought = delta.reasoning ?? delta.reasoning_content ?? "";
     message.reasoning += thought;
     message.content += delta.content ?? "";
-    for (const call of delta.tool_calls ?? []) {
-      const { name, arguments: given, input } = call.function ?? call.custom;
-      message.tool_calls.push({ id: call.id, name, arguments: given ?? input ?? "" });
+    for (const { index, id, function: called, custom } of delta.tool_calls ?? []) {
+      if (!calls.has(index)) {
+        const call = { id: id ?? "", name: (called ?? custom)?.name ?? "", arguments: "" };
+        calls.set(index, call);
+        message.tool_calls.push(call);
+      }
+      calls.get(index).arguments += called?.arguments ?? custom?.input ?? "";
     }
     for (const { token, bytes, logprob, top_logprobs: others } of logprobs?.content ?? []) {
       const text = bytes ? decoder.decode(new Uint8Array(bytes), { stream: true }) : token;
