@@ -244,7 +244,7 @@ def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not 0.0 < args.memory_fraction <= 1.0:
-        raise ConfigError(f"memory_fraction must be in (0, 1], got {args.memory_fraction}")
+        raise ConfigError(f"memory_fraction (gpu_memory_utilization) must be in (0, 1], got {args.memory_fraction}")
     if args.block_size is not None and args.block_size not in _BLOCK_SIZES:
         raise ConfigError(f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {args.block_size}")
     if not -(2**63) <= args.seed < 2**63:
