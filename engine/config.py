@@ -78,6 +78,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     tokenizer: Annotated[
         str | None, _about("directory, GGUF file or hub's name of the tokenizer, where it is not the model's own")
     ] = None
+    chat_template: Annotated[
+        str | None,
+        _about("a Jinja file, or a template itself, in place of the model's own; dialects are found by it, too"),
+    ] = None
     revision: Annotated[str | None, _about("branch, tag or commit of a model that comes from a hub")] = None
     download_dir: Annotated[str | None, _about("where models from a hub are kept; default: as HF_HOME says")] = None
     dtype: Annotated[DType, _about("of weights and activations")] = "auto"

@@ -98,9 +98,11 @@ async def _run(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
     from engine.errors import ConfigError, EngineError
     from entrypoints.batch_lines import ResultFile
+    from entrypoints.server.before_start import check_speech
     from entrypoints.server.run import signals_abandon
 
     args = engine_args(options, options.model)
+    check_speech(options)
     if not options.input.is_file():
         raise ConfigError(f"--input {options.input}: there is no such file")
     if options.output.exists() and options.output.samefile(options.input):

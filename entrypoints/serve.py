@@ -37,6 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="""web pages whose scripts may call this server, as '["https://a.example"]' or '["*"]'""",
     )
     parser.add_argument(
+        "--root-path", default="", metavar="PATH", help="under which a proxy in front of this server offers it"
+    )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
+    parser.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
