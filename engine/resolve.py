@@ -73,7 +73,8 @@ def resolve(
     a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
-    if not 0 <= args.max_logprobs <= (vocab_size := model.spec.vocab_size):
+    vocab_size = model.spec.vocab_size
+    if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
@@ -98,14 +99,14 @@ def resolve(
             else _base_name(args.model, machine),
             dtype=dtype,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab_size,
+            vocab_size=vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             seed=args.seed,
             load_format=args.load_format,
             quantization=quantization,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size, machine),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, vocab_size, machine),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
