@@ -20,13 +20,18 @@ P = TypeVar("P", bound=Parser)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """vLLM's: options may be written with underscores, --max_model_len for --max-model-len."""
+    """vLLM's, and every door's: options may be written with underscores, --max_model_len for --max-model-len; none is
+    abbreviated, so that one that is not known is never taken for another."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         import sys
 
         given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args([_dashed(text) for text in given], namespace)
+        end = given.index("--") if "--" in given else len(given)
+        return super().parse_known_args([*map(_dashed, given[:end]), *given[end:]], namespace)
 
 
 def _dashed(text: str) -> str:
@@ -37,10 +42,7 @@ def _dashed(text: str) -> str:
 def add_cli_args(parser: P) -> P:
     """Every setting, the model's name too; the attributes are `LLM`'s keywords, None where not set. Returns the
     parser."""
-    before = set(parser._actions)
     add_engine_options(parser, prefix="")
-    for action in set(parser._actions) - before:
-        action.default = None
     parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
     parser.add_argument("--served-model-name")
     return parser
@@ -106,21 +108,23 @@ def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
             kind, about = get_args(kind)
         how = about.extra or {}
         if not how.get("hidden"):
-            flag = "--" + str(how.get("flag", field.name)).replace("_", "-")
-            settings = _option_of(kind, field.default, bool(how.get("size")))
-            group.add_argument(flag, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
+            names = str(how.get("flag", field.name)).split()
+            flags = ["--" + name.replace("_", "-") for name in names]
+            settings = _option_of(kind, bool(how.get("size")), field.name)
+            group.add_argument(*flags, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
     _add_vllms_options(parser, prefix)
 
 
 def _add_vllms_options(parser: Parser, prefix: str) -> None:
     """Those that mean the same under another name here, and those that are refused with what to use instead."""
-    from engine.vllm_names import VLLMS_NAMES
+    from engine.vllm_names import SHORT, VLLMS_NAMES
 
     for name in VLLMS_NAMES:
         flag = "--" + name.replace("_", "-")
+        flags = [SHORT[name], flag] if name in SHORT else [flag]
         if flag not in parser._option_string_actions:
             parser.add_argument(
-                flag, dest=prefix + name, nargs="?", type=_plain_value, const=True, help=argparse.SUPPRESS
+                *flags, dest=prefix + name, nargs="?", type=_plain_value, const=True, help=argparse.SUPPRESS
             )
 
 
@@ -132,20 +136,22 @@ def _plain_value(text: str) -> object:
         return text
 
 
-def _option_of(kind: Any, default: Any, is_size: bool) -> dict[str, Any]:
-    """argparse's settings for a type. Options without a default of their own are None where they are not set."""
+def _option_of(kind: Any, is_size: bool, name: str) -> dict[str, Any]:
+    """argparse's settings for a type. The default is None."""
     kinds = [one for one in get_args(kind) if one is not NoneType] if get_origin(kind) in (Union, UnionType) else [kind]
     first = kinds[0]
     if is_size:
-        return {"type": size_bytes, "metavar": "SIZE", "default": default}
+        return {"type": size_bytes, "metavar": "SIZE"}
     if get_origin(first) is Literal:
-        return {"choices": list(get_args(first)), "default": default}
+        from engine.vllm_names import renamed
+
+        return {"type": lambda text: renamed(text, name), "choices": list(get_args(first))}
     if first is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": default}
+        return {"action": argparse.BooleanOptionalAction}
     if first in (int, float, str):
-        return {"type": first, "default": default}
+        return {"type": first}
     if get_origin(first) is tuple:
         return {"type": core_list, "metavar": "LIST"}
     if get_origin(first) is dict:
-        return {"type": json_object, "metavar": "JSON", "default": {}}
-    return {"action": "append", "metavar": "NAME=VALUE", "default": []}
+        return {"type": json_object, "metavar": "JSON"}
+    return {"action": "append", "metavar": "NAME=VALUE"}

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import Field, make_dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
-from engine.vllm_names import translated
+from engine.vllm_names import RENAMED, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -32,7 +33,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 
 
 def _about(text: str, **how: object) -> msgspec.Meta:
-    """What a setting is, for every door's help. `how`: `flag`, of a name that differs; `hidden`: no option of its own;
+    """What a setting is, for every door's help. `how`: `flag`, of names that differ; `hidden`: no option of its own;
     `size`: bytes, or a text as 4GiB."""
     return msgspec.Meta(description=text, extra=how)
 
@@ -40,14 +41,35 @@ def _about(text: str, **how: object) -> msgspec.Meta:
 _SIZE = {"size": True}
 
 
-class _VllmsNames(msgspec.StructMeta):
-    """Of a struct that takes vLLM's names, too. Raises `ConfigError` for those that mean nothing here."""
+class _Checked(msgspec.StructMeta):
+    """Of a struct that takes vLLM's names, too, and whose values are checked. Raises `ConfigError` for a name that
+    means nothing here and for a value of another type, TypeError for a name that is none."""
 
-    def __call__(self, **given: Any) -> Any:
-        return super().__call__(**translated(given))
+    def __call__(cls, **given: Any) -> Any:  # noqa: N805 (of a metaclass)
+        written = {RENAMED.get(name, name): name for name in given}
+        ours = {name: _plain_value(value) for name, value in translated(given).items()}
+        for name in ours:
+            if name not in EngineArgs.__struct_fields__:
+                raise unknown(name, EngineArgs.__struct_fields__)
+        limits = ours.get("limits")
+        if isinstance(limits, Mapping):
+            ours["limits"] = limits_of(limits)
+        elif isinstance(limits, list):
+            ours["limits"] = parse_limits(limits)
+        try:
+            return msgspec.convert(ours, cls)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).rpartition(" - at `$.")
+        if not what:
+            raise TypeError(where)  # without a model
+        name = where.rstrip("`").split(".")[0].split("[")[0]
+        kind = get_type_hints(EngineArgs)[name]
+        if get_origin(kind) is Literal:
+            what = f"must be one of {', '.join(get_args(kind))}"
+        raise ConfigError(f"{written.get(name, name)}: {what}, got {ours[name]!r}")
 
 
-class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsNames):
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     """What the user may set, declared here for all doors: Python's `LLM` and `AsyncEngine`, and the command line. None
     means "choose for me"; `resolve` chooses."""
 
@@ -55,6 +77,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsName
     served_model_name: Annotated[str | None, _about("the model's name in the API", hidden=True)] = None
     tokenizer: Annotated[
         str | None, _about("directory, GGUF file or hub's name of the tokenizer, where it is not the model's own")
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        _about("a Jinja file, or a template itself, in place of the model's own; dialects are found by it, too"),
     ] = None
     revision: Annotated[str | None, _about("branch, tag or commit of a model that comes from a hub")] = None
     download_dir: Annotated[str | None, _about("where models from a hub are kept; default: as HF_HOME says")] = None
@@ -87,7 +113,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsName
     kv_cache_memory: Annotated[int | str | None, _about("memory of the KV cache, as 4GiB", **_SIZE)] = None
     memory_fraction: Annotated[float, _about("share of the device's memory to use")] = 0.9
     enable_prefix_caching: Annotated[
-        bool, _about("keep what was computed for prompts that begin alike", flag="prefix-caching")
+        bool, _about("keep what was computed for prompts that begin alike", flag="prefix-caching enable-prefix-caching")
     ] = True
     swap_space: Annotated[
         int | str,
@@ -143,6 +169,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsName
         Literal["auto", "dummy"], _about("dummy: random weights of the model's shape, for benchmarks")
     ] = "auto"
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    """what `dataclasses.asdict`, `fields` and `replace` read, which vLLM's users call"""
+
     @staticmethod
     def add_cli_args(parser: P) -> P:
         """To a parser or a group: an option for each setting. Returns it."""
@@ -154,23 +183,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmsName
         return from_cli_args(args)
 
 
+_FIELDS = make_dataclass("EngineArgs", EngineArgs.__struct_fields__)
+EngineArgs.__dataclass_fields__ = _FIELDS.__dataclass_fields__  # type: ignore[attr-defined]
+
+
 def make_args(model: str | os.PathLike[str], settings: Mapping[str, object]) -> EngineArgs:
     """`settings` by their names, or by vLLM's; limits as a mapping or "NAME=VALUE"s, too. Raises TypeError for a name
     that is none, `ConfigError` for a value of another type."""
-    settings = translated(settings)
-    unknown = settings.keys() - set(EngineArgs.__struct_fields__)
-    if unknown:
-        raise TypeError(f"there is no setting {min(unknown)!r}; those of EngineArgs are there")
-    given = {name: _plain_value(value) for name, value in settings.items()}
-    limits = given.get("limits")
-    if isinstance(limits, Mapping):
-        given["limits"] = limits_of(limits)
-    elif isinstance(limits, list):
-        given["limits"] = parse_limits(limits)
-    try:
-        return msgspec.convert({"model": os.fspath(model), **given}, EngineArgs)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"a setting cannot be read: {error}") from None
+    return EngineArgs(model=cast(str, model), **cast(Any, settings))
 
 
 def _plain_value(value: object) -> object:

@@ -28,6 +28,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """physical cores that this process may run on, cut to the container's CPU quota"""
     memory_bytes: int
     """main memory, cut to the container's limit"""
+    cpus: frozenset[int] = frozenset()
+    """logical ones that this process may run on; empty: nobody knows"""
     cuda: tuple[CudaDevice, ...] = ()
     """empty also when nobody asked for a GPU (`probe_machine("cpu")`)"""
     cuda_problem: str | None = None
@@ -47,6 +49,7 @@ def probe_machine(device: Device = "auto") -> Machine:
     return Machine(
         physical_cores=_physical_cores(),
         memory_bytes=main_memory()[0],
+        cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         cuda=cuda,
         cuda_problem=problem,
         home=str(Path.home()),

@@ -32,6 +32,7 @@ from engine.models.gguf_header import read_gguf_header
 from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
 from engine.reports import LoadReport
 from engine.resolve import resolve, resolve_here
+from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
 from engine.weights.sizes import gguf_weight_bytes, weight_bytes
 
@@ -116,6 +117,8 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
     """`machine` and `free_bytes`: another than this, and what of its memory nobody uses. Raises `ConfigError` and
     `UnsupportedModelError` for what is no model at all."""
     machine = probe_machine(args.device) if machine is None else machine
+    check_settings(args, machine)
+    check_files(args)
     on_gpu = args.device != "cpu" and bool(machine.cuda)
     total = machine.cuda[0].memory_bytes if on_gpu else machine.memory_bytes
     if free_bytes is None:

@@ -53,6 +53,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.generation import overridden
 from engine.models.spec import DecoderSpec
+from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
 
@@ -61,11 +62,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["cpu", "cuda"]
 RealDType = Literal["bfloat16", "float16", "float32"]
 CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
-
-_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def resolve(
@@ -73,9 +71,11 @@ def resolve(
 ) -> EngineConfig:
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together. `draft`: of
     a draft's layers, which keep keys and values, too."""
-    kind = _device(args, machine)
+    kind = check_settings(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
-    _check_ranges(args, model.spec.vocab_size)
+    vocab_size = model.spec.vocab_size
+    if not 0 <= args.max_logprobs <= vocab_size:
+        raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
     step_tokens = _step_tokens(args, kind, model.spec, dtype)
@@ -99,14 +99,14 @@ def resolve(
             else _base_name(args.model, machine),
             dtype=dtype,
             max_model_len=max_model_len,
-            vocab_size=model.spec.vocab_size,
+            vocab_size=vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             seed=args.seed,
             load_format=args.load_format,
             quantization=quantization,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens, model.spec.vocab_size, machine),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, vocab_size, machine),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -133,9 +133,11 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     from engine.models.drafts import check_length, describe_draft
 
     machine = probe_machine(args.device)
+    kind = check_settings(args, machine)
+    check_files(args)
     args = local_models(args, machine)
     read = describe(_absolute(args.model, machine))
-    draft = describe_draft(_speculation(args, _device(args, machine), machine), read.spec)
+    draft = describe_draft(_speculation(args, kind, machine), read.spec)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
     config = resolve(args, description, machine, None if draft is None else draft.spec)
@@ -146,39 +148,10 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     return description, config
 
 
-def _device(args: EngineArgs, machine: Machine) -> Kind:
-    if args.device == "auto":
-        kind: Kind = "cuda" if machine.cuda else "cpu"
-    else:
-        kind = args.device
-    if kind == "cuda" and not machine.cuda:
-        why = f" ({machine.cuda_problem})" if machine.cuda_problem else ""
-        raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
-    _check_cores(args)
-    if kind == "cuda" and args.cores is not None:
-        raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
-    if kind == "cuda" and args.threads is not None:
-        raise ConfigError("threads sets the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
-    return kind
-
-
 def _threads(args: EngineArgs, machine: Machine) -> int:
     if args.threads is not None:
         return args.threads
     return len(args.cores) if args.cores is not None else machine.physical_cores
-
-
-def _check_cores(args: EngineArgs) -> None:
-    cores = args.cores
-    if cores is None:
-        return
-    if not cores or min(cores) < 0 or len(set(cores)) != len(cores):
-        raise ConfigError(f"cores must name logical CPUs, each once, for example 0,1; got {cores}")
-    if args.threads is not None and args.threads > len(cores):
-        raise ConfigError(
-            f"threads ({args.threads}) exceeds the {len(cores)} cores: compute threads that share one wait for each "
-            "other; lower threads or name more cores"
-        )
 
 
 def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:
@@ -230,38 +203,13 @@ def _kv_dtype(args: EngineArgs, dtype: RealDType, kind: Kind) -> CacheDType:
     return "float8_e4m3fn"
 
 
-def _check_ranges(args: EngineArgs, vocab_size: int) -> None:
-    for name in (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_mixed_prefill_tokens",
-        "max_waiting",
-        "threads",
-        "kv_cache_memory",
-    ):
-        value = _kv_cache_memory(args) if name == "kv_cache_memory" else getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    if not 0.0 < args.memory_fraction <= 1.0:
-        raise ConfigError(f"memory_fraction must be in (0, 1], got {args.memory_fraction}")
-    if args.block_size is not None and args.block_size not in _BLOCK_SIZES:
-        raise ConfigError(f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {args.block_size}")
-    if not -(2**63) <= args.seed < 2**63:
-        raise ConfigError(f"seed must fit 64 bits, got {args.seed}")
-    if not 0 <= args.max_logprobs <= vocab_size:
-        raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
-    if args.served_model_name is not None and not args.served_model_name:
-        raise ConfigError("served_model_name must not be empty")
-
-
 def _speculation(args: EngineArgs, kind: Kind, machine: Machine) -> SpeculationConfig:
     found = speculation_of(args, kind)
     return found if found.model is None else msgspec.structs.replace(found, model=_absolute(found.model, machine))
 
 
 def _max_model_len(args: EngineArgs, max_position: int, sizes: SequenceSizes) -> int:
-    wanted, memory = args.max_model_len, _kv_cache_memory(args)
+    wanted, memory = args.max_model_len, kv_cache_memory_of(args)
     if wanted is not None and wanted > max_position:
         raise ConfigError(f"max_model_len ({wanted}) exceeds the {max_position} positions that the model was made for")
     length = wanted if wanted is not None else max_position
@@ -277,12 +225,8 @@ def _max_model_len(args: EngineArgs, max_position: int, sizes: SequenceSizes) ->
     return fits
 
 
-def _kv_cache_memory(args: EngineArgs) -> int | None:
-    return None if args.kv_cache_memory is None else setting_bytes(args.kv_cache_memory, "kv_cache_memory")
-
-
 def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine) -> CacheConfig:
-    device_bytes, wanted = _device_bytes(kind, machine), _kv_cache_memory(args)
+    device_bytes, wanted = _device_bytes(kind, machine), kv_cache_memory_of(args)
     if wanted is not None and wanted > device_bytes:
         raise ConfigError(f"kv_cache_memory ({wanted} bytes) exceeds the device's memory ({device_bytes} bytes)")
     return CacheConfig(

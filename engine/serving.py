@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from pathlib import Path
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
@@ -20,7 +19,7 @@ from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
 from engine.request import CompletionOutput, RequestOutput
-from engine.session import Session
+from engine.session import Session, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +56,7 @@ async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], 
     client = make_client(config)
     ready, tokenizer = await asyncio.gather(
         asyncio.to_thread(client.start),
-        asyncio.to_thread(
-            Tokenizer.load,
-            config.model.tokenizer,
-            Path(config.compile.cache_dir),
-            limits=config.limits,
-            max_model_len=config.model.max_model_len,
-        ),
+        asyncio.to_thread(load_tokenizer, args, config),
         return_exceptions=True,
     )
     if isinstance(ready, BaseException) or isinstance(tokenizer, BaseException):

@@ -13,6 +13,7 @@ from engine.core.client import CoreClient
 from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
 from engine.frontend.admission import Admission, AdmittedRequest, ParsedPrompt, default_sampling_params
+from engine.frontend.given_template import given_template
 from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.pins import PinnedPrefixes
@@ -29,15 +30,21 @@ from engine.request import CompletionOutput, RequestOutput, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
-    """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
-    model, config = resolve_with_plan(args)
-    tokenizer = Tokenizer.load(
+def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
+    """Raises `ConfigError`."""
+    return Tokenizer.load(
         config.model.tokenizer,
         Path(config.compile.cache_dir),
         limits=config.limits,
         max_model_len=config.model.max_model_len,
+        chat_template=None if args.chat_template is None else given_template(args.chat_template, config.limits),
     )
+
+
+def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
+    """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    model, config = resolve_with_plan(args)
+    tokenizer = load_tokenizer(args, config)
     client = client_factory(config)
     try:
         return Session(model, config, tokenizer, client, client.start())

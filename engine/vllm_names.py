@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _FEW = 1024
@@ -16,14 +19,24 @@ RENAMED = {
     "kv_cache_memory_bytes": "kv_cache_memory",
 }
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "compilation_config": ({},),
+    "cpu_offload_gb": (0,),
     "disable_custom_all_reduce": (),
     "disable_log_requests": (),
     "disable_log_stats": (),
     "enable_log_requests": (),
+    "disable_sliding_window": (False,),
+    "distributed_executor_backend": ("mp", "uni"),
     "enable_chunked_prefill": (None, True),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
     "generation_config": ("auto",),
+    "guided_decoding_backend": ("auto",),
+    "hf_overrides": ({},),
+    "limit_mm_per_prompt": ({},),
     "max_parallel_loading_workers": (),
-    "model_impl": ("auto",),
+    "mm_processor_kwargs": ({},),
+    "model_impl": ("auto", "vllm"),
     "pipeline_parallel_size": (1,),
     "show_hidden_metrics_for_version": (),
     "skip_tokenizer_init": (False,),
@@ -33,7 +46,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "tensor_parallel_size": (1,),
     "data_parallel_size": (1,),
     "tokenizer_mode": ("auto",),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (False, True),
     "use_tqdm_on_load": (),
 }
 """with the values that ask for nothing; (): all do"""
@@ -43,6 +56,7 @@ INSTEAD = {
     "compilation_config": "use compile and graphs",
     "cuda_graph_sizes": "use graphs; sizes are chosen by max_num_seqs",
     "data_parallel_size": "it is not supported yet: start several servers",
+    "distributed_executor_backend": "there is one device, for which 'mp' and 'uni' mean nothing and are taken",
     "disable_sliding_window": "windows are the model's own",
     "enable_chunked_prefill": "prompts are always computed in parts; max_num_batched_tokens says how large",
     "enable_expert_parallel": "it is not supported yet",
@@ -68,7 +82,7 @@ INSTEAD = {
     "tensor_parallel_size": "it is not supported yet",
     "tokenizer_mode": "the fast tokenizer is always used",
     "tokenizer_revision": "name the tokenizer's directory",
-    "trust_remote_code": "no code of a checkpoint is ever run; families that are known need none",
+    "trust_remote_code": "true or false",
     "worker_cls": "workers are the engine's own",
 }
 
@@ -78,8 +92,24 @@ VALUES = {
     "load_format": {"gguf": "auto", "hf": "auto", "safetensors": "auto"},
 }
 """of settings that have the same name, where they have another here"""
+SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+"""options of vLLM's command line"""
 
 VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})
+
+
+def renamed(value: object, setting: str) -> object:
+    """A value in our name."""
+    return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value
+
+
+def unknown(name: str, ours: Iterable[str]) -> TypeError:
+    """For a setting that is none, neither of `ours` nor of vLLM's."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [*ours, *VLLMS_NAMES], n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "engine-serve --help lists all"
+    return TypeError(f"there is no setting {name!r}: {hint}")
 
 
 def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,13 +125,15 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             own, value = "compile", "none"
         elif name in WITHOUT_EFFECT and (not WITHOUT_EFFECT[name] or value in WITHOUT_EFFECT[name]):
+            if name == "trust_remote_code" and value:
+                logger.warning("trust_remote_code has no effect: no code of a checkpoint is ever run")
             continue
         elif name in INSTEAD:
-            raise ConfigError(f"{name}={value!r} is vLLM's, and has no effect here: {INSTEAD[name]}")
+            raise ConfigError(f"{name}={value!r} is refused: {INSTEAD[name]} (vLLM's setting)")
         elif name == "swap_space" and isinstance(value, (int, float)) and not isinstance(value, bool) and value < _FEW:
             value = int(value * _GIB)
-        elif name in VALUES and isinstance(value, str):
-            value = VALUES[name].get(value, value)
+        else:
+            value = renamed(value, name)
         if own in ours or (own != name and settings.get(own) is not None):
             raise ConfigError(f"{name} and {own} are one setting: give one")
         ours[own] = value

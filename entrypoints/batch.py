@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from entrypoints.options import add_engine_options, engine_args
+from entrypoints.options import FlexibleArgumentParser, add_engine_options, engine_args
 from entrypoints.serve import add_served_names, add_speech_options
 from entrypoints.start import INTERRUPTED, interrupts_raise
 
@@ -35,7 +35,7 @@ _NO_PLACE = (503, 529)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-batch", description=__doc__)
+    parser = FlexibleArgumentParser(prog="engine-batch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
@@ -98,9 +98,11 @@ async def _run(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
     from engine.errors import ConfigError, EngineError
     from entrypoints.batch_lines import ResultFile
+    from entrypoints.server.before_start import check_speech
     from entrypoints.server.run import signals_abandon
 
     args = engine_args(options, options.model)
+    check_speech(options)
     if not options.input.is_file():
         raise ConfigError(f"--input {options.input}: there is no such file")
     if options.output.exists() and options.output.samefile(options.input):

@@ -14,7 +14,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+from entrypoints.options import (
+    FlexibleArgumentParser,
+    add_engine_options,
+    add_model,
+    engine_args,
+    refuse_without_effect,
+)
 from entrypoints.start import INTERRUPTED, interrupts_raise
 
 if TYPE_CHECKING:
@@ -25,10 +31,8 @@ Reply = Callable[[Messages], AsyncGenerator[str, None]]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-chat", description=__doc__)
-    parser.add_argument(
-        "model", nargs="?", help="Hugging Face directory, GGUF file, or hub's name; without it, the demo model"
-    )
+    parser = FlexibleArgumentParser(prog="engine-chat", description=__doc__)
+    add_model(parser)
     parser.add_argument("--url", help="talk to this server (http://host:port) instead of loading a model")
     parser.add_argument("--api-key", help="for --url; default: PAGELOOM_API_KEY, where it is set")
     parser.add_argument("--system", help="system message")
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.url:
-        engine_options = argparse.ArgumentParser()
+        engine_options = FlexibleArgumentParser()
         add_engine_options(engine_options)
         names = {action.dest for action in engine_options._actions} - {"help"}
         refuse_without_effect(parser, options, names, "with --url: the server's own settings hold")

@@ -9,14 +9,42 @@ import argparse
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.command_line import add_engine_options, core_list, json_object, size_bytes
+from engine.command_line import FlexibleArgumentParser, add_engine_options, core_list, json_object, size_bytes
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
 
-__all__ = ["add_engine_options", "core_list", "engine_args", "json_object", "refuse_without_effect", "size_bytes"]
+__all__ = [
+    "FlexibleArgumentParser",
+    "add_engine_options",
+    "add_model",
+    "core_list",
+    "engine_args",
+    "json_object",
+    "refuse_without_effect",
+    "size_bytes",
+]
+
+
+class _Model(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if namespace.model not in (None, values):
+            parser.error(f"two models are named, {namespace.model} and {values}: give one, as MODEL or with --model")
+        namespace.model = values
+
+
+def add_model(
+    parser: argparse.ArgumentParser,
+    about: str = "Hugging Face directory, GGUF file, or hub's name (ORG/NAME, ORG/NAME:QUANT); without it, the demo "
+    "model",
+) -> None:
+    """As MODEL, or with --model, which is vLLM's and llama.cpp's."""
+    parser.add_argument("model", nargs="?", action=_Model, default=argparse.SUPPRESS, help=about)
+    parser.add_argument("--model", "-m", action=_Model, metavar="MODEL", help="the same")
 
 
 def refuse_without_effect(
@@ -37,21 +65,13 @@ def default_cache_dir() -> str:
 
 def engine_args(options: argparse.Namespace, model: str | None) -> EngineArgs:
     """EngineArgs from parsed options; without a model, the demo model and what its authors recommend."""
-    import msgspec
-
     from engine.config import EngineArgs
     from engine.frontend.demo import RECOMMENDED_GENERATION, demo_model_path
-    from engine.limits import parse_limits
-    from engine.vllm_names import VLLMS_NAMES, translated
+    from engine.vllm_names import VLLMS_NAMES
 
-    names = {field.name for field in msgspec.structs.fields(EngineArgs)}
-    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-    vllms = {name: getattr(options, f"vllms_{name}", None) for name in VLLMS_NAMES}
-    settings = {name: value for name, value in given.items() if name == "swap_space"}
-    given |= translated({**settings, **{name: value for name, value in vllms.items() if value is not None}})
-    given["limits"] = parse_limits(options.limits)
-    given["cache_dir"] = given.get("cache_dir") or default_cache_dir()
+    given: dict[str, Any] = {name: getattr(options, name, None) for name in EngineArgs.__struct_fields__}
+    given |= {name: getattr(options, f"vllms_{name}", None) for name in VLLMS_NAMES}
+    given["cache_dir"] = given["cache_dir"] or default_cache_dir()
     if model is None:
-        given["override_generation_config"] = RECOMMENDED_GENERATION | options.override_generation_config
-    given["model"] = model if model is not None else demo_model_path()
-    return msgspec.convert(given, EngineArgs)
+        given["override_generation_config"] = RECOMMENDED_GENERATION | (given["override_generation_config"] or {})
+    return EngineArgs(**{**given, "model": model if model is not None else demo_model_path()})

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from entrypoints.options import add_engine_options, engine_args
+from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model, engine_args
 from entrypoints.server.logs import logging_to_stderr
 from entrypoints.start import interrupts_raise
 
@@ -17,12 +17,8 @@ MOST_LOGGED = 1 << 16
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="Hugging Face directory, GGUF file, or hub's name (ORG/NAME, ORG/NAME:QUANT); without it, the demo model",
-    )
+    parser = FlexibleArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     add_served_names(parser)
@@ -40,6 +36,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="""web pages whose scripts may call this server, as '["https://a.example"]' or '["*"]'""",
     )
+    parser.add_argument(
+        "--root-path", default="", metavar="PATH", help="under which a proxy in front of this server offers it"
+    )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
     parser.add_argument(
         "--shutdown-timeout",
         type=_seconds,

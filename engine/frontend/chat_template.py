@@ -83,7 +83,7 @@ def render(
         chat[-1] = _marked(chat[-1], template)
     given = {"messages": chat, "tools": _plain(tools), "add_generation_prompt": add_generation_prompt}
     pieces, chars = [], 0
-    for piece in _compiled(template).generate({"documents": None, **_plain(variables), **given}):
+    for piece in parsed(template).generate({"documents": None, **_plain(variables), **given}):
         pieces.append(piece)
         chars += len(piece)
         if max_chars is not None and chars > max_chars:
@@ -93,7 +93,7 @@ def render(
 
 
 @lru_cache(_CACHED_TEMPLATES)
-def _compiled(template: str) -> jinja2.Template:
+def parsed(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )

@@ -65,16 +65,19 @@ class Tokenizer:
         *,
         limits: Limits = Limits(),  # noqa: B008 (it is frozen)
         max_model_len: int | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        """`path`: where it came from. `max_model_len` bounds texts; None: nothing does."""
+        """`path`: where it came from. `max_model_len` bounds texts; None: nothing does. `chat_template`: in place of
+        the model's own."""
         import tokenizers
 
         self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(description.backend)
         self.vocab_size = description.vocab_size
         self.eos_token_id = description.eos_token_id
         self._special_tokens = description.special_tokens
-        self._chat_template = description.chat_template
-        self._response_template = description.response_template
+        self._given_template = chat_template
+        self._chat_template = description.chat_template if chat_template is None else chat_template
+        self._response_template = description.response_template if chat_template is None else None
         self._path = path
         self._limits = limits
         self._max_model_len = max_model_len
@@ -113,15 +116,20 @@ class Tokenizer:
         *,
         limits: Limits = Limits(),  # noqa: B008
         max_model_len: int | None = None,
+        chat_template: str | None = None,
     ) -> Tokenizer:
         """Load from a directory or a GGUF file. With `cache_dir` what transformers makes of it is kept there, and later
         loads take a tenth of a second. Raises `ConfigError` where neither holds a tokenizer."""
-        return cls(describe_tokenizer(path, cache_dir), path, limits=limits, max_model_len=max_model_len)
+        description = describe_tokenizer(path, cache_dir)
+        return cls(description, path, limits=limits, max_model_len=max_model_len, chat_template=chat_template)
 
     @cached_property
     def hf(self) -> transformers.PreTrainedTokenizerBase:
         """transformers' own tokenizer, loaded when it is first asked for; not safe to share between threads."""
-        return load_with_transformers(self._path)
+        loaded = load_with_transformers(self._path)
+        if self._given_template is not None:
+            loaded.chat_template = self._given_template
+        return loaded
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -20,10 +20,10 @@ _PARAMETERS = {
 
 
 def refuse(**given: object) -> None:
-    """Raises `InvalidRequestError` for parameters that are set, and have no effect here."""
+    """Raises `InvalidRequestError` for parameters that are set, and mean nothing here."""
     for name, value in given.items():
         if value:
-            raise InvalidRequestError(f"{name} is vLLM's, and has no effect here: {_PARAMETERS[name]}", name)
+            raise InvalidRequestError(f"{name} is refused: {_PARAMETERS[name]} (vLLM's parameter)", name)
 
 
 def with_token_ids(
@@ -79,4 +79,4 @@ class NotHere:
 
 
 def _no(name: str, instead: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} is vLLM's, and does nothing here: {instead}", name)
+    raise InvalidRequestError(f"{name} is refused: {instead} (vLLM's method)", name)

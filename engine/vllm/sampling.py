@@ -53,7 +53,7 @@ def translated(given: Mapping[str, Any], fields: Collection[str]) -> dict[str, A
             if name not in WITHOUT_EFFECT:
                 raise InvalidRequestError(f"there is no sampling parameter {name!r}", name)
             if WITHOUT_EFFECT[name] and value not in WITHOUT_EFFECT[name]:
-                raise InvalidRequestError(f"{name} is vLLM's, and has no effect here: {INSTEAD[name]}", name)
+                raise InvalidRequestError(f"{name} is refused: {INSTEAD[name]} (vLLM's parameter)", name)
             continue
         if own in ours or (own != name and own in given):
             raise InvalidRequestError(f"{name} and {own} are one parameter: give one", name)

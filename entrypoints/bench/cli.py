@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from entrypoints.bench import profile
 from entrypoints.bench.paper import command as paper
-from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+from entrypoints.options import (
+    FlexibleArgumentParser,
+    add_engine_options,
+    add_model,
+    engine_args,
+    refuse_without_effect,
+)
 from entrypoints.start import INTERRUPTED, interrupts_raise
 
 if TYPE_CHECKING:
@@ -59,11 +65,11 @@ def _many_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-bench", description=__doc__)
+    parser = FlexibleArgumentParser(prog="engine-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     latency = commands.add_parser("latency", help="time of one batch, in process")
-    latency.add_argument("model", nargs="?")
+    add_model(latency)
     _shape_options(latency, input_len=32, output_len=128)
     latency.add_argument("--batch-size", type=_count, default=8)
     latency.add_argument("--warmup", type=int, default=2)
@@ -72,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     latency.set_defaults(parser=latency)
 
     throughput = commands.add_parser("throughput", help="many requests at once, in process")
-    throughput.add_argument("model", nargs="?")
+    add_model(throughput)
     _shape_options(throughput, input_len=128, output_len=128)
     _many_options(throughput)
     throughput.add_argument(

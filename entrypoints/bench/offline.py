@@ -97,7 +97,7 @@ def _random(llm: LLM, options: argparse.Namespace, repeat: int) -> list[BenchReq
         options.output_len,
         None,
         vocab,
-        options.seed + repeat if repeat >= 0 else WARM_UP_SEED,
+        llm.config.model.seed + repeat if repeat >= 0 else WARM_UP_SEED,
         options.range_ratio,
     )
 
@@ -115,7 +115,7 @@ def latency(llm: LLM, options: argparse.Namespace) -> list[dict[str, object]]:
     for i in tqdm(range(options.warmup), desc="Warm-up", disable=not options.progress):
         once(WARM_UP_SEED + i)
     rounds = tqdm(range(options.reps), desc="Latency", disable=not options.progress)
-    seconds = np.array([once(options.seed + i) for i in rounds])
+    seconds = np.array([once(llm.config.model.seed + i) for i in rounds])
     result: dict[str, object] = {
         "workload": f"batch {options.batch_size}, {options.input_len} in / {options.output_len} out",
         "mode": "latency",

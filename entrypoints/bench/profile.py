@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entrypoints.options import add_engine_options, engine_args, refuse_without_effect
+from entrypoints.options import (
+    FlexibleArgumentParser,
+    add_engine_options,
+    add_model,
+    engine_args,
+    refuse_without_effect,
+)
 
 if TYPE_CHECKING:
     from entrypoints.bench.profile_cases import Case
@@ -42,9 +48,9 @@ def _fields(text: str) -> dict[str, object]:
     return value
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[FlexibleArgumentParser]) -> None:
     profile = commands.add_parser("profile", help="where a step's time goes, beside the machine's floor")
-    profile.add_argument("model", nargs="?")
+    add_model(profile)
     profile.add_argument("--batch", type=_counts, metavar="1,16", help="decode with so many sequences")
     profile.add_argument("--context", type=_counts, metavar="128,1024", help="decode at these lengths (default 128)")
     profile.add_argument("--prompt", type=_counts, metavar="512,2048", help="prefill of one prompt of so many tokens")

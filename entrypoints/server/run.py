@@ -30,12 +30,11 @@ from fastapi import FastAPI
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError, EngineError
-from entrypoints.server.api_key import take_api_key
 from entrypoints.server.app import create_app
+from entrypoints.server.before_start import check_options
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.prefixes import pin_file
-from entrypoints.server.tracing import check_tracing
 
 logger = logging.getLogger("pageloom.server")
 
@@ -75,9 +74,9 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -100,7 +99,7 @@ class Server(uvicorn.Server):
         engine, ready = self._engine, self._engine.ready
         logger.info(
             "ready: %s serves %s; context %d tokens, KV cache %d blocks of %d tokens, attention %s; started in %.1f s",
-            ", ".join(url_of(s) for s in sockets or ()),
+            ", ".join(url_of(s, "https" if self.config.is_ssl else "http") for s in sockets or ()),
             engine.served_name,
             engine.max_model_len,
             ready.num_blocks,
@@ -169,19 +168,18 @@ class Server(uvicorn.Server):
 
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
-    status. Of `options` it reads api_key, api_key_file, allowed_origins, shutdown_timeout, pinned_prefixes, log_level
-    and the fields of `ServerSettings`."""
+    status. Of `options` it reads api_key, api_key_file, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
+    shutdown_timeout, pinned_prefixes, log_level and the fields of `ServerSettings`."""
     signals: list[int] = []
     try:
-        api_key = take_api_key(options.api_key, options.api_key_file)
-        if options.otlp_endpoint is not None:
-            check_tracing(options.otlp_endpoint)
+        api_key = check_options(options)
         with signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
         app = create_app(engine, engine.served_name, api_key, options.allowed_origins, settings)
+        app.root_path = options.root_path.rstrip("/")
         server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
         with _signals_are_uvicorns():
             await server.serve(sockets=[listener])
@@ -215,6 +213,8 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
         ws_per_message_deflate=False,
         backlog=backlog,
         server_header=False,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
         log_config=None,
         log_level=options.log_level if options.log_level != "info" else "warning",
         access_log=options.log_level == "debug",

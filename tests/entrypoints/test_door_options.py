@@ -73,6 +73,8 @@ def test_sizes_are_read_in_both_units() -> None:
         ("bench", ["serve", "--workload", "W1", "--request-rate", "3"], "--request-rate"),
         ("bench", ["serve", "--num-prompts", "0"], "--num-prompts"),
         ("serve", ["--allowed-origins", "*"], "--allowed-origins"),
+        ("serve", ["--allowed", "[]"], "--allowed"),
+        ("serve", ["a", "--model", "b"], "two models are named, a and b"),
         ("serve", ["--override-generation-config", "0.7"], "--override-generation-config"),
         ("serve", ["--override-generation-config", "[" * 100_000], "--override-generation-config"),
     ],
@@ -87,6 +89,22 @@ def test_an_option_without_effect_is_refused_by_name(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("door", ["serve", "chat", "latency", "throughput", "profile"])
+def test_every_door_takes_the_model_by_place_and_by_name_and_options_with_underscores(door: str) -> None:
+    from entrypoints import chat
+    from entrypoints.bench import cli
+
+    build = {"serve": serve.build_parser, "chat": chat.build_parser}.get(door, cli.build_parser)
+    command = [] if door in ("serve", "chat") else [door]
+    for model in (["m"], ["--model", "m"], ["m", "-m", "m"]):
+        for at in (0, 2):
+            line = ["--max_model_len", "512"]
+            line[at:at] = model
+            made = build().parse_args([*command, *line, "--no_enable_prefix_caching"])
+            assert (made.model, made.max_model_len, made.enable_prefix_caching) == ("m", 512, False)
+    assert build().parse_args(command).model is None
 
 
 def test_a_list_of_cores_reads_numbers_and_ranges() -> None:

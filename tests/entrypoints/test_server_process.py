@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -158,3 +160,23 @@ def test_sockets_send_tokens_without_waiting_for_acknowledgements() -> None:
 
     with listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_https_under_a_proxys_path(tiny_server_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *names]
+    subprocess.run(made, check=True, capture_output=True)
+    options = [f"--ssl-keyfile={key}", f"--ssl-certfile={certificate}", "--root-path=/llm"]
+    with process(tiny_server_model, *options, ready=False) as (_, base, log):
+        deadline = time.monotonic() + 60
+        while not any("ready:" in line for line in log):
+            assert time.monotonic() < deadline, log
+            time.sleep(0.05)
+        secure = base.replace("http:", "https:")
+        assert any(secure in line for line in log)
+        with httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=20) as client:
+            for path in ("/llm/v1/completions", "/v1/completions"):
+                with client.stream("POST", f"{secure}{path}", json=STREAM) as reply:
+                    assert stream_lines(reply)[-1] == "data: [DONE]"

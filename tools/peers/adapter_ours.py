@@ -11,10 +11,10 @@ from entrypoints.bench.workloads import BenchRequest
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from entrypoints.options import add_engine_options
+    from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model
 
-    parser = argparse.ArgumentParser(prog="--ours", description="engine options")
-    parser.add_argument("model", nargs="?")
+    parser = FlexibleArgumentParser(prog="--ours", description="engine options")
+    add_model(parser)
     add_engine_options(parser)
     return parser
 

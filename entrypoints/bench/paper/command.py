@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entrypoints.options import engine_args, refuse_without_effect
+from entrypoints.options import FlexibleArgumentParser, add_model, engine_args, refuse_without_effect
 
 if TYPE_CHECKING:  # not at the top: --help is instant
     from entrypoints.bench.paper.figure import Figure, Study
@@ -26,7 +26,7 @@ def _figures(text: str) -> list[str]:
     return wanted
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[FlexibleArgumentParser]) -> None:
     paper = commands.add_parser("paper", help="the PagedAttention paper's evaluation, beside its values")
     paper.add_argument(
         "--mode",
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="simulated",
         help="simulated: the scheduler on a virtual clock, for the paper's servers; real: a model on this machine",
     )
-    paper.add_argument("model", nargs="?", help="of --mode real; default: the demo model")
+    add_model(paper, "of --mode real; default: the demo model")
     paper.add_argument("--threads", type=int, help="of --mode real")
     paper.add_argument("--figures", type=_figures, default=list(FIGURES), metavar="2,12,18b", help="default: all")
     paper.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help="default: paper")

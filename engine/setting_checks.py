@@ -1,0 +1,90 @@
+"""What can be said of settings without a model: checked before anything is fetched or loaded (`resolve_here`,
+`plan_of`), and by `resolve` itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.config import EngineArgs
+from engine.errors import ConfigError
+from engine.machine import Machine
+from engine.models.generation import overridden
+from engine.sizes import setting_bytes
+
+Kind = Literal["cpu", "cuda"]
+
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def check_settings(args: EngineArgs, machine: Machine) -> Kind:
+    """Returns the device. Raises `ConfigError` naming the setting."""
+    kind = _device(args, machine)
+    _check_ranges(args)
+    overridden({}, args.override_generation_config)
+    return kind
+
+
+def check_files(args: EngineArgs) -> None:
+    """Raises `ConfigError`."""
+    if args.chat_template is not None:
+        from engine.frontend.given_template import given_template  # jinja2
+
+        given_template(args.chat_template, args.limits)
+
+
+def kv_cache_memory_of(args: EngineArgs) -> int | None:
+    return None if args.kv_cache_memory is None else setting_bytes(args.kv_cache_memory, "kv_cache_memory")
+
+
+def _device(args: EngineArgs, machine: Machine) -> Kind:
+    if args.device == "auto":
+        kind: Kind = "cuda" if machine.cuda else "cpu"
+    else:
+        kind = args.device
+    if kind == "cuda" and not machine.cuda:
+        why = f" ({machine.cuda_problem})" if machine.cuda_problem else ""
+        raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
+    _check_cores(args, machine)
+    if kind == "cuda" and args.cores is not None:
+        raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
+    if kind == "cuda" and args.threads is not None:
+        raise ConfigError("threads sets the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
+    return kind
+
+
+def _check_cores(args: EngineArgs, machine: Machine) -> None:
+    cores = args.cores
+    if cores is None:
+        return
+    if not cores or min(cores) < 0 or len(set(cores)) != len(cores):
+        raise ConfigError(f"cores must name logical CPUs, each once, for example 0,1; got {cores}")
+    if machine.cpus and (foreign := set(cores) - machine.cpus):
+        raise ConfigError(f"cores: this process may run on CPUs {sorted(machine.cpus)} only, not on {min(foreign)}")
+    if args.threads is not None and args.threads > len(cores):
+        raise ConfigError(
+            f"threads ({args.threads}) exceeds the {len(cores)} cores: compute threads that share one wait for each "
+            "other; lower threads or name more cores"
+        )
+
+
+def _check_ranges(args: EngineArgs) -> None:
+    for name in (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_mixed_prefill_tokens",
+        "max_waiting",
+        "threads",
+        "kv_cache_memory",
+    ):
+        value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0.0 < args.memory_fraction <= 1.0:
+        raise ConfigError(f"memory_fraction (gpu_memory_utilization) must be in (0, 1], got {args.memory_fraction}")
+    if args.block_size is not None and args.block_size not in _BLOCK_SIZES:
+        raise ConfigError(f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {args.block_size}")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"seed must fit 64 bits, got {args.seed}")
+    if args.served_model_name is not None and not args.served_model_name:
+        raise ConfigError("served_model_name must not be empty")

@@ -1,0 +1,39 @@
+"""What can be found wrong with a server's options before anything is loaded: a start, and `--check`, look here."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+
+from engine.dialects.resolve import dialect_of
+from engine.errors import ConfigError
+from entrypoints.server.api_key import take_api_key
+from entrypoints.server.tracing import check_tracing
+
+
+def check_options(options: argparse.Namespace) -> str | None:
+    """Returns the API key. Raises `ConfigError`."""
+    check_speech(options)
+    if options.otlp_endpoint is not None:
+        check_tracing(options.otlp_endpoint)
+    if options.pinned_prefixes is not None and not options.pinned_prefixes.is_file():
+        raise ConfigError(f"--pinned-prefixes: there is no file {options.pinned_prefixes}")
+    _check_certificate(options)
+    return take_api_key(options.api_key, options.api_key_file)
+
+
+def check_speech(options: argparse.Namespace) -> None:
+    """Names of parsers, and files of them. Raises `ConfigError`."""
+    dialect_of(None, tool_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser)
+
+
+def _check_certificate(options: argparse.Namespace) -> None:
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile has no effect without --ssl-certfile")
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")  # nobody is asked for one
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile: {options.ssl_certfile} and its key cannot be read: {error}") from None
