@@ -210,6 +210,7 @@ def test_what_does_not_fit_is_cut_and_leaves_room_for_an_answer(model: Path, n_p
         ({"grammar": "root ::= ("}, "grammar"),
         ({"stop": [""]}, "stop"),
         ({"response_fields": [5]}, "response_fields"),
+        ({"response_fields": ["content"] * 65}, "response_fields"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
