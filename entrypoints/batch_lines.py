@@ -20,6 +20,8 @@ from engine.limits import Limits
 _FRAME_BYTES = 64 * 1024
 """of a line of the input, around its body"""
 _ID = "batch_req_"
+STREAMING = frozenset({"/api/chat", "/api/generate"})
+"""routes that stream where a body does not say"""
 
 
 class Asked(msgspec.Struct):
@@ -62,6 +64,7 @@ class Result(msgspec.Struct):
 
 _asked = msgspec.json.Decoder(Asked)
 _switches = msgspec.json.Decoder(_Switches)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _result = msgspec.json.Decoder(Result)
 _encoder = msgspec.json.Encoder()
 
@@ -102,6 +105,10 @@ def read_line(line: bytes | None, limits: Limits) -> Asked:
     for name in ("stream", "background"):
         if getattr(switches, name):
             raise InvalidRequestError(f"body.{name} must not be true: the answer is one line")
+    if switches.stream is None and asked.url.partition("?")[0] in STREAMING:
+        fields = _fields.decode(asked.body)
+        fields["stream"] = msgspec.Raw(b"false")
+        asked.body = msgspec.Raw(_encoder.encode(fields))
     return asked
 
 

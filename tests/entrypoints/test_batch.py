@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from batch_program import options_of, run
+from fastapi.routing import APIRoute
 from scripted_server import CHATS, COMPLETIONS, Server, post_all
 
 from engine.errors import ConfigError, CoreDiedError
 from engine.limits import Limits
-from entrypoints.batch_lines import ResultFile, numbered_lines
+from entrypoints.batch_lines import STREAMING, ResultFile, numbered_lines
 
 pytestmark = pytest.mark.timeout(120)
 PROGRAM = Path(__file__).with_name("batch_program.py")
@@ -81,6 +82,34 @@ def test_answers_are_the_servers(tiny_server_model: Path, tmp_path: Path) -> Non
         assert result["id"] == f"batch_req_{i + 1}" and result["response"]["request_id"]
         assert result["response"]["status_code"] == reply.status_code
         assert without_names(result["response"]["body"]) == without_names(reply.json())
+
+
+def test_ollamas_answers_are_objects_though_its_routes_stream_by_default(
+    tiny_server_model: Path, tmp_path: Path
+) -> None:
+    chat = {"messages": CHAT["messages"], "options": {"num_predict": 3}}
+    prompt = {"prompt": "hi", "options": {"num_predict": 3}, "stream": None}
+    asked = [("/api/chat", chat), ("/api/generate", prompt), ("/api/generate?x=1", {**prompt, "stream": False})]
+    folder = Folder(tmp_path, [line(f"r{i}", url, body) for i, (url, body) in enumerate(asked)])
+    server = Server(tiny_server_model)
+    assert folder.run(server) == 0
+    bodies = [folder.by_id()[f"r{i}"]["response"]["body"] for i in range(3)]
+    assert all(body["done"] and body["eval_count"] == 3 for body in bodies)
+    assert bodies[0]["message"]["content"] and bodies[1]["response"]
+
+
+def test_all_routes_that_stream_by_default_are_known(tiny_server_model: Path) -> None:
+    async def served() -> list[Any]:
+        async with Server(tiny_server_model).client() as client:
+            return list(client._transport.app.routes)  # type: ignore[attr-defined]
+
+    found = set()
+    for route in asyncio.run(served()):
+        for field in route.dependant.body_params if isinstance(route, APIRoute) else ():
+            fields = getattr(field.field_info.annotation, "model_fields", {})
+            if isinstance(route, APIRoute) and "stream" in fields and fields["stream"].default:
+                found.add(route.path)
+    assert found == STREAMING
 
 
 def test_all_succeeded_is_status_0(tiny_server_model: Path, tmp_path: Path) -> None:
