@@ -25,13 +25,19 @@ class PooledFields(Body):
 
 
 async def vectors_of(
-    context: ServerContext, prompts: Sequence[EnginePrompt], params: PoolingParams, body: PooledFields, request_id: str
+    context: ServerContext,
+    prompts: Sequence[EnginePrompt],
+    params: Sequence[PoolingParams],
+    body: PooledFields,
+    request_id: str,
 ) -> list[PoolingRequestOutput]:
-    """In their order; the first that fails ends the others. Raises what `AsyncEngine.encode` raises."""
+    """In their order, each by its own `params`; the first that fails ends the others. Raises what `AsyncEngine.encode`
+    raises."""
     turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(index: int) -> PoolingRequestOutput:
-        async with turns, aclosing(context.encode(prompts[index], params, body, f"{request_id}-{index}")) as outputs:
+        stream = context.encode(prompts[index], params[index], body, f"{request_id}-{index}")
+        async with turns, aclosing(stream) as outputs:
             return await anext(outputs)
 
     try:

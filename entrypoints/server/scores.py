@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from msgspec.structs import replace
 from pydantic import AliasChoices, Field
 
 from engine.errors import InvalidRequestError
@@ -113,13 +114,22 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 async def compared(
-    context: ServerContext, ones: list[str], others: list[str], body: PooledFields, request_id: str, field: str
+    context: ServerContext,
+    ones: list[str],
+    others: list[str],
+    body: PooledFields,
+    request_id: str,
+    field: str,
+    most_of_others: int | None = None,
 ) -> Compared:
-    """What the model's files put before queries stands before `ones`, before documents before `others`."""
+    """What the model's files put before queries stands before `ones`, before documents before `others`.
+    `most_of_others`: tokens that each of these is cut to, in place of what the body says of all."""
     context.engine.config.limits.check("prompts", max(len(ones), len(others)), field)
     before = context.engine.model.pooling.prompts
     texts = [before.get("query", "") + text for text in ones] + [before.get("document", "") + text for text in others]
-    params = PoolingParams(normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    of_one = PoolingParams(normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    of_other = of_one if most_of_others is None else replace(of_one, truncate_prompt_tokens=most_of_others)
+    params = [of_one] * len(ones) + [of_other] * len(others)
     found = await vectors_of(context, texts, params, body, request_id)
     return Compared(found[: len(ones)], found[len(ones) :])
 
@@ -135,9 +145,7 @@ async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList
 
 async def create_ranking(context: ServerContext, body: RerankRequest, *, show: bool) -> Ranking:
     texts, name = body.texts(), new_id("rerank")
-    if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens_per_doc
-    found = await compared(context, [body.query], texts, body, name, "documents")
+    found = await compared(context, [body.query], texts, body, name, "documents", body.max_tokens_per_doc)
     ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
     ranked.sort(key=lambda each: -each.relevance_score)
     return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())

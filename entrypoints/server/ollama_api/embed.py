@@ -88,4 +88,4 @@ async def _vectors(
     context: ServerContext, texts: Sequence[str], params: PoolingParams, body: EmbedFields, field: str
 ) -> list[PoolingRequestOutput]:
     context.engine.config.limits.check("prompts", len(texts), field)
-    return await vectors_of(context, texts, params, body, new_id("embd"))
+    return await vectors_of(context, texts, [params] * len(texts), body, new_id("embd"))
