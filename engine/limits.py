@@ -110,6 +110,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[int, _limit("messages of a conversation")] = 4096
     tools: Annotated[int, _limit("tools of a conversation")] = 512
     files: Annotated[int, _limit("other files that are told of beside a gap to fill in")] = 256
+    response_fields: Annotated[int, _limit("fields that an answer is to be cut to")] = 64
     stop_strings: Annotated[int, _limit("stop strings of a request")] = 64
     stop_string_chars: Annotated[int, _limit("characters of a stop string")] = 1024
     stop_strings_chars: Annotated[int, _limit("characters of all stop strings of a request")] = 8192

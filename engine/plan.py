@@ -286,7 +286,7 @@ def _described(model: str, revision: str | None, args: EngineArgs) -> Iterator[_
     if name is None:
         path = Path(model).expanduser()
         found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        yield _Files(str(path), [HubFile(each.name, each.stat().st_size, False) for each in found], [])
+        yield _Files(str(path), [_local(each) for each in found], [])
         return
     files = offered(name, revision=revision, cache_dir=args.download_dir)
     weights = weights_of(files)
@@ -302,6 +302,15 @@ def _described(model: str, revision: str | None, args: EngineArgs) -> Iterator[_
             path = Path(folder) / weights[0].name
             _bring_header(name, weights[0], path, revision)
             yield _Files(str(path), weights, others)
+
+
+def _local(file: Path) -> HubFile:
+    """Raises `ConfigError`."""
+    try:
+        return HubFile(file.name, file.stat().st_size, False)
+    except OSError as error:
+        what = "it is a link to a file that is gone" if file.is_symlink() else error.strerror or str(error)
+        raise ConfigError(f"{file}: {what}: fetch the model again") from error
 
 
 def _bring_header(name: HubName, file: HubFile, path: Path, revision: str | None) -> None:

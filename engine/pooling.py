@@ -26,23 +26,25 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     """``pooling_type``: "last", "mean" or "all", in any case; None: the model's own, or "all" for the task
     "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not). ``dimensions``:
     the first ones, for models trained so (Matryoshka), cut before normalising. ``truncate_prompt_tokens``: longer
-    prompts lose their end, but for what the tokenizer puts behind each; -1: to what fits.
+    prompts lose their end, but for what the tokenizer puts behind each; -1: to what fits. ``task``: left out,
+    "token_embed" for "all", else "embed".
     Raises `InvalidRequestError`."""
 
     pooling_type: str | None = None
     normalize: bool | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
-    task: PoolingTask = "embed"
+    task: PoolingTask | None = None
 
     def __post_init__(self) -> None:
         if self.pooling_type is not None and self.pooling_type.lower() not in ("last", "mean", "all"):
             raise InvalidRequestError(
                 f"pooling_type must be last, mean or all, got {self.pooling_type[:20]!r}", "pooling_type"
             )
-        if self.task not in ("embed", "token_embed"):
+        if self.task not in (None, "embed", "token_embed"):
             raise InvalidRequestError(f"task must be embed or token_embed, got {str(self.task)[:20]!r}", "task")
-        if (self.task == "token_embed") != ((self.pooling_type or "").lower() == "all") and self.pooling_type:
+        all_tokens = (self.pooling_type or "").lower() == "all"
+        if self.task and self.pooling_type and (self.task == "token_embed") != all_tokens:
             raise InvalidRequestError("pooling_type all and task token_embed go together", "pooling_type")
         for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)
@@ -81,7 +83,7 @@ def resolve_pooling(params: PoolingParams | None, model: PoolingDefaults, size: 
     default: Pooling = "all" if given.task == "token_embed" else model.pooling_type
     normalize = given.normalize
     if normalize is None:
-        normalize = model.normalize and default != "all"
+        normalize = model.normalize and (kind or default) != "all"
     return ResolvedPooling(kind=kind or default, normalize=normalize, dimensions=given.dimensions)  # type: ignore[arg-type]
 
 
@@ -148,8 +150,9 @@ def embedding_output(pooled: PoolingRequestOutput) -> EmbeddingRequestOutput:
 
 def similarity(one: np.ndarray, other: np.ndarray) -> float:
     """The cosine of the angle between two embeddings, in [-1, 1]."""
-    product = float(np.dot(one, other))
-    return product / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    cosine = float(np.dot(one, other)) / max(float(np.linalg.norm(one) * np.linalg.norm(other)), 1e-12)
+    return min(max(cosine, -1.0), 1.0)
 
 
 def pairs_of(one: Sequence[str], other: Sequence[str]) -> list[tuple[int, int]]:

@@ -76,6 +76,7 @@ class Session:
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False
         self.death: CoreDiedError | None = None
+        self.closed = False
 
     def default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: what the model's authors recommend, else the defaults."""
@@ -103,6 +104,7 @@ class Session:
 
     def close(self) -> None:
         """Stop the core and free everything."""
+        self.closed = True
         self.client.close()
         self.tokenizer.close()
         self.grammars.close()

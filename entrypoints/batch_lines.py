@@ -1,13 +1,15 @@
 """Lines of a batch in OpenAI's format: what is asked, what is answered, and a file of answers to go on with.
 
 A line of the input that cannot be asked is answered by an error under its number (`batch_req_7` for the seventh), all
-others under their custom_id. Both are what tells, when a run is taken up again, that they have been answered.
+others under their custom_id. Both are what tells, when a run is taken up again, that they have been answered; what
+failed for a reason of the server's (a status of 500 or more) is asked again then, and its line left out.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,6 +22,8 @@ from engine.limits import Limits
 _FRAME_BYTES = 64 * 1024
 """of a line of the input, around its body"""
 _ID = "batch_req_"
+STREAMING = frozenset({"/api/chat", "/api/generate"})
+"""routes that stream where a body does not say"""
 
 
 class Asked(msgspec.Struct):
@@ -59,9 +63,15 @@ class Result(msgspec.Struct):
     def failed(self) -> bool:
         return self.response is None or self.response.status_code != 200
 
+    @property
+    def may_pass(self) -> bool:
+        """The line was at no fault. An `error` is always the line's own."""
+        return self.response is not None and self.response.status_code >= 500
+
 
 _asked = msgspec.json.Decoder(Asked)
 _switches = msgspec.json.Decoder(_Switches)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _result = msgspec.json.Decoder(Result)
 _encoder = msgspec.json.Encoder()
 
@@ -102,6 +112,10 @@ def read_line(line: bytes | None, limits: Limits) -> Asked:
     for name in ("stream", "background"):
         if getattr(switches, name):
             raise InvalidRequestError(f"body.{name} must not be true: the answer is one line")
+    if switches.stream is None and asked.url.partition("?")[0] in STREAMING:
+        fields = _fields.decode(asked.body)
+        fields["stream"] = msgspec.Raw(b"false")
+        asked.body = msgspec.Raw(_encoder.encode(fields))
     return asked
 
 
@@ -125,8 +139,10 @@ class ResultFile:
         """ids of lines that could not be asked"""
         self.num_failed = 0
         """answers that are errors"""
+        self._replaced: BinaryIO | None = None
+        """what stood in the file's place; locked, for whoever has opened it just before"""
         try:
-            self._file = open(path, "ab+")  # noqa: SIM115 - `close`
+            self._file: BinaryIO = open(path, "ab+")  # noqa: SIM115 - `close`
         except OSError as error:
             raise ConfigError(f"--output {path}: {error.strerror or error}") from error
         try:
@@ -144,7 +160,7 @@ class ResultFile:
 
     def _read(self, path: Path) -> None:
         self._file.seek(0)
-        end = 0
+        end, passing = 0, False
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
@@ -156,12 +172,39 @@ class ResultFile:
                     "--overwrite"
                 ) from None
             end += len(line)
+            if result.may_pass:
+                passing = True
+                continue
             self.num_failed += result.failed
             if result.error is not None:
                 self.refused.add(result.id)
             elif result.custom_id is not None:
                 self.answered.add(result.custom_id)
         self._file.truncate(end)
+        if passing:
+            self._leave_out_what_may_pass(os.path.realpath(path))
+
+    def _leave_out_what_may_pass(self, path: str) -> None:
+        """In a copy that takes the file's place at once: whatever ends this, no answer is lost."""
+        folder, name = os.path.split(path)
+        try:
+            copy, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+            try:
+                with open(copy, "wb") as kept:
+                    os.fchmod(copy, os.fstat(self._file.fileno()).st_mode & 0o7777)
+                    self._file.seek(0)
+                    kept.writelines(line for line in self._file if not _result.decode(line).may_pass)
+                    kept.flush()
+                    os.fsync(copy)
+                file = open(temporary, "ab+")  # noqa: SIM115 - `close`
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise ConfigError(f"--output {path}: {error.strerror or error}") from error
+        self._replaced, self._file = self._file, file
 
     def write(self, result: Result) -> None:
         """Raises OSError; what was written of it is cut off when the file is gone on with."""
@@ -173,3 +216,5 @@ class ResultFile:
 
     def close(self) -> None:
         self._file.close()
+        if self._replaced is not None:
+            self._replaced.close()

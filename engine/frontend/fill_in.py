@@ -1,11 +1,12 @@
 """Filling in the middle: what stands before a gap and behind it, between the marks that code models are taught with.
 
 A family is known by its marks alone. Tokenizers are shared among models, so one that has them may never have been
-taught to use them; nobody can tell that from here.
+taught to use them; nobody can tell that from here. Marks are put in by their ids: what a text spells like one is text.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
+from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import Limits
 from engine.request import SamplingParams
@@ -99,15 +101,19 @@ class FillIn:
         self.family = family
         self._tokenizer = tokenizer
         self._limits = limits
+        self._max_model_len = max_model_len
         self._max_ids = limits.contexts_translated * max_model_len
         self._before, self._behind = _mark(tokenizer, family.before), _mark(tokenizer, family.behind)
         self._middle = _mark(tokenizer, family.middle)
-        self._file, self._project = _in_texts(tokenizer, family.file), _in_texts(tokenizer, family.project)
+        self._file, self._project = _mark(tokenizer, family.file), _mark(tokenizer, family.project)
         self._start = _start_of_texts(tokenizer)
         self._line = tokenizer.encode(_LINE, add_special_tokens=False)
         marks = (family.before, family.behind, family.middle, family.project, family.file, family.ends)
         self._stop_token_ids = sorted({i for names in marks for i in _ids(tokenizer, names)})
         """what ends an answer beside EOS: a model that is done goes on with the next file, or with another gap"""
+        self._marks = frozenset(name for names in marks for name in names)
+        special = (i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special)
+        self._not_of_texts = frozenset([*special, *self._stop_token_ids])
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Answers end at the family's marks, too."""
@@ -118,15 +124,22 @@ class FillIn:
     async def read(
         self,
         before: str | Sequence[int],
-        behind: str,
+        behind: str | list[int],
         files: Sequence[tuple[str, str]] = (),
         fields: tuple[str, str, str] = ("prompt", "suffix", "files"),
     ) -> Gap:
-        """`files`: others of the project, (name, text), the most important last. `fields` name the three in errors.
-        Raises `InvalidRequestError`."""
+        """`behind`: ids as of `encode_behind`, where it is that of several gaps. `files`: others of the project, (name,
+        text), the most important last. `fields` name the three in errors. Raises `InvalidRequestError`."""
         self._limits.check("files", len(files), fields[2])
         first = await self._encode(before, fields[0]) if isinstance(before, str) else list(before)
-        return Gap(first, await self._encode_behind(behind, fields[1]), await self._encode_files(files, fields[2]))
+        last = await self.encode_behind(behind, fields[1]) if isinstance(behind, str) else behind
+        return Gap(first, last, await self._encode_files(files, fields[2]))
+
+    def check_size(self, gap: Gap, field: str) -> None:
+        """Before its prompt is made. Raises `InvalidRequestError` where that does not fit the context."""
+        count = len(self._start) + 2 + len(self._middle) + sum(map(len, gap))
+        if count >= self._max_model_len:
+            raise too_many_tokens(count, self._max_model_len, field)
 
     def prompt(self, gap: Gap, room: int | None = None) -> list[int]:
         """`room`: for so many tokens; what is farthest from the gap is left out, of other files the first."""
@@ -149,11 +162,17 @@ class FillIn:
 
     async def _encode(self, text: str, field: str) -> list[int]:
         self._tokenizer.check_length(text, field, contexts=self._limits.contexts_translated)
-        return await self._tokenizer.encode_async(text, add_special_tokens=False, field=field, max_ids=self._max_ids)
+        ids = await self._ids_of(self._tokenizer, text, field)
+        if self._not_of_texts.isdisjoint(ids):
+            return ids
+        return await self._ids_of(await asyncio.to_thread(self._tokenizer.literal, self._marks), text, field)
 
-    async def _encode_behind(self, text: str, field: str) -> list[int]:
+    async def _ids_of(self, tokenizer: Tokenizer, text: str, field: str) -> list[int]:
+        return await tokenizer.encode_async(text, add_special_tokens=False, field=field, max_ids=self._max_ids)
+
+    async def encode_behind(self, text: str, field: str) -> list[int]:
         """SentencePiece puts a space before a text, which must not stand behind a gap: it is put before a line's end
-        there, which is taken away."""
+        there, which is taken away. Raises `InvalidRequestError`."""
         if len(self._line) != 2:
             return await self._encode(text, field)
         ids = await self._encode(_LINE + text, field)
@@ -162,12 +181,19 @@ class FillIn:
     async def _encode_files(self, files: Sequence[tuple[str, str]], field: str) -> list[int]:
         if not files:
             return []
-        mark = self._file
-        told = [f"{self._project}{_PROJECT}{_LINE}"] if self._project and mark else []
-        told += [f"{mark}{name}{_LINE}{text}{_LINE}" for name, text in files]
-        if mark:
-            told.append(f"{mark}{_FILE}{_LINE}")
-        return await self._encode("".join(told), field)
+        told = [f"{name}{_LINE}{text}{_LINE}" for name, text in files]
+        self._tokenizer.check_length("".join(told), field, contexts=self._limits.contexts_translated)
+        if not self._file:
+            return await self._encode("".join(told), field)
+        pieces = [(self._file, text) for text in (*told, f"{_FILE}{_LINE}")]
+        if self._project:
+            pieces.insert(0, (self._project, f"{_PROJECT}{_LINE}"))
+        found: list[int] = []
+        for mark, text in pieces:
+            found += [*mark, *await self.encode_behind(text, field)]
+            self._tokenizer.check_count(len(found), self._max_ids, field)
+            await asyncio.sleep(0)  # short ones are tokenized on the event loop
+        return found
 
 
 def fill_in_of(tokenizer: Tokenizer, limits: Limits, max_model_len: int) -> FillIn | None:
@@ -195,14 +221,6 @@ def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
 def _mark(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
     """One token, or none."""
     return _ids(tokenizer, names)[:1]
-
-
-def _in_texts(tokenizer: Tokenizer, names: Sequence[str]) -> str:
-    """The spelling that is read as one token, also within a text; "" where there is none."""
-    for name in names:
-        if (found := _ids(tokenizer, [name])) and tokenizer.encode(name, add_special_tokens=False)[-1:] == found:
-            return name
-    return ""
 
 
 def _start_of_texts(tokenizer: Tokenizer) -> list[int]:

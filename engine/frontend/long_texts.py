@@ -16,6 +16,8 @@ class EncodeQuestion(msgspec.Struct, frozen=True, array_like=True):
     add_special_tokens: bool
     max_ids: int | None
     """of more only the number is of interest"""
+    literal: bool = False
+    """special tokens are not looked for in it"""
 
 
 class EncodeAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +41,7 @@ def encoder(setup: bytes) -> Callable[[bytes], bytes]:
     def answer(message: bytes) -> bytes:
         question = decoder.decode(message)
         try:
+            backend.encode_special_tokens = question.literal
             ids = backend.encode(question.text, add_special_tokens=question.add_special_tokens).ids
         except BaseException as error:  # a panic of the library's is no `Exception`
             return msgspec.msgpack.encode(EncodeAnswer(error=repr(error)))

@@ -90,6 +90,7 @@ class _Request:
             n=self.admitted.params.n,
             max_tokens=self.admitted.message.max_tokens,
             finish_reasons=[s.finish_reason or "abort" for s in self.samples],
+            pooled=self.pooled is not None,
         )
 
 

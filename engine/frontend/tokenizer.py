@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -83,6 +84,8 @@ class Tokenizer:
         self._max_model_len = max_model_len
         self._longest_token = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         self._token_texts: dict[int, str] = {}
+        self._literal: Tokenizer | None = None
+        self._literal_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="tokenizer")
         self._thread_turns = self._turns(_THREADS)
         self._slow_turns = self._turns(_SLOW_RENDERERS)
@@ -138,6 +141,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [e.ids for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
+    def literal(self, marks: Collection[str] = ()) -> Tokenizer:
+        """The same, which reads special tokens within a text as text, and `marks`, which count as special here. It is
+        made once (half a second), for the marks of the first call."""
+        with self._literal_lock:
+            if self._literal is None:
+                described = TokenizerDescription.bare(self.backend, self.vocab_size, self.eos_token_id, marks)
+                found = Tokenizer(described, self._path, limits=self._limits, max_model_len=self._max_model_len)
+                found.backend.encode_special_tokens = True
+                self._literal = found
+            return self._literal
+
     @cached_property
     def suffix(self) -> list[int]:
         """Special tokens that it puts behind every text."""
@@ -171,14 +185,14 @@ class Tokenizer:
         Raises `InvalidRequestError` naming `field`, also for more than `max_ids`, and `RequestFailedError`.
         """
         if len(text) > _THREAD_CHARS:
-            return await self._encode_elsewhere(EncodeQuestion(text, add_special_tokens, max_ids), field)
+            literal = self.backend.encode_special_tokens
+            return await self._encode_elsewhere(EncodeQuestion(text, add_special_tokens, max_ids, literal), field)
         with fails_alone("tokenizing"):
             if len(text) <= _INLINE_CHARS:
                 ids = self.encode(text, add_special_tokens=add_special_tokens)
             else:
                 [ids] = await self._encode_in_thread([text], add_special_tokens)
-        if max_ids is not None and len(ids) > max_ids:
-            raise self._too_many(len(ids), max_ids, field)
+        self.check_count(len(ids), max_ids, field)
         return ids
 
     async def encode_batch_async(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -211,6 +225,11 @@ class Tokenizer:
         if answer.ids is None:
             raise self._too_many(answer.count, question.max_ids or 0, field)
         return answer.token_ids()
+
+    def check_count(self, count: int, max_ids: int | None, field: str) -> None:
+        """Raises `InvalidRequestError`."""
+        if max_ids is not None and count > max_ids:
+            raise self._too_many(count, max_ids, field)
 
     def _too_many(self, count: int, max_ids: int, field: str) -> InvalidRequestError:
         if self._max_model_len is not None and max_ids < self._max_model_len:
@@ -318,9 +337,9 @@ class Tokenizer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._renderers.close()
-        self._given_renderers.close()
-        self._encoders.close()
+        for each in (self._renderers, self._given_renderers, self._encoders, self._literal):
+            if each is not None:
+                each.close()
 
     def _question(
         self,

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from engine.errors import ConfigError
 from engine.models.bounds import TOKENIZER_BYTES
 
 if TYPE_CHECKING:
+    import tokenizers
     import transformers
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,22 @@ class TokenizerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """one, or several by name"""
     response_template: dict[str, Any] | None = None
     """how answers are read, where the checkpoint says so"""
+
+    @classmethod
+    def bare(
+        cls, backend: tokenizers.Tokenizer, vocab_size: int, eos_token_id: int | None, marks: Collection[str]
+    ) -> TokenizerDescription:
+        """Without templates; `marks` are special tokens in it."""
+        described = msgspec.json.decode(backend.to_str())
+        for token in described["added_tokens"]:
+            token["special"] |= token["content"] in marks
+        return cls(
+            backend=msgspec.json.encode(described).decode(),
+            vocab_size=vocab_size,
+            eos_token_id=eos_token_id,
+            special_tokens={},
+            chat_template=None,
+        )
 
 
 def describe_tokenizer(path: str, cache_dir: Path | None) -> TokenizerDescription:

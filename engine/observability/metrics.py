@@ -81,24 +81,27 @@ class EngineMetrics:
         self.registry.register(VllmMetrics(self._collectors, _PREFIX))
 
     def observe_request(self, timings: RequestTimings) -> None:
-        """Once for each."""
+        """Once for each. What was made into a vector is none of those that generate."""
         for reason in timings.finish_reasons:
             self._finished.labels(self._model_name, reason).inc()
-        for histogram, value in (
-            (self._first_token, timings.time_to_first_token_s),
-            (self._per_token, timings.time_per_output_token_s),
+        of_all = (
             (self._latency, timings.end_to_end_s),
             (self._queue, timings.queue_s),
-            (self._prefill, timings.prefill_s),
-            (self._decode, timings.decode_s),
             (self._inference, timings.inference_s),
             (self._prompt, timings.prompt_tokens),
             (self._computed, timings.prompt_tokens - timings.cached_tokens),
+        )
+        generating = (
+            (self._first_token, timings.time_to_first_token_s),
+            (self._per_token, timings.time_per_output_token_s),
+            (self._prefill, timings.prefill_s),
+            (self._decode, timings.decode_s),
             (self._generated, timings.generated_tokens),
             (self._longest, max(timings.sample_tokens)),
             (self._n, timings.n),
             (self._max_tokens, timings.max_tokens),
-        ):
+        )
+        for histogram, value in of_all if timings.pooled else (*of_all, *generating):
             if value is not None:
                 histogram.observe(value)
 

@@ -23,6 +23,8 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     """what held for each of them, within the context"""
     finish_reasons: list[FinishReason]
     """one per sample"""
+    pooled: bool = False
+    """nothing was to be generated"""
 
     @property
     def generated_tokens(self) -> int:

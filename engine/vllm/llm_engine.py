@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from engine.config import EngineArgs, ModelConfig
 from engine.core.client import InProcessClient, ProcessClient
 from engine.core.wire import ResetPrefixCache
+from engine.errors import ShutDownError
 from engine.frontend.admission import Prompt, parse_prompt
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name
@@ -63,9 +64,12 @@ class LLMEngine:
         trace_headers: object = None,
         priority: int = 0,
     ) -> str:
-        """Returns the id. `arrival_time` has no effect: it is now. Raises `InvalidRequestError`."""
+        """Returns the id. `arrival_time` has no effect: it is now. Raises `InvalidRequestError`, and `ShutDownError`
+        behind `shutdown`."""
         refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
         session = self._session
+        if session.closed:
+            raise ShutDownError("this engine was shut down")
         name = check_name(request_id, "request_id", session.config.limits)
         parsed = parse_prompt(prompt)
         given = params if params is not None else session.default_sampling_params()

@@ -23,6 +23,7 @@ from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
 from entrypoints.server.load import CountsLoad, Load
 from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
+from entrypoints.server.origins import OriginGuard
 from entrypoints.server.page import routes as page
 from entrypoints.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from entrypoints.server.refusals import LogsRefusals
@@ -50,8 +51,7 @@ def create_app(
     """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
     Raises `ConfigError`."""
 
-    limits = engine.config.limits
-    bounds = limits.stored_responses_bytes, limits.stored_responses_s
+    bounds = engine.config.limits.stored_responses_bytes, engine.config.limits.stored_responses_s
     store, passing = ResponseStore(settings.response_store, *bounds), ResponseStore(None, *bounds)
 
     @asynccontextmanager
@@ -72,11 +72,11 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    bodies = Bodies(limits)
+    bodies = Bodies(engine.config.limits)
     app.router.route_class = bounded_route(bodies)
     app.state.unanswered = Unanswered()
     app.state.draining = False
-    app.state.limits = limits
+    app.state.limits = engine.config.limits
     errors.install(app)
     app.add_exception_handler(ClientLeftError, _on_client_left)
     context = ServerContext(engine, served_name, settings)
@@ -89,12 +89,13 @@ def create_app(
     _tokenizer_routes(app, context)
     responses_api.add_routes(app, context, store)
     load = Load()
-    add_socket(app, Sockets(context, (store, passing), bodies, load, allowed_origins))
+    add_socket(app, Sockets(context, (store, passing), bodies, load))
     prefixes.add_routes(app, context)
     operation.add_routes(app, context, load)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)
-    guards = [] if api_key is None else [Middleware(ApiKeyGuard, key=api_key, unguarded=open_files)]
+    guards = [Middleware(OriginGuard, allowed=allowed_origins)]
+    guards += [] if api_key is None else [Middleware(ApiKeyGuard, key=api_key, unguarded=open_files)]
     told = [Middleware(LogsRefusals)] if settings.log_requests else []
     _add_middleware(app, [Middleware(CountsLoad, load=load), *guards, *told], allowed_origins)
     return app

@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from engine.frontend.failures import fails_alone
+from engine.frontend.fill_in import FillIn, Gap
 from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.context import EnginePrompt, Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
@@ -44,6 +45,8 @@ class CompletionHandler:
         if self.fill_in is not None:
             self.params = self.fill_in.params(self.params)
         context.engine.config.limits.check("prompts", len(self.prompts), "prompt")
+        self.suffix_ids: list[int] = []
+        """of what stands behind every gap"""
         self.prompt_texts: dict[int, str] = {}
         """of token ids that are to be echoed"""
         self.usage = UsageCount()
@@ -57,9 +60,7 @@ class CompletionHandler:
         prompt: EnginePrompt = given if isinstance(given, str) else {"prompt_token_ids": given}
         name = f"{self.id}-{prompt_index}"
         if self.fill_in is not None:
-            gap = await self.fill_in.read(given, self.body.suffix or "")
-            prompt = {"prompt_token_ids": self.fill_in.prompt(gap)}
-            return self.context.generate(prompt, self.params, self.body, name, delta=delta)
+            return self.filled(self.fill_in, given, name, delta=delta)
         if self.body.echo and not isinstance(given, str):
             self.prompt_texts[prompt_index] = await self.context.engine.detokenize(given, field="prompt")
         if isinstance(given, str) and self.body.add_special_tokens is False:
@@ -67,7 +68,21 @@ class CompletionHandler:
             prompt = {"prompt": given, "prompt_token_ids": ids}
         return self.context.generate(prompt, self.params, self.body, name, delta=delta)
 
+    async def filled(self, fill_in: FillIn, given: str | list[int], name: str, *, delta: bool) -> Outputs:
+        """Of many prompts each is made when its turn comes."""
+        gap = await fill_in.read(given, self.suffix_ids)
+        if self.params.truncate_prompt_tokens is None:
+            fill_in.check_size(gap, "prompt")
+        prompt: EnginePrompt = {"prompt_token_ids": fill_in.prompt(gap)}
+        async with aclosing(self.context.generate(prompt, self.params, self.body, name, delta=delta)) as outputs:
+            async for output in outputs:
+                yield output
+
     async def streams(self, *, delta: bool) -> list[Outputs]:
+        if self.fill_in is not None:
+            self.suffix_ids = await self.fill_in.encode_behind(self.body.suffix or "", "suffix")
+            if self.params.truncate_prompt_tokens is None:
+                self.fill_in.check_size(Gap([], self.suffix_ids, []), "suffix")
         return [await self.stream(i, delta=delta) for i in range(len(self.prompts))]
 
     def choice(self, prompt_index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:

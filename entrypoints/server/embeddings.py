@@ -105,7 +105,7 @@ async def create_embeddings(context: ServerContext, body: EmbeddingsRequest) -> 
         normalize=body.normalize, dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
     prompts = await _prompts(context, body)
-    outputs = await vectors_of(context, prompts, params, body, new_id("embd"), body.place)
+    outputs = await vectors_of(context, prompts, [params] * len(prompts), body, new_id("embd"), body.place)
     data: list[Embedding | msgspec.Raw] = []
     for index, output in enumerate(outputs):
         vector = output.outputs.data

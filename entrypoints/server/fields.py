@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[Annotated[int, Strict()]], Field(fail_fast=True)]
+"""neither booleans nor texts"""
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 """one wrong item is named, not each of a million"""

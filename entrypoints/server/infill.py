@@ -130,7 +130,9 @@ class InfillHandler:
         """Raises `InvalidRequestError`."""
         self.context, self.body = context, body
         self.fill_in = context.fill_in("input_suffix")
-        self.files = body.files(context.engine.config.limits)
+        limits = context.engine.config.limits
+        limits.check("response_fields", len(body.response_fields or ()), "response_fields")
+        self.files = body.files(limits)
         self.structured_by, params = body.sampling_params(context.engine.default_sampling_params())
         self.params = self.fill_in.params(params)
         self.truncated = self.has_new_line = False

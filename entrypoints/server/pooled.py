@@ -28,17 +28,18 @@ class PooledFields(Body):
 async def vectors_of(
     context: ServerContext,
     prompts: Sequence[EnginePrompt],
-    params: PoolingParams,
+    params: Sequence[PoolingParams],
     body: PooledFields,
     request_id: str,
     place: Callable[[int], str],
 ) -> list[PoolingRequestOutput]:
-    """In their order; the first that fails ends the others. `place`: where in the body a prompt stands, as `input[2]`.
-    Raises what `AsyncEngine.encode` raises."""
+    """In their order, each by its own `params`; the first that fails ends the others. `place`: where in the body a
+    prompt stands, as `input[2]`. Raises what `AsyncEngine.encode` raises."""
     turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def one(index: int) -> PoolingRequestOutput:
-        async with turns, aclosing(context.encode(prompts[index], params, body, f"{request_id}-{index}")) as outputs:
+        stream = context.encode(prompts[index], params[index], body, f"{request_id}-{index}")
+        async with turns, aclosing(stream) as outputs:
             try:
                 return await anext(outputs)
             except InvalidRequestError as error:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from msgspec.structs import replace
 from pydantic import AliasChoices, Field
 
 from engine.errors import InvalidRequestError
@@ -113,10 +114,12 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True):
-    """Of a comparison: a text, or several, and the field that holds them."""
+    """Of a comparison: a text, or several, and the field that holds them. `most_tokens`: that each is cut to, in place
+    of what the body says of all."""
 
     field: str
     given: str | list[str]
+    most_tokens: int | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -125,6 +128,10 @@ class Side(msgspec.Struct, frozen=True):
     def place(self, index: int) -> str:
         return self.field if isinstance(self.given, str) else f"{self.field}[{index}]"
 
+    def params(self, body: PooledFields) -> list[PoolingParams]:
+        most = body.truncate_prompt_tokens if self.most_tokens is None else self.most_tokens
+        return [PoolingParams(normalize=True, truncate_prompt_tokens=most)] * len(self.texts)
+
 
 async def compared(context: ServerContext, one: Side, other: Side, body: PooledFields, request_id: str) -> Compared:
     """What the model's files put before queries stands before `one`'s texts, before documents before `other`'s."""
@@ -132,11 +139,11 @@ async def compared(context: ServerContext, one: Side, other: Side, body: PooledF
     context.engine.config.limits.check("prompts", max(len(ones), len(others)), other.field)
     before = context.engine.model.pooling.prompts
     texts = [before.get("query", "") + text for text in ones] + [before.get("document", "") + text for text in others]
-    params = PoolingParams(normalize=True, truncate_prompt_tokens=body.truncate_prompt_tokens)
 
     def place(index: int) -> str:
         return one.place(index) if index < len(ones) else other.place(index - len(ones))
 
+    params = one.params(body) + other.params(body)
     found = await vectors_of(context, texts, params, body, request_id, place)
     return Compared(found[: len(ones)], found[len(ones) :])
 
@@ -151,9 +158,8 @@ async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList
 
 async def create_ranking(context: ServerContext, body: RerankRequest, *, show: bool) -> Ranking:
     texts, name = body.texts(), new_id("rerank")
-    if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens_per_doc
-    found = await compared(context, Side("query", body.query), Side("documents", texts), body, name)
+    cut = body.max_tokens_per_doc if body.truncate_prompt_tokens is None else None
+    found = await compared(context, Side("query", body.query), Side("documents", texts, cut), body, name)
     ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
     ranked.sort(key=lambda each: -each.relevance_score)
     return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())

@@ -19,7 +19,7 @@ from engine import (
     RequestOutputKind,
     SamplingParams,
 )
-from engine.errors import CoreDiedError, InvalidRequestError
+from engine.errors import CoreDiedError, InvalidRequestError, ShutDownError
 from engine.session import open_session
 from engine.stepping import Stepper
 
@@ -60,6 +60,14 @@ def test_steps_bring_what_the_output_kind_says(tiny_model: Path, kind: RequestOu
     assert engine.step() == [] and engine.get_num_unfinished_requests() == 0
     engine.shutdown()
     engine.shutdown()
+
+
+def test_an_engine_that_was_shut_down_takes_no_request(tiny_model: Path) -> None:
+    engine, _ = stepping(tiny_model)
+    engine.shutdown()
+    with pytest.raises(ShutDownError):
+        engine.add_request("late", "hello")
+    assert not engine.has_unfinished_requests()
 
 
 def test_an_aborted_request_has_no_further_outputs(tiny_model: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from batch_program import options_of, run
+from fastapi.routing import APIRoute
 from scripted_server import CHATS, COMPLETIONS, Server, post_all
 
 from engine.errors import ConfigError, CoreDiedError
 from engine.limits import Limits
-from entrypoints.batch_lines import ResultFile, numbered_lines
+from entrypoints.batch_lines import STREAMING, ResultFile, numbered_lines
 
 pytestmark = pytest.mark.timeout(120)
 PROGRAM = Path(__file__).with_name("batch_program.py")
@@ -81,6 +82,34 @@ def test_answers_are_the_servers(tiny_server_model: Path, tmp_path: Path) -> Non
         assert result["id"] == f"batch_req_{i + 1}" and result["response"]["request_id"]
         assert result["response"]["status_code"] == reply.status_code
         assert without_names(result["response"]["body"]) == without_names(reply.json())
+
+
+def test_ollamas_answers_are_objects_though_its_routes_stream_by_default(
+    tiny_server_model: Path, tmp_path: Path
+) -> None:
+    chat = {"messages": CHAT["messages"], "options": {"num_predict": 3}}
+    prompt = {"prompt": "hi", "options": {"num_predict": 3}, "stream": None}
+    asked = [("/api/chat", chat), ("/api/generate", prompt), ("/api/generate?x=1", {**prompt, "stream": False})]
+    folder = Folder(tmp_path, [line(f"r{i}", url, body) for i, (url, body) in enumerate(asked)])
+    server = Server(tiny_server_model)
+    assert folder.run(server) == 0
+    bodies = [folder.by_id()[f"r{i}"]["response"]["body"] for i in range(3)]
+    assert all(body["done"] and body["eval_count"] == 3 for body in bodies)
+    assert bodies[0]["message"]["content"] and bodies[1]["response"]
+
+
+def test_all_routes_that_stream_by_default_are_known(tiny_server_model: Path) -> None:
+    async def served() -> list[Any]:
+        async with Server(tiny_server_model).client() as client:
+            return list(client._transport.app.routes)  # type: ignore[attr-defined]
+
+    found = set()
+    for route in asyncio.run(served()):
+        for field in route.dependant.body_params if isinstance(route, APIRoute) else ():
+            fields = getattr(field.field_info.annotation, "model_fields", {})
+            if isinstance(route, APIRoute) and "stream" in fields and fields["stream"].default:
+                found.add(route.path)
+    assert found == STREAMING
 
 
 def test_all_succeeded_is_status_0(tiny_server_model: Path, tmp_path: Path) -> None:
@@ -200,6 +229,41 @@ def test_a_place_that_never_comes_is_an_error_in_the_end(
     server.script.refuse = ("queue_full", "the queue is full")
     assert folder.run(server) == 3
     assert [each["response"]["status_code"] for each in folder.results()] == [503, 503]
+    assert folder.run(Server(tiny_server_model)) == 0
+    assert [each["response"]["status_code"] for each in folder.results()] == [200, 200]
+
+
+def test_what_failed_for_a_reason_of_the_servers_is_asked_again(tiny_server_model: Path, tmp_path: Path) -> None:
+    folder = Folder(tmp_path, [line("good"), line("bad", body={**CHAT, "temperature": -1}), "{broken", line("busy")])
+    folder.run(Server(tiny_server_model))
+    lines = folder.output.read_bytes().splitlines(keepends=True)
+    busy = next(each for each in lines if b'"busy"' in each)
+    kept = [each for each in lines if each is not busy]
+    for status in (500, 503, 529):
+        failed = json.loads(busy) | {"response": {"status_code": status, "request_id": "x", "body": {}}}
+        folder.output.write_bytes(json.dumps(failed).encode() + b"\n" + b"".join(kept) + b'{"half')
+        folder.output.chmod(0o640)
+        server = Server(tiny_server_model)
+        assert folder.run(server) == 3 and len(server.core.added) == 1
+        *first, last = folder.output.read_bytes().splitlines(keepends=True)
+        assert first == kept and json.loads(last)["response"]["status_code"] == 200
+        assert json.loads(last)["custom_id"] == "busy"
+        assert folder.output.stat().st_mode & 0o777 == 0o640
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_file_that_is_gone_on_with_stays_locked(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    answer = {"status_code": 503, "request_id": "x", "body": {}}
+    place.write_text(json.dumps({"id": "batch_req_1", "custom_id": "a", "response": answer, "error": None}) + "\n")
+    link = tmp_path / "link"
+    link.symlink_to(place)
+    first = ResultFile(link, overwrite=False)
+    assert not first.answered and not first.num_failed and place.read_bytes() == b"" and link.is_symlink()
+    with pytest.raises(ConfigError, match="another process"):
+        ResultFile(place, overwrite=False)
+    first.close()
+    ResultFile(place, overwrite=False).close()
 
 
 def test_a_core_that_dies_ends_the_run_and_blames_no_line(tiny_server_model: Path, tmp_path: Path) -> None:

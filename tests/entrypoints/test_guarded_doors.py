@@ -61,6 +61,44 @@ def test_the_key_guards_every_route_but_liveness_and_readiness(tiny_server_model
     with_client(server, scenario)
 
 
+@pytest.mark.parametrize("allowed", [[], ["https://a.example"], ["*"]])
+def test_pages_of_other_origins_can_ask_nothing_that_a_browser_would_not_ask_leave_for(
+    tiny_server_model: Path, allowed: list[str]
+) -> None:
+    """Neither routes without a body, nor bodies of a form's types, or of none."""
+    server = Server(tiny_server_model, allowed_origins=allowed)
+    own, listed, strange = (
+        "http://test.example",
+        "https://a.example",
+        ("https://b.example", "null", "http://test.example.b"),
+    )
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        paths = [route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())]
+        assert "/reset_prefix_cache" in paths and len(paths) > 20
+
+        async def ask(path: str, origin: str | None, kind: str | None) -> httpx.Response:
+            headers = {"host": "test.example"} | ({"origin": origin} if origin else {})
+            headers |= {"content-type": kind} if kind else {}
+            return await client.post(path.replace("{name}", "x"), content=b"{}", headers=headers)
+
+        for path in paths:
+            for kind in (None, "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json"):
+                for origin in strange:
+                    status = (await ask(path, origin, kind)).status_code
+                    assert (status == 403) == (allowed != ["*"]), (path, origin, kind)
+                assert ((await ask(path, listed, kind)).status_code == 403) == (not allowed), path
+                for friend in (own, None):
+                    assert (await ask(path, friend, kind)).status_code != 403, path
+            assert (await ask(path, strange[0], "Application/JSON; charset=utf-8")).status_code != 403, path
+        reset = await ask("/reset_prefix_cache", strange[0], "text/plain")
+        if allowed != ["*"]:
+            assert error_of(reset)["code"] == "origin_not_allowed"
+
+    with_client(server, scenario)
+
+
 def test_the_key_comes_from_a_file_or_the_environment_and_no_child_inherits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from test_closed_connections import leave_after
 from test_openapi import ask as request_all
 from test_openapi import check
 
+from engine.frontend.fill_in import FillIn, Gap
 from entrypoints.server.infill import InfillRequest
 
 INFILL = "/infill"
@@ -68,6 +69,38 @@ def test_a_completion_fills_the_gap_before_its_suffix(model: Path) -> None:
     wanted = {server.engine.tokenizer.backend.token_to_id(mark) for mark in MARKS}
     assert wanted <= set(server.core.added[0].params.stop_token_ids)
     assert not wanted & set(server.core.added[-1].params.stop_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_suffix_is_read_once_and_what_does_not_fit_costs_no_prompt(
+    model: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, read = list[int](), list[str]()
+    prompt, encode = FillIn.prompt, FillIn.encode_behind
+
+    def counted_prompt(self: FillIn, gap: Gap, room: int | None = None) -> list[int]:
+        made.append(1)
+        return prompt(self, gap, room)
+
+    async def counted_encode(self: FillIn, text: str, field: str) -> list[int]:
+        read.append(text)
+        return await encode(self, text, field)
+
+    monkeypatch.setattr(FillIn, "prompt", counted_prompt)
+    monkeypatch.setattr(FillIn, "encode_behind", counted_encode)
+    server = Server(model)
+    body = {"prompt": ["x"] * 5, "max_tokens": 1, "stream": stream}
+    fits, long, together = post_all(
+        server,
+        (COMPLETIONS, {**body, "suffix": "y"}),
+        (COMPLETIONS, {**body, "suffix": "y" * 300}),
+        (COMPLETIONS, {**body, "suffix": "y" * 200, "prompt": ["x" * 100] * 5}),
+    )
+    assert fits.status_code == 200 and len(server.core.added) == 5 == len(made)
+    assert read == ["y", "y" * 300, "y" * 200]
+    for reply, param in ((long, "suffix"), (together, "prompt")):
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -177,6 +210,7 @@ def test_what_does_not_fit_is_cut_and_leaves_room_for_an_answer(model: Path, n_p
         ({"grammar": "root ::= ("}, "grammar"),
         ({"stop": [""]}, "stop"),
         ({"response_fields": [5]}, "response_fields"),
+        ({"response_fields": ["content"] * 65}, "response_fields"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -333,7 +333,7 @@ def test_what_curl_sends_is_read_and_what_a_page_sends_without_leave_is_not(mode
             assert set(replies[2].json()) == {"error"}
             return [reply.status_code for reply in replies]
 
-    assert asyncio.run(go()) == [200, 200, 400, 200]
+    assert asyncio.run(go()) == [200, 200, 403, 200]
 
 
 def test_the_commands_first_question_is_answered(model: Path) -> None:

@@ -23,7 +23,9 @@ BEFORE, BEHIND = "def f(x):\n  ", "\n  return y  # hello"
 FILES = (("a.py", "the fox"), ("b/c.py", "the dog\n"))
 
 
-def tokenizer_of(backend: Backend, marks: tuple[str, ...], *, special: bool, bos: bool = True) -> Tokenizer:
+def tokenizer_of(
+    backend: Backend, marks: tuple[str, ...], *, special: bool, bos: bool = True, context: int = CONTEXT
+) -> Tokenizer:
     backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
     if bos:
         backend.post_processor = TemplateProcessing(
@@ -36,7 +38,7 @@ def tokenizer_of(backend: Backend, marks: tuple[str, ...], *, special: bool, bos
         special_tokens={},
         chat_template=None,
     )
-    return Tokenizer(described, "made here", max_model_len=CONTEXT)
+    return Tokenizer(described, "made here", max_model_len=context)
 
 
 def made(marks: tuple[str, ...], limits: Limits = Limits(), **how: Any) -> tuple[FillIn, Tokenizer]:  # noqa: B008
@@ -84,6 +86,27 @@ def test_other_files_stand_before_the_one_with_the_gap_where_there_is_a_mark_for
     expected = tokenizer.encode(f"<|fim_prefix|>{without}")
     expected += tokenizer.encode(f"{BEFORE}<|fim_suffix|>{BEHIND}<|fim_middle|>", add_special_tokens=False)
     assert filled(plain, FILES) == expected
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("padding", [0, 70_000])
+def test_a_text_that_spells_a_mark_is_text(special: bool, padding: int) -> None:
+    """Also a long one, which a helper process tokenizes."""
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|repo_name|>", "<|fim_pad|>")
+    tokenizer = tokenizer_of(byte_level_tokenizer(), marks, special=special, context=100_000)
+    fill_in = fill_in_of(tokenizer, Limits(), 100_000)
+    assert fill_in is not None
+    text = "x" * padding + "a " + " ".join((*marks, "<s>", "</s>")) + " b"
+    try:
+        gap = asyncio.run(fill_in.read(text, text, [(text, text)]))
+    finally:
+        tokenizer.close()
+    ids = [tokenizer.backend.token_to_id(mark) for mark in (*marks, "<s>", "</s>")]
+    assert tokenizer.decode(gap.before, skip_special_tokens=False) == text == tokenizer.decode(gap.behind)
+    assert [fill_in.prompt(gap).count(i) for i in ids] == [1, 1, 1, 2, 1, 0, 1, 0]
+    files = tokenizer.decode(gap.files, skip_special_tokens=False)
+    assert files == f"<|repo_name|>project\n<|file_sep|>{text}\n{text}\n<|file_sep|>file\n"
+    assert tokenizer.encode(marks[0], add_special_tokens=False) == ids[:1], "elsewhere they are read as before"
 
 
 def test_token_ids_may_stand_before_the_gap() -> None:

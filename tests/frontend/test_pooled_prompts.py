@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequestError
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
-from engine.pooling import PoolingParams, pairs_of, resolve_pooling, truncated
+from engine.pooling import PoolingParams, pairs_of, resolve_pooling, similarity, truncated
 from engine.step import NO_VECTORS, Pooling, RowVectors, StepResult, decode_result, encode_step
 
 SIZE = 3
@@ -41,6 +41,25 @@ def test_chunks_come_together_and_a_new_start_forgets(case: tuple[int, set[int],
     found = pooled.vectors()
     assert found is not None and found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=50), st.floats(-10, 10, width=32))
+def test_a_cosine_is_never_beyond_1(values: list[float], scale: float) -> None:
+    one = np.array(values, dtype=np.float32)
+    assert -1 <= similarity(one, one * np.float32(scale)) <= 1
+    if np.linalg.norm(one) > 1e-3:
+        assert similarity(one, one) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_task_follows_the_pooling_type() -> None:
+    for params in (PoolingParams(pooling_type="ALL"), PoolingParams(pooling_type="all", task="token_embed")):
+        found = resolve_pooling(params, PoolingDefaults(normalize=True), 8)
+        assert found.kind == "all" and not found.normalize
+    for params in (PoolingParams(pooling_type="mean"), PoolingParams(pooling_type="mean", task="embed")):
+        assert resolve_pooling(params, PoolingDefaults(normalize=True), 8).normalize
+    for wrong in ({"pooling_type": "all", "task": "embed"}, {"pooling_type": "mean", "task": "token_embed"}):
+        with pytest.raises(InvalidRequestError, match="together"):
+            PoolingParams(**wrong)  # type: ignore[arg-type]
 
 
 def test_vectors_travel_by_row() -> None:

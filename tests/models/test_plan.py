@@ -191,6 +191,13 @@ def home(tmp_path: Path) -> Iterator[Home]:
         yield Home(hub, tmp_path / "home")
 
 
+def test_a_link_to_weights_that_are_gone_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "pruned")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: it is a link to a file that is gone: fetch"):
+        plan_of(EngineArgs(model=str(tmp_path)))
+
+
 @pytest.mark.parametrize(("name", "file"), [("org/plain", "model.safetensors"), ("org/gguf:F32", "Tiny-F32.gguf")])
 def test_of_a_hubs_model_the_plan_comes_before_the_weights(home: Home, name: str, file: str) -> None:
     repo = home.hub.root / name.partition(":")[0]

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from engine.config import CacheConfig
+from engine.core.wire import CoreReady
 from engine.observability.histograms import PER_TOKEN_S, WeightedHistogram, up_to
+from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
 from engine.request import RequestMetrics
 
@@ -55,6 +58,43 @@ def test_the_parts_of_a_request_add_up(page: Page) -> None:
     assert math.isclose(whole, page.total("pageloom_e2e_request_latency_seconds_sum"), rel_tol=1e-9)
     for name in phases:
         assert page.total(f"pageloom_request_{name}_time_seconds_count") == 3
+
+
+def test_a_vector_is_no_answer_of_no_tokens() -> None:
+    ready = CoreReady(
+        num_blocks=1,
+        block_size=16,
+        max_model_len=64,
+        attention_backend="cpu",
+        ledger="",
+        distinct_pieces=0,
+        pieces_compiled=0,
+        startup_seconds=0,
+    )
+    cache = CacheConfig(
+        block_size=16, dtype="float32", kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=True
+    )
+    metrics = EngineMetrics("m", cache, ready)
+    for pooled, tokens in ((True, 0), (False, 3), (True, 0)):
+        metrics.observe_request(
+            RequestTimings(
+                times=RequestMetrics(arrival_time=1.0),
+                finished_time=2.0,
+                prompt_tokens=5,
+                cached_tokens=1,
+                sample_tokens=[tokens],
+                n=1,
+                max_tokens=7,
+                finish_reasons=["stop"],
+                pooled=pooled,
+            )
+        )
+    shown = Page(metrics.render().decode())
+    for prefix in ("pageloom_", "vllm:"):
+        for name in ("generation_tokens", "params_max_tokens", "params_n"):
+            assert shown.total(f"{prefix}request_{name}_count") == 1, name
+        assert shown.total(f"{prefix}request_prompt_tokens_count") == 3
+        assert shown.total(f"{prefix}e2e_request_latency_seconds_count") == 3
 
 
 def test_a_request_without_tokens_has_no_phases() -> None:

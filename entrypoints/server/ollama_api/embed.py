@@ -88,5 +88,5 @@ async def _vectors(
     context: ServerContext, texts: Sequence[str], params: PoolingParams, body: EmbedFields, field: str
 ) -> list[PoolingRequestOutput]:
     context.engine.config.limits.check("prompts", len(texts), field)
-    one = isinstance(getattr(body, field), str)
-    return await vectors_of(context, texts, params, body, new_id("embd"), lambda i: field if one else f"{field}[{i}]")
+    one, each = isinstance(getattr(body, field), str), [params] * len(texts)
+    return await vectors_of(context, texts, each, body, new_id("embd"), lambda i: field if one else f"{field}[{i}]")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from json import JSONDecodeError
@@ -49,18 +49,16 @@ class Sockets:
         stores: tuple[ResponseStore, ResponseStore],
         bodies: Bodies,
         load: Load,
-        origins: Collection[str],
     ) -> None:
-        """`stores`: of what is to be stored, and of what is not. `origins`: web pages that may call."""
+        """`stores`: of what is to be stored, and of what is not."""
         self.context, self.bodies, self.load = context, bodies, load
         self.stores = stores
-        self._origins = origins
         self._open: OrderedDict[Session, None] = OrderedDict()
         """the longest silent first"""
         self._draining = False
 
     async def serve(self, socket: WebSocket) -> None:
-        refused = self._refusal(socket)
+        refused = self._refusal()
         if refused is not None:
             await socket.send_denial_response(error_response(socket.scope, *refused))
             return
@@ -71,16 +69,7 @@ class Sockets:
         finally:
             del self._open[session]
 
-    def _refusal(self, socket: WebSocket) -> tuple[int, ErrorBody] | None:
-        """Browsers let every page open a WebSocket to any host: only `Origin` tells whose it is."""
-        origin = socket.headers.get("origin")
-        if (
-            origin is not None
-            and not {"*", origin} & set(self._origins)
-            and origin.partition("://")[2] != socket.headers.get("host")
-        ):
-            message = "pages of this origin may not open WebSockets (--allowed-origins)"
-            return 403, error_body(message, "invalid_request_error", None, "origin_not_allowed")
+    def _refusal(self) -> tuple[int, ErrorBody] | None:
         if self._draining:
             return 503, error_body("the server is shutting down", "server_error", None, "shutting_down")
         limits = self.context.engine.config.limits
