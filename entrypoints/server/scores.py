@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from msgspec.structs import replace
 from pydantic import AliasChoices, Field
 
 from engine.errors import InvalidRequestError
