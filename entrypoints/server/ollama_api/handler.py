@@ -152,8 +152,9 @@ class ChatHandler(OllamaHandler[ChatRequest]):
 
     async def stream(self, *, delta: bool) -> Outputs:
         messages = self.body.messages or []
-        self.context.engine.config.limits.check("messages", len(messages), "messages")
-        chat = await asyncio.to_thread(chat_of, messages)
+        limits = self.context.engine.config.limits
+        limits.check("messages", len(messages), "messages")
+        chat = await asyncio.to_thread(chat_of, messages, limits)
         begun = begun_answer(chat)
         asked = Conversation(
             messages=chat,
