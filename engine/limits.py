@@ -149,6 +149,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         int, _limit("bytes of responses that can be asked for again; the longest unused go first", 0)
     ] = 64 * 1024 * 1024
     continued_bytes: Annotated[int, _limit("bytes of stored items that a request goes on from")] = 8 * 1024 * 1024
+    continued_values: Annotated[int, _limit("JSON values of stored items that a request goes on from")] = 1 << 17
     stored_responses_s: Annotated[float, _limit("seconds for which an unused response is stored", 0)] = 86400.0
     contexts_translated: Annotated[
         int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")

@@ -25,14 +25,18 @@ def before(store: ResponseStore, name: str, **limits: Any) -> list[list[dict[str
     return StoredItems(store, Limits(**limits)).before(name)
 
 
+def item(store: ResponseStore, name: str) -> dict[str, Any] | None:
+    return StoredItems(store, Limits()).item(name)
+
+
 def test_the_store_lets_go_of_what_was_not_used_for_longest() -> None:
     store = ResponseStore(None, 12_000, 1000)
     for name, previous in (("a", None), ("b", "a"), ("c", None)):
         store.put(stored(name, previous, 3000))
     assert [items[0]["id"] for items in before(store, "b")] == ["i-a", "i-b"]
     store.put(stored("d", None, 3000))
-    assert store.shown("c") is None and store.shown("b") is not None and store.item("i-c") is None
-    assert json.loads(store.item("i-a") or b"") == {"id": "i-a", "content": "x" * 3000}
+    assert store.shown("c") is None and store.shown("b") is not None and item(store, "i-c") is None
+    assert item(store, "i-a") == {"id": "i-a", "content": "x" * 3000}
     assert store.delete("a") and not store.delete("a")
     with pytest.raises(InvalidRequestError, match="'a' not found"):
         before(store, "b")
@@ -97,7 +101,7 @@ def test_what_a_request_goes_on_from_is_bounded_in_bytes_and_turns_before_it_is_
     for number in range(5):
         store.put(stored(str(number), str(number - 1) if number else None, 1000))
     assert len(before(store, "4", continued_bytes=6000)) == 5
-    for limits in ({"continued_bytes": 4000}, {"messages": 4}):
+    for limits in ({"continued_bytes": 4000}, {"continued_values": 8}, {"messages": 4}):
         with pytest.raises(InvalidRequestError) as refused:
             before(store, "4", **limits)
         assert refused.value.field == "previous_response_id" and f"--limit {next(iter(limits))}" in str(refused.value)

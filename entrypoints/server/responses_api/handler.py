@@ -47,20 +47,15 @@ logger = logging.getLogger("pageloom.server")
 
 
 class StoredItems:
-    """What one request goes on from: so many bytes at most, counted each time that it names them."""
+    """What one request goes on from: so many bytes and values at most, counted each time that it names them."""
 
     def __init__(self, store: Responses, limits: Limits) -> None:
         self._store, self._limits = store, limits
-        self._bytes = 0
+        self._bytes = self._values = 0
 
     def item(self, name: str) -> Item | None:
         """Raises `InvalidRequestError`."""
-        found = self._store.item(name)
-        if found is None:
-            return None
-        self._take("input", len(found))
-        item: Item = msgspec.json.decode(found)
-        return item
+        return self._store.item(name, partial(self._take, "input"))
 
     def before(self, name: str | None) -> list[list[Item]]:
         """Of a response and all before it, the first one first. Raises `InvalidRequestError`."""
@@ -75,9 +70,11 @@ class StoredItems:
             name = turn.previous
         return turns[::-1]
 
-    def _take(self, field: str, size: int) -> None:
+    def _take(self, field: str, size: int, values: int) -> None:
         self._bytes += size
+        self._values += values
         self._limits.check("continued_bytes", self._bytes, field)
+        self._limits.check("continued_values", self._values, field)
 
 
 class Items:

@@ -12,22 +12,26 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import ConfigError
+from entrypoints.server.bodies import values_in
 from entrypoints.server.responses_api.fields import ResponseObject
 
 _LAYOUT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, items INTEGER NOT NULL,
-    shown BLOB NOT NULL);
+    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, shown BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 CREATE TABLE IF NOT EXISTS items (
-    response TEXT NOT NULL, place INTEGER NOT NULL, given INTEGER NOT NULL, id TEXT, body BLOB NOT NULL);
+    response TEXT NOT NULL, place INTEGER NOT NULL, given INTEGER NOT NULL, id TEXT, size INTEGER NOT NULL,
+    marks INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS items_response ON items (response, place);
 CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
-"""`size` is of `shown` and of its items' bodies, `items` of the latter only. `given`: to the model, not by it."""
+"""The `size` of a response is that of `shown` and of all its items. `given`: to the model, not by it. `marks`: of an
+item's values."""
 _PATIENCE_S = 0.2
 Item = dict[str, Any]
+Take = Callable[[int, int], None]
+"""told how many bytes and values are about to be read; may raise"""
 _decoder = msgspec.json.Decoder(Item)
 
 
@@ -85,24 +89,17 @@ class ResponseStore:
         shown = msgspec.json.encode(response)
         items = [*stored.input, *map(_without_logprobs, response.output)]
         bodies = [msgspec.json.encode(item) for item in items]
-        of_items = sum(map(len, bodies))
-        size = len(shown) + of_items
+        size = len(shown) + sum(map(len, bodies))
         rows = [
-            (
-                response.id,
-                place,
-                place < len(stored.input),
-                item["id"] if isinstance(item.get("id"), str) else None,
-                body,
-            )
+            (response.id, place, place < len(stored.input), _id_of(item), len(body), values_in(body), body)
             for place, (item, body) in enumerate(zip(items, bodies, strict=True))
         ]
         with self._lock:
             self._delete([response.id])
-            row = (response.id, response.previous_response_id, time.time(), size, of_items, shown)
+            row = (response.id, response.previous_response_id, time.time(), size, shown)
             with self._database:
-                self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
-                self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?)", rows)
+                self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+                self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             self._bytes += size
             self._evict()
 
@@ -125,26 +122,30 @@ class ResponseStore:
         with self._lock:
             return bool(self._delete([name]))
 
-    def item(self, name: str) -> bytes | None:
-        """As JSON; the first that was stored under its id: who brings another cannot take its place."""
+    def item(self, name: str, take: Take) -> Item | None:
+        """The first that was stored under its id: who brings another cannot take its place."""
         with self._lock:
             found = self._database.execute(
-                "SELECT body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
+                "SELECT size, marks, body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
             ).fetchone()
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        size, marks, body = found
+        take(size, marks)
+        return _decoder.decode(body)
 
-    def turn(self, name: str, take: Callable[[int], None]) -> Turn | None:
-        """It counts as used. `take` is told its bytes before they are read, and may raise."""
+    def turn(self, name: str, take: Take) -> Turn | None:
+        """It counts as used."""
         with self._lock:
             self._evict()
-            found = self._database.execute("SELECT previous, items FROM responses WHERE id = ?", (name,)).fetchone()
+            found = self._database.execute("SELECT previous FROM responses WHERE id = ?", (name,)).fetchone()
             if found is None:
                 return None
-            previous, size = found
-            take(size)
+            sums = "SELECT COALESCE(SUM(size), 0), COALESCE(SUM(marks), 0) FROM items WHERE response = ?"
+            take(*self._database.execute(sums, (name,)).fetchone())
             self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), name))
             bodies = self._bodies("response = ?", name)
-        return Turn(previous, list(map(_decoder.decode, bodies)))
+        return Turn(found[0], list(map(_decoder.decode, bodies)))
 
     def _bodies(self, which: str, response: str) -> list[bytes]:
         rows = self._database.execute(f"SELECT body FROM items WHERE {which} ORDER BY place", (response,))
@@ -195,10 +196,10 @@ class PassingResponses:
                 self._own.add(stored.response.id)
                 self._passing.put(stored)
 
-    def item(self, name: str) -> bytes | None:
-        return self._store.item(name)
+    def item(self, name: str, take: Take) -> Item | None:
+        return self._store.item(name, take)
 
-    def turn(self, name: str, take: Callable[[int], None]) -> Turn | None:
+    def turn(self, name: str, take: Take) -> Turn | None:
         return (self._passing if name in self._own else self._store).turn(name, take)
 
     def forget(self) -> None:
@@ -211,6 +212,11 @@ class PassingResponses:
 
 Responses = ResponseStore | PassingResponses
 """what a conversation may go on from, and is kept in"""
+
+
+def _id_of(item: Item) -> str | None:
+    name = item.get("id")
+    return name if isinstance(name, str) else None
 
 
 def _without_logprobs(item: Mapping[str, Any]) -> Item:
