@@ -108,6 +108,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # What one request may hold.
     prompts: Annotated[int, _limit("prompts in one body")] = 2048
     messages: Annotated[int, _limit("messages of a conversation")] = 4096
+    calls: Annotated[int, _limit("calls of tools in a conversation")] = 4096
     tools: Annotated[int, _limit("tools of a conversation")] = 512
     files: Annotated[int, _limit("other files that are told of beside a gap to fill in")] = 256
     response_fields: Annotated[int, _limit("fields that an answer is to be cut to")] = 64
@@ -148,6 +149,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     stored_responses_bytes: Annotated[
         int, _limit("bytes of responses that can be asked for again; the longest unused go first", 0)
     ] = 64 * 1024 * 1024
+    continued_bytes: Annotated[int, _limit("bytes of stored items that a request goes on from")] = 8 * 1024 * 1024
+    continued_values: Annotated[int, _limit("JSON values of stored items that a request goes on from")] = 1 << 17
     stored_responses_s: Annotated[float, _limit("seconds for which an unused response is stored", 0)] = 86400.0
     contexts_translated: Annotated[
         int, _limit("contexts that a text may fill, or a list of ids, which is only tokenized, or detokenized")

@@ -176,7 +176,7 @@ def render_question(question: RenderQuestion) -> str:
     for field, value in zip(("messages", "tools", "chat_template_kwargs"), given, strict=True):
         _check_depth(value, field, question.limits)
     try:
-        messages, tools = plain_messages(question.messages, question.template), question.tools
+        messages, tools = plain_messages(question.messages, question.template, question.limits), question.tools
         if not knows_tools(question.template):
             messages, tools = told(messages, tools), None
         return render(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.limits import Limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """a template's own are taken, too, where it names them"""
@@ -19,13 +20,17 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """kinds of content parts that are text, and where it stands"""
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], template: str, limits: Limits) -> list[dict[str, Any]]:
     """Results of tools get the name of the call that they answer, which some templates read and clients leave out.
     Raises `InvalidRequestError`."""
-    plain, names = [], {}
+    plain, names, count = [], {}, 0
+    roles = _Roles(template)
     for index, given in enumerate(messages):
-        message = plain_message(index, given, template)
-        for call in message.get("tool_calls") or ():
+        message = plain_message(index, given, roles)
+        calls = message.get("tool_calls") or ()
+        count += len(calls)
+        limits.check("calls", count, "messages")
+        for call in calls:
             names[str(call.get("id"))] = call["function"]["name"]
         name = names.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and name is not None:
@@ -34,11 +39,11 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list
     return plain
 
 
-def plain_message(index: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
+def plain_message(index: int, message: Mapping[str, Any], roles: _Roles) -> dict[str, Any]:
     """Text parts become one string, joined by newlines, since most templates know only strings. An assistant's content
     that is left out, as beside tool calls, is empty, and calls' arguments are objects. Raises `InvalidRequestError`."""
     where = f"messages[{index}]"
-    plain = {**message, "role": _role(message, where, template)}
+    plain = {**message, "role": _role(message, where, roles)}
     if isinstance(plain.get("content"), list):
         plain["content"] = _text_of_parts(plain["content"], where)
     elif not isinstance(plain.get("content"), (str, type(None))):
@@ -58,19 +63,26 @@ def plain_message(index: int, message: Mapping[str, Any], template: str) -> dict
     return plain
 
 
-def _role(message: Mapping[str, Any], where: str, template: str) -> str:
+class _Roles(dict[str, bool]):
+    """Whether a template names a role. It may be long, so it is asked once for each."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+
+    def __missing__(self, role: str) -> bool:
+        self[role] = f"'{role}'" in self._template or f'"{role}"' in self._template
+        return self[role]
+
+
+def _role(message: Mapping[str, Any], where: str, roles: _Roles) -> str:
     role = message.get("role")
     if not isinstance(role, str):
         _refuse(f"{where} must be an object with a role, which is a string")
-    if _names(template, role):
+    if roles[role]:
         return role
     if role not in ROLES:
         _refuse(f"{where}.role must be one of {', '.join(ROLES)}, got {role[:40]!a}")
     return _INSTEAD.get(role, role)
-
-
-def _names(template: str, role: str) -> bool:
-    return f"'{role}'" in template or f'"{role}"' in template
 
 
 def _text_of_parts(parts: list[Any], where: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from json import JSONDecodeError
@@ -138,7 +139,7 @@ def bounded_route(bodies: Bodies) -> type[APIRoute]:
 def decode(raw: bytes, limits: Limits) -> Any:
     """Raises `HTTPException` (400) for what exceeds a limit and for text that is not Unicode, naming the field, and
     `JSONDecodeError` for what is not JSON."""
-    if _marks(raw) > limits.json_values and _marks_outside_strings(raw, limits.json_values) > limits.json_values:
+    if _marks(raw) > limits.json_values and values_in(raw, limits.json_values) > limits.json_values:
         raise _refusal(limits, "json_values")
     try:
         value = msgspec.json.decode(raw.removeprefix(BOM))
@@ -158,8 +159,8 @@ def _marks(raw: bytes, start: int = 0, end: int | None = None) -> int:
     return sum(raw.count(mark, start, end) for mark in (b",", b"[", b"{"))
 
 
-def _marks_outside_strings(raw: bytes, limit: int) -> int:
-    """Not further than past `limit`."""
+def values_in(raw: bytes, limit: float = math.inf) -> int:
+    """Their marks outside of strings; not counted further than past `limit`."""
     marks = position = 0
     for string in _STRING.finditer(raw):
         marks += _marks(raw, position, string.start())

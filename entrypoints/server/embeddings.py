@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +16,7 @@ from engine.pooling import PoolingParams
 from entrypoints.server.context import EnginePrompt, ServerContext
 from entrypoints.server.encoding import json_response
 from entrypoints.server.fields import Ids, Objects, Texts, refusal
-from entrypoints.server.pooled import PooledFields, vectors_of
+from entrypoints.server.pooled import PooledFields, vectors_of, written
 from entrypoints.server.prompting import Conversation
 from entrypoints.server.responses import new_id
 from entrypoints.server.streaming import answer
@@ -87,7 +86,7 @@ class Embedding(msgspec.Struct):
 
 
 class EmbeddingList(msgspec.Struct):
-    data: list[Embedding | msgspec.Raw]
+    data: list[msgspec.Raw]
     model: str
     usage: EmbeddingUsage
     object: str = "list"
@@ -106,17 +105,17 @@ async def create_embeddings(context: ServerContext, body: EmbeddingsRequest) -> 
     )
     prompts = await _prompts(context, body)
     outputs = await vectors_of(context, prompts, [params] * len(prompts), body, new_id("embd"), body.place)
-    data: list[Embedding | msgspec.Raw] = []
-    for index, output in enumerate(outputs):
-        vector = output.outputs.data
-        shown: list[float] | str = vector.tolist()
-        if body.encoding_format == "base64":
-            shown = base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
-        data.append(msgspec.Raw(msgspec.json.encode(Embedding(index, shown))))
-        if index % 16 == 15:
-            await asyncio.sleep(0)
+    base64s = body.encoding_format == "base64"
+    data = await written(
+        Embedding(index, _in_base64(output.outputs.data) if base64s else output.outputs.data.tolist())
+        for index, output in enumerate(outputs)
+    )
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return EmbeddingList(data, context.served_name, EmbeddingUsage(tokens, tokens))
+
+
+def _in_base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode()
 
 
 async def _prompts(context: ServerContext, body: EmbeddingsRequest) -> list[EnginePrompt]:

@@ -7,4 +7,6 @@ from fastapi.responses import Response
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    """`body`: bytes are JSON already."""
+    written = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(written, status, media_type="application/json")

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from engine import SamplingParams
 from engine.request import StructuredOutputsParams
 from entrypoints.server.fields import NoEffect, Texts
-from entrypoints.server.protocol import _UNSUPPORTED
+from entrypoints.server.protocol import NOT_SUPPORTED
 from entrypoints.server.structured import blamed_on
 
 
@@ -18,7 +18,7 @@ class LlamaOptions(BaseModel):
     """`repeat_last_n`: 0 switches the three penalties off; any other number counts all tokens, as without it."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: neutral for name, neutral in _UNSUPPORTED.items() if name != "repeat_penalty"
+        name: neutral for name, neutral in NOT_SUPPORTED.items() if name != "repeat_penalty"
     }
 
     temperature: float | None = None

@@ -57,7 +57,8 @@ class MessagesHandler:
 
     async def stream(self, *, delta: bool) -> Outputs:
         context, answers = self.context, self.answers
-        asked = await asyncio.to_thread(self.body.conversation, context.speech, answers.use)
+        limits = context.engine.config.limits
+        asked = await asyncio.to_thread(self.body.conversation, context.speech, answers.use, limits)
         return await outputs_of(context, asked, self.params, answers, self.body, self.id, delta=delta)
 
     def message(self, content: list[Block]) -> Message:
@@ -117,8 +118,8 @@ async def create_message(context: ServerContext, body: MessagesRequest, request:
 
 
 async def count_tokens(context: ServerContext, body: CountTokensRequest) -> TokenCount:
-    use = body.tool_use(context.engine.config.limits)
-    asked = await asyncio.to_thread(body.conversation, context.speech, use)
+    limits = context.engine.config.limits
+    asked = await asyncio.to_thread(body.conversation, context.speech, body.tool_use(limits), limits)
     _, token_ids = await asked.render(context.engine)
     return TokenCount(len(token_ids))
 

@@ -64,11 +64,11 @@ class CountTokensRequest(Body):
         ignored = [f"tools.{tool['type']}" for tool in self.tools or () if _is_anthropics(tool)]
         return super().unknown_fields() + ignored
 
-    def conversation(self, speech: Speech, use: ToolUse) -> Conversation:
+    def conversation(self, speech: Speech, use: ToolUse, limits: Limits) -> Conversation:
         """As long as the body, so it is not for the event loop. Raises `InvalidRequestError`."""
         effort = self.output_config.effort if self.output_config is not None else None
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
-        chat = chat_of(self.messages, self.system)
+        chat = chat_of(self.messages, self.system, limits)
         begun = begun_answer(chat)
         return Conversation(
             messages=chat,

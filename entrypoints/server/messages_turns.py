@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.limits import Limits
 
 Chat = list[dict[str, Any]]
 _Blocks = list[tuple[str, Mapping[str, Any]]]
@@ -19,10 +20,16 @@ _DROPPED = ("redacted_thinking", "server_tool_use")
 """nobody but who wrote it can read it; what Anthropic's own tools did, with their results (``…_tool_result``)"""
 
 
-def chat_of(messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None) -> Chat:
+def chat_of(
+    messages: Sequence[Mapping[str, Any]], system: str | Sequence[Mapping[str, Any]] | None, limits: Limits
+) -> Chat:
     """Raises `InvalidRequestError` that says where."""
-    chat = _system(_blocks_of(system or "", "system"))
+    chat, calls = _system(_blocks_of(system or "", "system")), 0
     for role, blocks in _turns(messages):
+        calls += sum(block.get("type") == "tool_use" for _, block in blocks)
+        results = sum(block.get("type") == "tool_result" for _, block in blocks)
+        limits.check("calls", calls, "messages")
+        limits.check("messages", len(chat) + results, "messages")
         chat += _TURNS[role](blocks)
     if [message["role"] for message in chat[:2]] == ["system", "system"]:
         first, second, *rest = chat

@@ -8,6 +8,7 @@ from __future__ import annotations
 _TEXT = "the model that is served reads and writes text (/v1/chat/completions, /v1/responses)"
 _FILES = "this server keeps no files: send what the model shall read with the request"
 _SERVED = "this server serves the weights that it was started with"
+_ACCOUNTS = "this server has no accounts"
 _STATE = "conversations are sent with each request, or kept by /v1/responses"
 
 _REASONS = {
@@ -27,6 +28,15 @@ _REASONS = {
     "/v1/uploads": _FILES,
     "/v1/vector_stores": _FILES,
     "/v1/videos": _TEXT,
+    # Ollama's
+    "/api/blobs": _SERVED,
+    "/api/copy": _SERVED,
+    "/api/create": _SERVED,
+    "/api/delete": _SERVED,
+    "/api/me": _ACCOUNTS,
+    "/api/pull": _SERVED,
+    "/api/push": _SERVED,
+    "/api/signout": _ACCOUNTS,
     # vLLM's
     "/collective_rpc": "this server runs no code that is sent to it",
     "/is_sleeping": "this server never sleeps; /health tells how it is",

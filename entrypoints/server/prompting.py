@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -53,12 +54,19 @@ async def outputs_of(
     request_id: str,
     *,
     delta: bool,
+    before: Sequence[int] = (),
 ) -> Outputs:
-    """Raises `InvalidRequestError`."""
+    """`before`: token ids that the conversation goes on from. Raises `InvalidRequestError`."""
     text, token_ids = await asked.render(context.engine)
+    token_ids = behind(before, token_ids, context.engine.model.bos_token_id)
     if len(token_ids) >= context.engine.max_model_len and params.truncate_prompt_tokens is None:
         raise too_many_tokens(len(token_ids), context.engine.max_model_len, "messages")
     continued = asked.answer_so_far() if asked.continue_final_message else ""
     prepared = answers.prepare(params, text, continued)
     prompt = {"prompt": text, "prompt_token_ids": token_ids}
     return context.generate(prompt, prepared, body, request_id, delta=delta)
+
+
+def behind(before: Sequence[int], ids: list[int], bos: int | None) -> list[int]:
+    """A text begins once."""
+    return [*before, *(ids[1:] if before and ids[:1] == [bos] else ids)]

@@ -27,7 +27,7 @@ class StreamOptions(Body):
     include_obfuscation: NoEffect = None
 
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
     "web_search_options": (),
@@ -56,7 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class SamplingFields(StructuredFields, Body):
     """What completions and chat share."""
 
-    UNSUPPORTED: ClassVar = _UNSUPPORTED
+    UNSUPPORTED: ClassVar = NOT_SUPPORTED
 
     model: str | None = None
     n: int | None = 1

@@ -14,10 +14,16 @@ from test_messages_api import ASKED, COUNT, MESSAGES, error_of
 from test_tools import TEMPLATE, prompt_of
 
 from engine.errors import InvalidRequestError
-from entrypoints.server.messages_turns import begun_answer, chat_of
+from engine.limits import Limits
+from entrypoints.server import messages_turns
+from entrypoints.server.messages_turns import begun_answer
 
 USER = {"role": "user", "content": "u"}
 BILLING = "x-anthropic-billing-header: cc_version=1.2; cch=af31;"
+
+
+def chat_of(messages: list[dict[str, Any]], system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return messages_turns.chat_of(messages, system, Limits())
 
 
 def text(*texts: str) -> list[dict[str, Any]]:

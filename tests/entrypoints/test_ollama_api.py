@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from pydantic import BaseModel
 from scripted_server import ANSWER, Server, post_all, save_model
 from test_tools import ADD, CALL, NOW, OTHER, TEMPLATE, prompt_of
+
+from entrypoints.server.ollama_api.models import _files_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "hi"}]
@@ -342,3 +345,11 @@ def test_the_commands_first_question_is_answered(model: Path) -> None:
             return await client.head("/")
 
     assert asyncio.run(go()).status_code == 200
+
+
+def test_the_size_is_that_of_the_weights_whichever_files_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 300)
+    described = SimpleNamespace(path=str(tmp_path), source="safetensors")
+    assert _files_of(described).size == 300  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text("{}")
+    assert _files_of(described).size == 300  # type: ignore[arg-type]

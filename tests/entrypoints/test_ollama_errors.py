@@ -115,10 +115,10 @@ def test_what_another_server_does_is_refused_by_name(tiny_server_model: Path) ->
         for name, asking in asked.items():
             with pytest.raises(ollama.ResponseError) as error:
                 await asking
-            assert error.value.status_code == 501 and error.value.error.startswith(f"/api/{name} is not served: ")
+            assert error.value.status_code == 404 and error.value.error.startswith(f"/api/{name} is not served here: ")
         posted = await client._client.post(f"/api/blobs/{digest}", content=b"x" * 1000)
-        assert posted.status_code == 501 and "/api/blobs" in error_of(posted)
-        assert (await client._client.head(f"/api/blobs/{digest}")).status_code == 501
+        assert posted.status_code == 404 and "/api/blobs" in error_of(posted)
+        assert (await client._client.head(f"/api/blobs/{digest}")).status_code == 404
 
     with_sdk(Server(tiny_server_model), scenario)
 

@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 from scripted_server import Server, post_all, save_model
 
+from engine.limits import Limits
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.responses_api.items import Messages, resolved, sealed
 
@@ -198,32 +199,6 @@ def test_what_is_stored_can_be_read_and_deleted(model: Path) -> None:
     asyncio.run(go())
 
 
-def test_background_responses_are_polled_and_cancelled(model: Path) -> None:
-    async def go() -> None:
-        async with server.client() as client:
-            made = (await client.post(URL, json={"input": "x", "background": True})).json()
-            assert made["status"] == "in_progress" and made["background"]
-            while (found := (await client.get(f"{URL}/{made['id']}")).json())["status"] == "in_progress":
-                await asyncio.sleep(0.005)
-            assert found["status"] == "completed" and found["output"][0]["content"][0]["text"] == "Yes."
-            assert (await client.post(f"{URL}/{made['id']}/cancel")).status_code == 400
-            server.script.step_s = 10
-            slow = (await client.post(URL, json={"input": "x", "background": True})).json()
-            await asyncio.sleep(0.05)
-            assert (await client.post(f"{URL}/{slow['id']}/cancel")).json()["status"] == "cancelled"
-            await asyncio.sleep(0.05)
-            assert (await client.get(f"{URL}/{slow['id']}")).json()["status"] == "cancelled"
-            assert len(server.core.aborted) == 1
-            server.script.step_s, server.script.refuse = 0, ("failed", "no")
-            failed = (await client.post(URL, json={"input": "x", "background": True})).json()
-            while (found := (await client.get(f"{URL}/{failed['id']}")).json())["status"] == "in_progress":
-                await asyncio.sleep(0.005)
-            assert found["status"] == "failed" and found["error"]["code"] == "request_failed"
-
-    server = serve(model)
-    asyncio.run(asyncio.wait_for(go(), 30))
-
-
 def test_a_stream_that_fails_says_so_in_an_event(model: Path) -> None:
     server = serve(model)
     server.script.die_at = 2
@@ -354,7 +329,7 @@ def test_what_cannot_be_stored_is_answered_all_the_same(model: Path, tmp_path: P
 )
 def test_items_become_messages(items: list[dict[str, Any]], messages: list[dict[str, Any]]) -> None:
     known = {"known": {"type": "message", "role": "user", "content": "k"}}
-    made = Messages({})
+    made = Messages({}, Limits())
     made.add(resolved(items, known.get))
     assert made.messages == messages
 

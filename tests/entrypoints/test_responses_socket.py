@@ -98,8 +98,8 @@ def test_what_is_not_stored_is_gone_with_its_socket(model: Path) -> None:
             async with connect(url) as socket:
                 name = (await turn(socket, store=False))[-1]["response"]["id"]
                 store, passing = app.state.sockets.stores
-                assert store.get(name) is None and passing.get(name) is not None
-            while passing.get(name) is not None:
+                assert store.shown(name) is None and passing.shown(name) is not None
+            while passing.shown(name) is not None:
                 await asyncio.sleep(0.01)
 
     run(work)

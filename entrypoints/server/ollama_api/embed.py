@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from engine.pooling import PoolingParams, PoolingRequestOutput
 from entrypoints.server.context import ServerContext
 from entrypoints.server.fields import NoEffect, Texts
 from entrypoints.server.ollama_api.fields import Options
-from entrypoints.server.pooled import PooledFields, vectors_of
+from entrypoints.server.pooled import PooledFields, vectors_of, written
 from entrypoints.server.responses import new_id
 
 
@@ -35,7 +34,7 @@ class EmbedRequest(EmbedFields):
         return [] if given == [""] else given
 
 
-class EmbeddingsRequest(EmbedFields):
+class EmbedOneRequest(EmbedFields):
     prompt: str = ""
 
 
@@ -65,17 +64,13 @@ async def embed(context: ServerContext, body: EmbedRequest) -> Embedded:
         most = -1
     params = PoolingParams(normalize=True, dimensions=body.dimensions or None, truncate_prompt_tokens=most)
     outputs = await _vectors(context, body.texts(), params, body, "input")
-    written: list[msgspec.Raw] = []
-    for index, output in enumerate(outputs):
-        written.append(msgspec.Raw(msgspec.json.encode(output.outputs.data.tolist())))
-        if index % 16 == 15:
-            await asyncio.sleep(0)
+    vectors = await written(output.outputs.data.tolist() for output in outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     name = body.model or context.served_name
-    return Embedded(name, written, time.monotonic_ns() - started_ns, 0, tokens)
+    return Embedded(name, vectors, time.monotonic_ns() - started_ns, 0, tokens)
 
 
-async def embed_one(context: ServerContext, body: EmbeddingsRequest) -> OneEmbedded:
+async def embed_one(context: ServerContext, body: EmbedOneRequest) -> OneEmbedded:
     """As the model's files say. Raises what `vectors_of` raises."""
     texts = [body.prompt] if body.prompt else []
     most = body.truncate_prompt_tokens

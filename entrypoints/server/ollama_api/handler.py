@@ -25,7 +25,7 @@ from entrypoints.server.logprobs import ChatLogprob, chat_logprobs
 from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, GenerationFields
 from entrypoints.server.ollama_api.parts import ChatPart, GeneratePart, Message, Part, called, now
 from entrypoints.server.ollama_api.turns import begun_answer, chat_of
-from entrypoints.server.prompting import Conversation, outputs_of
+from entrypoints.server.prompting import Conversation, behind, outputs_of
 from entrypoints.server.responses import new_id
 from entrypoints.server.tools import ToolUse
 
@@ -132,8 +132,9 @@ class OllamaHandler(ABC, Generic[B]):
                 if shown:
                     yield shown
 
-    async def answered(self, asked: Conversation, *, delta: bool) -> Outputs:
-        return await outputs_of(self.context, asked, self.params, self.answers, self.body, self.new_id(), delta=delta)
+    async def answered(self, asked: Conversation, *, delta: bool, before: Sequence[int] = ()) -> Outputs:
+        name, answers = self.new_id(), self.answers
+        return await outputs_of(self.context, asked, self.params, answers, self.body, name, delta=delta, before=before)
 
     def switches(self) -> dict[str, Any]:
         return self.context.speech.template_switches(self.body.effort, self.body.thinks)
@@ -152,8 +153,9 @@ class ChatHandler(OllamaHandler[ChatRequest]):
 
     async def stream(self, *, delta: bool) -> Outputs:
         messages = self.body.messages or []
-        self.context.engine.config.limits.check("messages", len(messages), "messages")
-        chat = await asyncio.to_thread(chat_of, messages)
+        limits = self.context.engine.config.limits
+        limits.check("messages", len(messages), "messages")
+        chat = await asyncio.to_thread(chat_of, messages, limits)
         begun = begun_answer(chat)
         asked = Conversation(
             messages=chat,
@@ -199,15 +201,13 @@ class GenerateHandler(OllamaHandler[GenerateRequest]):
             told = [{"role": "system", "content": body.system}] if body.system else []
             chat = [*told, {"role": "user", "content": body.prompt}]
             asked = Conversation(messages=chat, template_kwargs=self.switches())
-            if not body.context:
-                return await self.answered(asked, delta=delta)
-            text, ids = await asked.render(engine)
-            params = self.answers.prepare(self.params, text, "")
-        elif self.fill_in is not None:
-            ids, params = self.fill_in.prompt(await self.fill_in.read(body.prompt, body.suffix)), self.params
+            return await self.answered(asked, delta=delta, before=body.context or [])
+        if self.fill_in is not None:
+            ids = self.fill_in.prompt(await self.fill_in.read(body.prompt, body.suffix))
         else:
-            ids, params = await engine.tokenize(body.prompt), self.params
-        if self.structure is not None and not self.templated:
+            ids = await engine.tokenize(body.prompt)
+        params = self.params
+        if self.structure is not None:
             params = replace(params, structured_outputs=self.structure)
         ids = behind(body.context or [], ids, engine.model.bos_token_id)
         return self.context.generate({"prompt_token_ids": ids}, params, body, self.new_id(), delta=delta)
@@ -220,11 +220,6 @@ class GenerateHandler(OllamaHandler[GenerateRequest]):
         if isinstance(ended, GeneratePart) and not self.body.raw:
             ended.context = [*output.prompt_token_ids, *self.generated]
         return ended
-
-
-def behind(before: list[int], ids: list[int], bos: int | None) -> list[int]:
-    """A text begins once."""
-    return [*before, *(ids[1:] if before and ids[:1] == [bos] else ids)]
 
 
 def line(part: Part) -> bytes:

@@ -176,9 +176,9 @@ def _files_of(model: ModelDescription) -> Files:
     if model.source == "gguf":
         quantization = _file_type(read_gguf_header(path).integer("general.file_type"))
     found = [path] if path.is_file() else [path / "config.json", *path.glob("*.safetensors")]
-    told = [file.stat() for file in found if file.is_file()]
-    size = sum(one.st_size for one, file in zip(told, found, strict=False) if file.suffix != ".json")
-    return Files(size, max((one.st_mtime for one in told), default=0.0), quantization)
+    told = [(file.suffix, file.stat()) for file in found if file.is_file()]
+    size = sum(one.st_size for suffix, one in told if suffix != ".json")
+    return Files(size, max((one.st_mtime for _, one in told), default=0.0), quantization)
 
 
 def _file_type(number: int | None) -> str | None:

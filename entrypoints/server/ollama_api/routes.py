@@ -14,7 +14,7 @@ from entrypoints.server.context import ServerContext
 from entrypoints.server.encoding import json_response
 from entrypoints.server.errors import describe, error_body
 from entrypoints.server.fields import Body
-from entrypoints.server.ollama_api.embed import EmbeddingsRequest, EmbedRequest, embed, embed_one
+from entrypoints.server.ollama_api.embed import EmbedOneRequest, EmbedRequest, embed, embed_one
 from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words
 from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, ShowRequest
 from entrypoints.server.ollama_api.handler import ChatHandler, GenerateHandler, OllamaHandler
@@ -26,19 +26,6 @@ _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 API_VERSION = "0.12.11"
 """the release of Ollama whose API this is: clients ask for it, and refuse older ones"""
-
-_MANAGED = "this server serves one model, which is chosen when it starts"
-_NOT_SERVED = {
-    ("POST", "/pull"): _MANAGED,
-    ("POST", "/push"): _MANAGED,
-    ("POST", "/create"): _MANAGED,
-    ("POST", "/copy"): _MANAGED,
-    ("DELETE", "/delete"): _MANAGED,
-    ("HEAD", "/blobs/{digest}"): _MANAGED,
-    ("POST", "/blobs/{digest}"): _MANAGED,
-    ("POST", "/me"): "this server has no accounts",
-    ("POST", "/signout"): "this server has no accounts",
-}
 
 
 class LineStream(EventStream):
@@ -109,7 +96,7 @@ class OllamaRoutes:
         self.check(body.model, body, request)
         return json_response(await answer(request, embed(self.context, body)))
 
-    async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
+    async def embeddings(self, body: EmbedOneRequest, request: Request) -> Response:
         self.check(body.model, body, request)
         return json_response(await answer(request, embed_one(self.context, body)))
 
@@ -129,17 +116,13 @@ class OllamaRoutes:
     def add(self, app: FastAPI) -> None:
         own_class = any_content_type(app.router.route_class)
 
-        def serve(method: str, path: str, endpoint: Callable[..., Any], **how: Any) -> None:
-            app.router.add_api_route(
-                f"{PREFIX}{path}", endpoint, methods=[method], route_class_override=own_class, **how
-            )
+        def serve(method: str, path: str, endpoint: Callable[..., Any]) -> None:
+            app.router.add_api_route(f"{PREFIX}{path}", endpoint, methods=[method], route_class_override=own_class)
 
         for endpoint in (self.chat, self.generate, self.embed, self.embeddings, self.show):
             serve("POST", f"/{endpoint.__name__}", endpoint)
         for told in (self.tags, self.ps, self.version):
             serve("GET", f"/{told.__name__}", told)
-        for (method, path), reason in _NOT_SERVED.items():
-            serve(method, path, refusing(f"{PREFIX}{path}", reason), include_in_schema=False)
 
         @app.head("/", include_in_schema=False)
         async def root() -> Response:
@@ -149,10 +132,3 @@ class OllamaRoutes:
 
 def add_routes(app: FastAPI, context: ServerContext) -> None:
     OllamaRoutes(context).add(app)
-
-
-def refusing(path: str, reason: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    async def refuse() -> Response:
-        raise HTTPException(501, error_body(f"{path} is not served: {reason}", "invalid_request_error"))
-
-    return refuse

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.limits import Limits
 
 Chat = list[dict[str, Any]]
 
 
-def chat_of(messages: Sequence[Mapping[str, Any]]) -> Chat:
+def chat_of(messages: Sequence[Mapping[str, Any]], limits: Limits) -> Chat:
     """Calls without an id get one, and results that name a tool, or nothing, the id of the first such call that has
     none yet: templates ask for them. Raises `InvalidRequestError` that says where."""
     chat: Chat = []
-    waiting: list[tuple[str, str]] = []
-    """id and name of calls without a result"""
+    waiting, count = _Waiting([]), 0
     for index, given in enumerate(messages):
         where = f"messages[{index}]"
         if given.get("images"):
@@ -26,8 +27,13 @@ def chat_of(messages: Sequence[Mapping[str, Any]]) -> Chat:
         if message["role"] == "tool":
             message |= _answered(given, waiting)
         elif given.get("tool_calls"):
-            message["tool_calls"] = _calls(given["tool_calls"], f"{where}.tool_calls", len(waiting) + index)
-            waiting = [(call["id"], call["function"]["name"]) for call in message["tool_calls"]]
+            calls = given["tool_calls"]
+            if not isinstance(calls, list):
+                _refuse(f"{where}.tool_calls must be a list of calls")
+            limits.check("calls", count + len(calls), "messages")
+            message["tool_calls"] = _calls(calls, f"{where}.tool_calls", count)
+            count += len(calls)
+            waiting = _Waiting(message["tool_calls"])
         chat.append(message)
     return chat
 
@@ -45,21 +51,38 @@ def _role(given: Mapping[str, Any], where: str) -> str:
     return role.lower()
 
 
-def _answered(given: Mapping[str, Any], waiting: list[tuple[str, str]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+class _Waiting:
+    """Calls without a result. `take` takes each from three queues at most, however many there are."""
+
+    def __init__(self, calls: Chat) -> None:
+        self._ids = dict(enumerate(str(call["id"]) for call in calls))
+        self._all = deque(self._ids)
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
+        for number, call in enumerate(calls):
+            self._by_id[call["id"]].append(number)
+            self._by_name[call["function"]["name"]].append(number)
+
+    def take(self, own: object, name: object) -> str | None:
+        """The id of the first that has this id; without one, this name; without both, the first of all."""
+        queue = self._all
+        if own or name:
+            queue = self._by_id[str(own)] if own else self._by_name[str(name)]
+        while queue:
+            found = self._ids.pop(queue.popleft(), None)
+            if found is not None:
+                return found
+        return None
+
+
+def _answered(given: Mapping[str, Any], waiting: _Waiting) -> dict[str, Any]:
     name, own = given.get("tool_name", given.get("name")), given.get("tool_call_id")
-    if name:
-        found["name"] = name
-    known = next((each for each in waiting if (own or each[0]) == each[0] and (name or each[1]) == each[1]), None)
-    if known is not None:
-        waiting.remove(known)
-        own = known[0]
+    found = {"name": name} if name else {}
+    own = waiting.take(own, name) or own
     return found | {"tool_call_id": own} if own else found
 
 
-def _calls(given: object, where: str, first: int) -> Chat:
-    if not isinstance(given, list):
-        _refuse(f"{where} must be a list of calls")
+def _calls(given: Sequence[object], where: str, first: int) -> Chat:
     calls: Chat = []
     for number, call in enumerate(given):
         function = call.get("function") if isinstance(call, dict) else None

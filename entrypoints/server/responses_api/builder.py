@@ -78,6 +78,10 @@ class ResponseBuilder:
         response.completed_at = now() if status == "completed" else None
         return self._event(f"response.{status}", response=self._shown())
 
+    def cancel(self) -> None:
+        self._open = None
+        self.response.output, self.response.status = [], "cancelled"
+
     def fail(self, code: str, message: str) -> list[Event]:
         self._open = None
         self.response.output = []  # what made it fail may be in there

@@ -13,7 +13,7 @@ from engine.errors import InvalidRequestError
 from engine.limits import Limits
 from engine.request import StructuredOutputsParams
 from entrypoints.server.fields import Body, Effort, NoEffect, Objects, refusal
-from entrypoints.server.protocol import _UNSUPPORTED, SamplingFields
+from entrypoints.server.protocol import NOT_SUPPORTED, SamplingFields
 from entrypoints.server.tools import ToolFields, ToolUse
 
 logger = logging.getLogger("pageloom.server")
@@ -59,7 +59,7 @@ class ContextFields(Body):
 
 
 class ResponsesRequest(ContextFields, SamplingFields):
-    UNSUPPORTED: ClassVar = _UNSUPPORTED | {"conversation": (), "prompt": (), "context_management": ()}
+    UNSUPPORTED: ClassVar = NOT_SUPPORTED | {"conversation": (), "prompt": (), "context_management": ()}
 
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = None

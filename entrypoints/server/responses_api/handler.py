@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.requests import HTTPConnection
 from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import too_many_tokens
+from engine.limits import Limits
 from engine.request import RequestOutput
 from entrypoints.server.answers import Answers
 from entrypoints.server.context import Outputs, ServerContext
@@ -36,12 +38,43 @@ from entrypoints.server.responses_api.fields import (
     tools_of,
 )
 from entrypoints.server.responses_api.items import Messages, resolved
-from entrypoints.server.responses_api.store import Responses, Stored
+from entrypoints.server.responses_api.store import Item, Responses, Stored
 from entrypoints.server.structured import blamed_on
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 logger = logging.getLogger("pageloom.server")
+
+
+class StoredItems:
+    """What one request goes on from: so many bytes and values at most, counted each time that it names them."""
+
+    def __init__(self, store: Responses, limits: Limits) -> None:
+        self._store, self._limits = store, limits
+        self._bytes = self._values = 0
+
+    def item(self, name: str) -> Item | None:
+        """Raises `InvalidRequestError`."""
+        return self._store.item(name, partial(self._take, "input"))
+
+    def before(self, name: str | None) -> list[list[Item]]:
+        """Of a response and all before it, the first one first. Raises `InvalidRequestError`."""
+        field, turns = "previous_response_id", list[list[Item]]()
+        while name is not None:
+            self._limits.check("messages", len(turns) + 1, field)
+            turn = self._store.turn(name, partial(self._take, field))
+            if turn is None:
+                message = f"Previous response with id '{name[:100]}' not found."
+                raise InvalidRequestError(message, field, "previous_response_not_found")
+            turns.append(turn.items)
+            name = turn.previous
+        return turns[::-1]
+
+    def _take(self, field: str, size: int, values: int) -> None:
+        self._bytes += size
+        self._values += values
+        self._limits.check("continued_bytes", self._bytes, field)
+        self._limits.check("continued_values", self._values, field)
 
 
 class Items:
@@ -52,21 +85,14 @@ class Items:
         self.tools: NamedTools = tools_of(body, context.engine.config.limits)
         given = body.items()
         context.engine.config.limits.check("messages", len(given), "input")
-        self.items = [{"id": new_item_id(_prefix(item)), **item} for item in resolved(given, store.item)]
-        messages = Messages(self.tools.namespaces)
+        stored = StoredItems(store, context.engine.config.limits)
+        self.items = [{"id": new_item_id(_prefix(item)), **item} for item in resolved(given, stored.item)]
+        messages = Messages(self.tools.namespaces, context.engine.config.limits)
         if body.instructions:
             messages.messages.append({"role": "system", "content": body.instructions})
         if body.previous_response_id is not None:
-            turns = store.turns(body.previous_response_id)
-            if turns is None:
-                name = body.previous_response_id[:100]
-                raise InvalidRequestError(
-                    f"Previous response with id '{name}' not found.",
-                    "previous_response_id",
-                    "previous_response_not_found",
-                )
-            for turn in turns:
-                messages.add([*turn.input, *turn.response.output])
+            for items in stored.before(body.previous_response_id):
+                messages.add(items)
         messages.add(self.items)
         if not messages.messages:
             raise InvalidRequestError("input must hold at least one item", "input")
@@ -199,11 +225,15 @@ class ResponseHandler:
             logger.error("response %s cannot be stored: %s", self.response.id, error)
             self.response.store = False
 
-    async def whole(self) -> ResponseObject:
+    async def answered(self) -> None:
+        """To its end; it is not stored yet."""
         async with aclosing(await self.outputs()) as outputs:
             async for output in outputs:
                 with fails_alone("making the answer"):
                     self.take(output)
+
+    async def whole(self) -> ResponseObject:
+        await self.answered()
         await asyncio.to_thread(self.keep)
         return self.response
 

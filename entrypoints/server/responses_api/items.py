@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequestError
+from engine.limits import Limits
 
 _SEAL = "pageloom1:"
 """before what clients bring back unread"""
@@ -35,7 +36,6 @@ def unsealed(text: object) -> str | None:
 
 def resolved(items: Sequence[Mapping[str, Any]], lookup: Lookup) -> list[dict[str, Any]]:
     """With stored items, which `lookup` finds by their ids, in place of references. Raises `InvalidRequestError`."""
-    known: dict[str, dict[str, Any] | None] = {}
     found = []
     for number, item in enumerate(items):
         refers = item.get("type") == "item_reference" or (not ({"type", "role"} & item.keys()) and "id" in item)
@@ -43,9 +43,7 @@ def resolved(items: Sequence[Mapping[str, Any]], lookup: Lookup) -> list[dict[st
             found.append(dict(item))
             continue
         name = str(item.get("id"))
-        if name not in known:
-            known[name] = lookup(name)
-        there = known[name]
+        there = lookup(name)
         if there is None:
             _refuse(f"input[{number}]: no stored item has the id {name[:80]!r}")
         found.append(there)
@@ -66,7 +64,8 @@ def as_listed(item: Mapping[str, Any]) -> dict[str, Any]:
 class Messages:
     """Items become messages: thinking, text and calls of one turn are one message of the assistant's."""
 
-    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]], limits: Limits) -> None:
+        self._limits, self._calls = limits, 0
         self._names = {inner: name for name, inner in namespaces.items()}
         self.messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] | None = None
@@ -108,6 +107,8 @@ class Messages:
         name, number = item.get("name"), item.get("call_id", item.get("id"))
         if not isinstance(name, str) or not isinstance(number, str):
             _refuse(f"{where} must have a name and a call_id")
+        self._calls += 1
+        self._limits.check("calls", self._calls, "input")
         name = self._names.get((str(item.get("namespace")), name), name)
         arguments = item.get("arguments", "{}")
         if kind == "custom_tool_call":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
@@ -19,13 +21,14 @@ from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
 from entrypoints.server.responses_api.handler import Items, ResponseHandler, handler_of
 from entrypoints.server.responses_api.items import as_listed, sealed
-from entrypoints.server.responses_api.store import ResponseStore, Stored
+from entrypoints.server.responses_api.store import ResponseStore
 from entrypoints.server.streaming import answer, event_stream
 from entrypoints.server.structured import blamed_on
 from entrypoints.server.tools import ToolUse
 
 logger = logging.getLogger("pageloom.server")
 
+T = TypeVar("T")
 _SUMMARY_TOKENS = 512
 _ASK_FOR_SUMMARY = (
     "Sum up this conversation for whoever goes on with it: what was asked, what was found out and done, names, numbers "
@@ -36,53 +39,68 @@ _ASK_FOR_SUMMARY = (
 class Background:
     """Responses that nobody waits for."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._running: dict[str, tuple[asyncio.Task[None], ResponseHandler]] = {}
 
-    def start(self, handler: ResponseHandler, request_id: str) -> None:
-        handler.keep()
-        task = asyncio.create_task(self._run(handler, request_id))
+    async def start(self, handler: ResponseHandler, request_id: str) -> bytes:
+        """The response as it is stored first, as JSON. It goes on where the client does not wait for that."""
+        made: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(handler, request_id, made))
         self._running[handler.response.id] = task, handler
         task.add_done_callback(lambda _: self._running.pop(handler.response.id, None))
+        return await asyncio.shield(made)
 
-    def cancel(self, name: str) -> bool:
-        if name not in self._running:
+    async def cancel(self, name: str) -> bool:
+        """False where it is over, or none of these: what it says of itself decides, before it is stored."""
+        task, handler = self._running.get(name, (None, None))
+        if task is None or handler is None or handler.response.status != "in_progress":
             return False
-        task, handler = self._running[name]
-        if task.done():
-            return False
+        handler.builder.cancel()
         task.cancel()
-        handler.response.status = "cancelled"
-        handler.keep()
+        await asyncio.wait({task})
         return True
+
+    async def ended(self, name: str) -> None:
+        """It is not stored any more."""
+        if not await self.cancel(name) and name in self._running:
+            await asyncio.wait({self._running[name][0]})
 
     def stop(self) -> None:
         for task, _ in self._running.values():
             task.cancel()
 
-    async def _run(self, handler: ResponseHandler, request_id: str) -> None:
+    async def _run(self, handler: ResponseHandler, request_id: str, made: asyncio.Future[bytes]) -> None:
+        """Only this task stores it."""
+        response = handler.response
         try:
-            await handler.whole()
+            await asyncio.to_thread(handler.keep)
+            made.set_result(msgspec.json.encode(response))
+            await handler.answered()
+        except asyncio.CancelledError:
+            if response.status != "cancelled":
+                raise
         except Exception as error:
-            _, described, _ = describe(error, request_id)
-            info = described["error"]
-            handler.builder.fail(info["code"] or info["type"], info["message"])
-            handler.keep()
+            if not made.done():
+                made.set_exception(error)
+                return
+            if response.status == "in_progress":
+                _, described, _ = describe(error, request_id)
+                info = described["error"]
+                handler.builder.fail(info["code"] or info["type"], info["message"])
+        await asyncio.to_thread(handler.keep)
 
 
 def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> None:
-    background = Background(store)
+    background = Background()
     app.state.background = background
 
     @app.post("/v1/responses")
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        handler = await handler_of(context, store, body, request)
+        handler = await answer(request, handler_of(context, store, body, request))
         name = request_id_of(request.scope)
         with blamed_on(handler.structured_by):
             if body.background:
-                background.start(handler, name)
-                return json_response(handler.response)
+                return json_response(await answer(request, background.start(handler, name)))
             if body.stream:
                 return await event_stream(request, handler.events(name))
             return json_response(await answer(request, handler.whole()))
@@ -90,7 +108,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, object]:
         context.check_model(body.model)
-        conversation = await asyncio.to_thread(Items, context, store, body)
+        conversation = await answer(request, asyncio.to_thread(Items, context, store, body))
         context.take_note(body, request, conversation.tools.ignored)
         _, token_ids = await answer(request, conversation.render())
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -105,37 +123,37 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
 
 
 def _stored_routes(app: FastAPI, store: ResponseStore, background: Background) -> None:
-    async def found(name: str) -> Stored:
-        stored = await asyncio.to_thread(store.get, name)
-        if stored is None:
+    async def found(name: str, read: Callable[[str], T | None]) -> T:
+        there = await asyncio.to_thread(read, name)
+        if there is None:
             message = f"Response with id '{name[:100]}' not found."
             raise HTTPException(404, error_body(message, "invalid_request_error", None, "response_not_found"))
-        return stored
+        return there
 
     @app.get("/v1/responses/{name}")
     async def retrieve(name: str, stream: bool = False) -> Response:
         if stream:
             raise InvalidRequestError("stream: a stored response is given whole", "stream")
-        return json_response((await found(name)).response)
+        return json_response(await found(name, store.shown))
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str) -> dict[str, object]:
-        await found(name)
-        background.cancel(name)
+        await found(name, store.shown)
+        await background.ended(name)
         return {"id": name, "object": "response", "deleted": await asyncio.to_thread(store.delete, name)}
 
     @app.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> Response:
-        stored = await found(name)
-        if not background.cancel(name):
-            raise InvalidRequestError(f"response {stored.response.id} is not running in the background", "response_id")
-        return json_response((await found(name)).response)
+        await found(name, store.shown)
+        if not await background.cancel(name):
+            raise InvalidRequestError(f"response {name} is not running in the background", "response_id")
+        return json_response(await found(name, store.shown))
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(
         name: str, after: str | None = None, order: str = "desc", limit: int = Query(default=20, ge=1, le=100)
     ) -> dict[str, object]:
-        items = [as_listed(item) for item in (await found(name)).input]
+        items = [as_listed(item) for item in await found(name, store.input)]
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]

@@ -5,40 +5,53 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.errors import ConfigError
+from entrypoints.server.bodies import values_in
 from entrypoints.server.responses_api.fields import ResponseObject
 
+_LAYOUT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL);
+    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, shown BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 CREATE TABLE IF NOT EXISTS items (
-    id TEXT NOT NULL, response TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (id, response));
-CREATE INDEX IF NOT EXISTS items_response ON items (response);
+    response TEXT NOT NULL, place INTEGER NOT NULL, given INTEGER NOT NULL, id TEXT, size INTEGER NOT NULL,
+    marks INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS items_response ON items (response, place);
+CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """
-_MOST_TURNS = 4096
+"""The `size` of a response is that of `shown` and of all its items. `given`: to the model, not by it. `marks`: of an
+item's values."""
 _PATIENCE_S = 0.2
+Item = dict[str, Any]
+Take = Callable[[int, int], None]
+"""told how many bytes and values are about to be read; may raise"""
+_decoder = msgspec.json.Decoder(Item)
 
 
-class Stored(msgspec.Struct):
+class Stored(NamedTuple):
     """`input`: what came with it, each with an id; not what came before."""
 
     response: ResponseObject
-    input: list[dict[str, Any]]
+    input: list[Item]
 
 
-_encoder, _decoder = msgspec.json.Encoder(), msgspec.json.Decoder(Stored)
+class Turn(NamedTuple):
+    """What is gone on from. `items`: its input, then what the model made of it, without log-probabilities."""
+
+    previous: str | None
+    items: list[Item]
 
 
 class ResponseStore:
-    """Methods may be called from any thread. What has not been used for longest goes first; going on from a response
-    uses all that came before it."""
+    """Methods may be called from any thread. What has not been used for longest goes first. What a response shows is
+    stored apart from its items: whoever goes on from it reads only these."""
 
     def __init__(self, file: Path | None, most_bytes: int, seconds: float) -> None:
         """None: in memory. Raises `ConfigError`."""
@@ -51,11 +64,19 @@ class ResponseStore:
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # one server for a file: it counts its bytes
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
-            self._database.executescript(_SCHEMA)
+            self._lay_out(file)
             found = self._database.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()
         except sqlite3.Error as error:
             raise ConfigError(f"the response store {file} cannot be opened: {error}") from error
         self._bytes: int = found[0]
+
+    def _lay_out(self, file: Path | None) -> None:
+        (layout,) = self._database.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        if tables and layout != _LAYOUT:
+            self._database.close()
+            raise ConfigError(f"the response store {file} is another version's: name another file, or remove it")
+        self._database.executescript(f"{_SCHEMA} PRAGMA user_version={_LAYOUT};")
 
     def keep(self, stored: Stored) -> None:
         """Unless it is not to be stored."""
@@ -65,45 +86,70 @@ class ResponseStore:
     def put(self, stored: Stored) -> None:
         """New, or in place of itself."""
         response = stored.response
-        body = _encoder.encode(stored)
-        items = {item["id"]: item for item in (*stored.input, *response.output) if isinstance(item.get("id"), str)}
+        shown = msgspec.json.encode(response)
+        items = [*stored.input, *map(_without_logprobs, response.output)]
+        bodies = [msgspec.json.encode(item) for item in items]
+        size = len(shown) + sum(map(len, bodies))
+        rows = [
+            (response.id, place, place < len(stored.input), _id_of(item), len(body), values_in(body), body)
+            for place, (item, body) in enumerate(zip(items, bodies, strict=True))
+        ]
         with self._lock:
             self._delete([response.id])
-            row = (response.id, response.previous_response_id, time.time(), len(body), body)
+            row = (response.id, response.previous_response_id, time.time(), size, shown)
             with self._database:
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
-                rows = [(name, response.id, msgspec.json.encode(item)) for name, item in items.items()]
-                self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", rows)
-            self._bytes += len(body)
+                self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            self._bytes += size
             self._evict()
 
-    def get(self, name: str) -> Stored | None:
+    def shown(self, name: str) -> bytes | None:
+        """The response, as JSON."""
         with self._lock:
             self._evict()
-            found = self._database.execute("SELECT body FROM responses WHERE id = ?", (name,)).fetchone()
-        return None if found is None else _decoder.decode(found[0])
+            found = self._database.execute("SELECT shown FROM responses WHERE id = ?", (name,)).fetchone()
+        return None if found is None else found[0]
+
+    def input(self, name: str) -> list[Item] | None:
+        with self._lock:
+            self._evict()
+            if self._database.execute("SELECT 1 FROM responses WHERE id = ?", (name,)).fetchone() is None:
+                return None
+            bodies = self._bodies("response = ? AND given", name)
+        return list(map(_decoder.decode, bodies))
 
     def delete(self, name: str) -> bool:
         with self._lock:
             return bool(self._delete([name]))
 
-    def item(self, name: str) -> dict[str, Any] | None:
+    def item(self, name: str, take: Take) -> Item | None:
         """The first that was stored under its id: who brings another cannot take its place."""
         with self._lock:
             found = self._database.execute(
-                "SELECT body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
+                "SELECT size, marks, body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
             ).fetchone()
-        return None if found is None else msgspec.json.decode(found[0])
+        if found is None:
+            return None
+        size, marks, body = found
+        take(size, marks)
+        return _decoder.decode(body)
 
-    def use(self, name: str) -> Stored | None:
-        """As `get`, and it counts as used."""
+    def turn(self, name: str, take: Take) -> Turn | None:
+        """It counts as used."""
         with self._lock:
+            self._evict()
+            found = self._database.execute("SELECT previous FROM responses WHERE id = ?", (name,)).fetchone()
+            if found is None:
+                return None
+            sums = "SELECT COALESCE(SUM(size), 0), COALESCE(SUM(marks), 0) FROM items WHERE response = ?"
+            take(*self._database.execute(sums, (name,)).fetchone())
             self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), name))
-        return self.get(name)
+            bodies = self._bodies("response = ?", name)
+        return Turn(found[0], list(map(_decoder.decode, bodies)))
 
-    def turns(self, name: str) -> list[Stored] | None:
-        """The response and all before it, the first one first; None where one of them is gone."""
-        return _turns(name, self.use)
+    def _bodies(self, which: str, response: str) -> list[bytes]:
+        rows = self._database.execute(f"SELECT body FROM items WHERE {which} ORDER BY place", (response,))
+        return [body for (body,) in rows]
 
     def _evict(self) -> None:
         oldest = time.time() - self._seconds
@@ -137,37 +183,45 @@ class PassingResponses:
 
     def __init__(self, store: ResponseStore, passing: ResponseStore) -> None:
         self._store, self._passing = store, passing
+        self._lock = threading.Lock()
         self._own: set[str] = set()
+        self._ended = False
 
     def keep(self, stored: Stored) -> None:
         if stored.response.store:
             self._store.put(stored)
-        else:
-            self._own.add(stored.response.id)
-            self._passing.put(stored)
+            return
+        with self._lock:
+            if not self._ended:
+                self._own.add(stored.response.id)
+                self._passing.put(stored)
 
-    def item(self, name: str) -> dict[str, Any] | None:
-        return self._store.item(name)
+    def item(self, name: str, take: Take) -> Item | None:
+        return self._store.item(name, take)
 
-    def turns(self, name: str) -> list[Stored] | None:
-        return _turns(name, lambda each: self._passing.get(each) if each in self._own else self._store.use(each))
+    def turn(self, name: str, take: Take) -> Turn | None:
+        return (self._passing if name in self._own else self._store).turn(name, take)
 
     def forget(self) -> None:
-        for name in self._own:
-            self._passing.delete(name)
-        self._own.clear()
-
-
-def _turns(name: str | None, find: Callable[[str], Stored | None]) -> list[Stored] | None:
-    turns: list[Stored] = []
-    while name is not None and len(turns) < _MOST_TURNS:
-        stored = find(name)
-        if stored is None:
-            return None
-        turns.append(stored)
-        name = stored.response.previous_response_id
-    return turns[::-1] if name is None else None
+        """Also what a thread has yet to keep."""
+        with self._lock:
+            self._ended = True
+            for name in self._own:
+                self._passing.delete(name)
 
 
 Responses = ResponseStore | PassingResponses
 """what a conversation may go on from, and is kept in"""
+
+
+def _id_of(item: Item) -> str | None:
+    name = item.get("id")
+    return name if isinstance(name, str) else None
+
+
+def _without_logprobs(item: Mapping[str, Any]) -> Item:
+    """Nobody goes on from them, and they are a hundred times as long as what is said."""
+    content = item.get("content")
+    if item.get("type") != "message" or not isinstance(content, Sequence):
+        return dict(item)
+    return {**item, "content": [{key: part[key] for key in part if key != "logprobs"} for part in content]}
