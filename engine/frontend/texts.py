@@ -60,3 +60,9 @@ def check_params(params: object) -> SamplingParams:
         for text in texts:
             check_text(text, field)
     return replace(params)  # which checks ranges anew: they may have changed since it was made
+
+
+def too_many_counted(count: int, most: int, field: str, limits: Limits) -> InvalidRequestError:
+    """Of a text that need not fit the context."""
+    flag = f"--limit contexts_translated={limits.contexts_translated}"
+    return InvalidRequestError(f"{field}: {count} tokens; at most {most} are counted ({flag})", field, TOO_LONG)

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.errors import TOO_LONG, InvalidRequestError, RequestFailedError
+from engine.errors import InvalidRequestError, RequestFailedError
 from engine.frontend import conversation, long_texts
 from engine.frontend.conversation import ChatMessage, RenderAnswer
 from engine.frontend.failures import fails_alone
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.long_texts import EncodeAnswer, EncodeQuestion
-from engine.frontend.texts import check_text, too_many_tokens
+from engine.frontend.texts import check_text, too_many_counted, too_many_tokens
 from engine.frontend.tokenizer_source import TokenizerDescription, describe_tokenizer, load_with_transformers
 from engine.frontend.turns import Turns
 from engine.limits import Limits
@@ -222,24 +222,16 @@ class Tokenizer:
         answer = _encodings.decode(reply)
         if answer.error is not None:
             raise RequestFailedError(f"tokenizing failed: {answer.error}")
-        if answer.ids is None:
-            raise self._too_many(answer.count, question.max_ids or 0, field)
+        self.check_count(answer.count, question.max_ids, field)
         return answer.token_ids()
 
     def check_count(self, count: int, max_ids: int | None, field: str) -> None:
         """Raises `InvalidRequestError`."""
-        if max_ids is not None and count > max_ids:
-            raise self._too_many(count, max_ids, field)
-
-    def _too_many(self, count: int, max_ids: int, field: str) -> InvalidRequestError:
+        if max_ids is None or count <= max_ids:
+            return
         if self._max_model_len is not None and max_ids < self._max_model_len:
-            return too_many_tokens(count, self._max_model_len, field)
-        times = self._limits.contexts_translated
-        return InvalidRequestError(
-            f"{field}: {count} tokens; at most {max_ids} are counted (--limit contexts_translated={times})",
-            field,
-            TOO_LONG,
-        )
+            raise too_many_tokens(count, self._max_model_len, field)
+        raise too_many_counted(count, max_ids, field, self._limits)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the tokenizer's vocabulary contribute nothing (models pad their vocabulary)."""
