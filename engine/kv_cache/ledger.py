@@ -18,8 +18,11 @@ from engine.layer_groups import most_blocks
 from engine.reports import LoadReport
 
 CPU_SHARE = 0.25
-"""Of the memory that is left on a CPU, the part that the KV cache takes unasked: the rest of the machine lives there
-too."""
+"""Of the memory that is left on a CPU, the part that the KV cache takes unasked at most: the rest of the machine lives
+there too."""
+TYPICAL_TOKENS, FULL_SEQUENCES = 512, 4
+"""What it takes unasked is enough for `max_num_seqs` sequences of so many tokens (chats have some 500, prompt and answer
+together), and for so many of the whole context: a pool fills with prefixes, so that all of it is resident in the end."""
 
 
 class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +94,8 @@ def memory_ledger(
     """Divide a device's memory; `ConfigError` when not even one sequence of ``max_model_len`` tokens fits.
 
     ``kv_cache_memory`` is taken as given. Without it the cache gets what ``memory_fraction`` of the device leaves
-    (never more than is free); on a CPU a quarter of that, at least one full sequence, and at most what
-    ``max_num_seqs`` full sequences use.
+    (never more than is free); on a CPU what sequences of typical length need, at most a quarter of that and at least
+    one full sequence.
     """
     num_host_blocks = cache.swap_space // load.block_bytes
     fixed = _fixed(load)
@@ -109,7 +112,7 @@ def memory_ledger(
         source = f"--memory-fraction {cache.memory_fraction:g}"
         if device == "cpu":
             share = max(int(left * CPU_SHARE) // load.block_bytes, min(sequence_blocks, num_blocks))
-            num_blocks = min(share, scheduler.max_num_seqs * sequence_blocks)
+            num_blocks = min(share, _typical_blocks(sequence_blocks, load, cache, scheduler))
             source = "default for CPU (see --kv-cache-memory)"
     if num_blocks < sequence_blocks:
         raise ConfigError(_too_small(num_blocks, load, cache, scheduler, fixed))
@@ -135,6 +138,11 @@ def _sequence_blocks(num_tokens: int, load: LoadReport, cache: CacheConfig, sche
     """Over all layer groups."""
     step = scheduler.max_num_batched_tokens
     return sum(most_blocks(num_tokens, window, cache.block_size, step) for window in load.windows)
+
+
+def _typical_blocks(sequence_blocks: int, load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig) -> int:
+    typical = _sequence_blocks(min(TYPICAL_TOKENS, scheduler.max_model_len), load, cache, scheduler)
+    return max(scheduler.max_num_seqs * typical, min(FULL_SEQUENCES, scheduler.max_num_seqs) * sequence_blocks)
 
 
 def _fixed(report: LoadReport | MemoryLedger) -> int:

@@ -67,6 +67,14 @@ def test_on_a_cpu_no_more_than_all_sequences_can_use() -> None:
     assert ledger.num_blocks == 4 * 63
 
 
+def test_on_a_cpu_a_small_model_takes_what_its_sequences_typically_need() -> None:
+    load = report(weights=GIB, block=360 * 1024)
+    many = memory_ledger(load=load, cache=cache(), scheduler=limits(8192, 128), device="cpu")
+    assert many.num_blocks == 128 * 512 // 16
+    long = memory_ledger(load=load, cache=cache(), scheduler=limits(32768, 16), device="cpu")
+    assert long.num_blocks == 4 * 32768 // 16, "and some of the whole context at once"
+
+
 def test_on_a_cpu_most_of_the_memory_is_left_to_others() -> None:
     ledger = memory_ledger(load=report(), cache=cache(), scheduler=limits(), device="cpu")
     assert ledger.kv_bytes <= 78 * GIB / 4
