@@ -21,8 +21,8 @@ CPU_SHARE = 0.25
 """Of the memory that is left on a CPU, the part that the KV cache takes unasked at most: the rest of the machine lives
 there too."""
 TYPICAL_TOKENS, FULL_SEQUENCES = 512, 4
-"""What it takes unasked is enough for `max_num_seqs` sequences of so many tokens (chats have some 500, prompt and answer
-together), and for so many of the whole context: a pool fills with prefixes, so that all of it is resident in the end."""
+"""What it takes unasked is enough for `max_num_seqs` sequences of so many tokens (chats have some 500, prompt and
+answer together), and for so many of the whole context. A pool fills with prefixes: in the end all of it is resident."""
 
 
 class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
