@@ -52,8 +52,9 @@ def refuse_without_effect(
 ) -> None:
     """Exits with a usage error when one of the options `names` was set although it would do nothing."""
     for action in parser._actions:
-        if action.dest in names and getattr(options, action.dest) != action.default:
-            parser.error(f"{'/'.join(action.option_strings)} has no effect {because}")
+        default = None if action.default is argparse.SUPPRESS else action.default
+        if action.dest in names and getattr(options, action.dest) != default:
+            parser.error(f"{'/'.join(action.option_strings) or action.dest} has no effect {because}")
 
 
 def default_cache_dir() -> str:

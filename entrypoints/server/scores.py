@@ -157,8 +157,8 @@ async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList
 
 async def create_ranking(context: ServerContext, body: RerankRequest, *, show: bool) -> Ranking:
     texts, name = body.texts(), new_id("rerank")
-    cut = body.max_tokens_per_doc if body.truncate_prompt_tokens is None else None
-    found = await compared(context, Side("query", body.query), Side("documents", texts, cut), body, name)
+    documents = Side("documents", texts, body.max_tokens_per_doc)
+    found = await compared(context, Side("query", body.query), documents, body, name)
     ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
     ranked.sort(key=lambda each: -each.relevance_score)
     return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())

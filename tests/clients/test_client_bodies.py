@@ -29,7 +29,6 @@ PLACEHOLDER = "stands for a request, and would be refused anywhere"
 REFUSED = {
     r"content\[[0-9]+\]: [a-z_]+ is not supported": NO_IMAGES,
     "must be a text, or an object with a text": "whole messages stand where parts of one should",
-    "(input_image|input_file) is not supported": NO_IMAGES,
     "'(image|container_upload)' blocks cannot be read": NO_IMAGES,
     "documents are read as text or content, not 'base64'": NO_IMAGES,
     "^(audio|web_search_options|context_management) is not supported": NOT_HERE,
@@ -41,6 +40,7 @@ REFUSED = {
     "schema must be an object or boolean": PLACEHOLDER,
     "List should have at least 1 item": PLACEHOLDER,
     "input must hold at least one item": PLACEHOLDER,
+    "effort: Input should be": PLACEHOLDER,
     "top_k: Input should be a valid integer": PLACEHOLDER,
     "logit_bias: token id 50256 is outside the vocabulary": "which is this model's",
 }
