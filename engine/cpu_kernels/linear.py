@@ -92,6 +92,9 @@ class LinearOps:
     packed_linear: OpOverload
     rotate_heads: OpOverload
     packed_embedding: OpOverload
+    choose_streams: Callable[[int], int]
+    """how many panels of bfloat16 weights one row meets at once, 1 to 8, in layers that are run, or put on a tape, from
+    then on (`streams.py`)"""
 
 
 def load(cache_dir: Path, *, every_isa: bool = False) -> LinearOps:
@@ -112,7 +115,13 @@ def _load(path: Path, namespace: str) -> LinearOps:
     ops = getattr(torch.ops, namespace)
     supported = ops.supported_isas()
     isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
-    return LinearOps(isas, ops.packed_linear.default, ops.rotate_heads.default, ops.packed_embedding.default)
+    return LinearOps(
+        isas,
+        ops.packed_linear.default,
+        ops.rotate_heads.default,
+        ops.packed_embedding.default,
+        ops.choose_streams.default,
+    )
 
 
 def _fake_linear(

@@ -15,12 +15,15 @@ from attention_backends.registry import NoBackendError, select
 from attention_backends.toolchain import BuildError
 from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
+from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import load as load_linear_ops
+from engine.cpu_kernels.streams import Matrix, choose_streams
 from engine.errors import ConfigError
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.description import describe
 from engine.models.linear_choice import choose_linears
+from engine.models.packed import PackedLinear
 from engine.models.spec import DecoderSpec
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
@@ -98,6 +101,11 @@ class RunnerParts:
     draft: DraftParts | None = None
 
 
+def _matrices(model: Decoder) -> list[Matrix]:
+    layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    return [Matrix(each.weight, each.n, each.k) for each in layers if each.format == Format.BFLOAT16]
+
+
 def device_of(config: EngineConfig) -> torch.device:
     if config.device.kind == "cpu":
         return torch.device("cpu")
@@ -149,6 +157,8 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         seed=config.model.seed,
         packer=packer,
     )
+    if packer is not None:
+        choose_streams(packer.ops, _matrices(model), Path(config.compile.cache_dir))
     draft_parts = None if draft is None else load_draft(config, draft, model, packer)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels

@@ -71,6 +71,12 @@ int64_t supported_isas() {
   return mask;
 }
 
+int64_t choose_streams(int64_t chosen) {
+  PAGELOOM_CHECK(chosen >= 1 && chosen <= kMostStreams, "choose_streams: ", chosen, " is not in [1, ", kMostStreams, "]");
+  set_streams(chosen);
+  return chosen;
+}
+
 // The namespace holds the build's key, so that two builds fit in one process.
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
@@ -81,6 +87,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "int head_dim, Tensor? residual) -> Tensor");
   m.define("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
   m.define("supported_isas() -> int");
+  m.define("choose_streams(int chosen) -> int");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -91,6 +98,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<supported_isas>("supported_isas");
+  m.implement<choose_streams>("choose_streams");
 });
 
 }  // namespace

@@ -92,6 +92,7 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
   PAGELOOM_CHECK(m.gate >= 0 && m.gate <= 2, op, ": unknown gate ", m.gate);
   p.gate = static_cast<Gate>(m.gate);
   p.wide = m.wide;
+  p.streams = streams();
   PAGELOOM_CHECK(m.gate == 0 || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
   p.out_stride = m.gate != 0 ? m.n / 2 : m.n;
   PAGELOOM_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");

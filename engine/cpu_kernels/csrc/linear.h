@@ -64,6 +64,7 @@ struct LinearProblem {
   bool wide;   // out is float32, holding the values rounded to bf16
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;
+  int64_t streams;  // of weights that one row meets at once, in panels: the machine's choice (streams.py), no bit depends on it
   HeadRotation rotation;  // of Format::kRotate; the output may be x itself, and a residual goes with no rope
 };
 

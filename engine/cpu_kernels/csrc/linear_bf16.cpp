@@ -13,7 +13,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kTileRows = PAGELOOM_NATIVE_BF16 ? 6 : 12, kVectors = PAGELOOM_NATIVE_BF16 ? 4 : 2;
 constexpr int64_t kTogether = PAGELOOM_NATIVE_BF16 ? 2 : 1;
-constexpr int64_t kMaxPanels = 8;  // that one row meets: the more streams of weights, the more memory is asked for at once
+constexpr int64_t kMaxPanels = 8;  // that one row may meet: how many streams of weights are best depends on the machine
 #else
 constexpr int kTileRows = 5, kVectors = 2;
 constexpr int64_t kTogether = 1, kMaxPanels = 1;
@@ -26,8 +26,9 @@ constexpr int64_t kUnroll = 4;               // pairs of inputs between two look
 constexpr int64_t kAheadBytes = 4096;        // of a stream of weights that come straight from memory
 
 // Panels that a tile of `rows` meets where it is the only one.
-PAGELOOM_INLINE int64_t streams_of(int64_t rows) {
-  return rows == 1 && kMaxPanels > 1 ? kMaxPanels : rows == 2 && kMaxPanels > 1 ? kMaxPanels / 2 : kPanels;
+PAGELOOM_INLINE int64_t streams_of(const LinearProblem& p, int64_t rows) {
+  if (kMaxPanels == 1 || rows > 2) return kPanels;
+  return rows == 1 ? p.streams : (p.streams + 1) / 2;
 }
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -257,7 +258,7 @@ void compute_rows(const LinearProblem& p, const Operand& x, int64_t row_begin, i
                   int64_t panel_end, const Scratch& s) {
   const bool streams = row_end - row_begin <= kTileRows;  // one tile of rows: nothing is used twice
   bool warm = false;
-  const int64_t at_once = streams ? streams_of(row_end - row_begin) : kPanels;
+  const int64_t at_once = streams ? streams_of(p, row_end - row_begin) : kPanels;
   for (int64_t panel = panel_begin; panel < panel_end; panel += at_once) {
     const int64_t panels = min64(at_once, panel_end - panel);
     for (int64_t begin = 0; begin < p.k; begin += kDepth) {

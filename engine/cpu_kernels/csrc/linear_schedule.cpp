@@ -24,7 +24,7 @@ constexpr int64_t kMinChunkRows = 64;          // where rows are split as well a
 constexpr int64_t kRotateElements = 1 << 14;   // fewer elements of heads are rotated by one thread
 constexpr int64_t kChunkElements = 3 << 17;    // inputs of a chunk of rows: they stay in the cache of their thread
 constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
-constexpr int64_t kStreamedPanels = 8;  // as many streams of them at once as the kernels open
+constexpr int64_t kStreamedPanels = 8;  // claims are of about as many panels, in whole sets of streams
 constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
 constexpr int64_t kSpinRounds = 4096;          // of pauses before others are let run: about 0.15 ms
 constexpr int64_t kAheadBytes = 1 << 18;       // of the next layer's weights, asked for while others end this one
@@ -218,11 +218,17 @@ Phase::Phase(const LinearLayer& layer, int64_t threads)
   row_chunks = row_chunks_for(problem, panels, workers);
   units = panels * row_chunks;
   workers = std::min(workers, units);
-  step = problem.rows <= kStreamedRows ? kStreamedPanels : 2;
+  const int64_t set = std::max<int64_t>(problem.streams, 1);  // a rotation has none
+  step = problem.rows > kStreamedRows ? 2 : ceil_div(kStreamedPanels, set) * set;
   scratch_bytes = aligned(static_cast<int64_t>(kernels.scratch_bytes(problem)));
 }
 
+std::atomic<int64_t> chosen_streams{kMostStreams};
+
 }  // namespace
+
+void set_streams(int64_t streams) { chosen_streams.store(streams, std::memory_order_relaxed); }
+int64_t streams() { return chosen_streams.load(std::memory_order_relaxed); }
 
 void run_linears(const LinearLayer* layers, int64_t count, const Threads& threads) {
   static thread_local Arena rows_arena, phases_arena;

@@ -34,6 +34,11 @@ struct LinearLayer {
   const LinearKernels* kernels;
 };
 
+// Panels that one row meets at once (LinearProblem::streams), of problems that are made from now on.
+inline constexpr int64_t kMostStreams = 8;
+void set_streams(int64_t streams);
+int64_t streams();
+
 // Layers one after another, in one parallel region.
 void run_linears(const LinearLayer* layers, int64_t count, const Threads& threads);
 
