@@ -39,11 +39,11 @@ def nearly_all_was_cached(turns: list[Turn], asked_again: int) -> None:
 def test_five_turns_of_claude_code(model: Path) -> None:
     script = [
         answer('{"title": "Rename the parser"}'),
-        answer("Let me look.", call("Read", file_path="/work/parser.py"), thought=THOUGHT),
+        answer("Let me look.", call("Read", file_path="/project/parser.py"), thought=THOUGHT),
         answer(
             "", call("Grep", pattern="Parser", output_mode="count"), call("Glob", pattern="**/*.py"), thought="And?"
         ),
-        answer("Now the change.", call("Edit", file_path="/work/parser.py", old_string="a = 1", new_string="b = 1")),
+        answer("Now the change.", call("Edit", file_path="/project/parser.py", old_string="a = 1", new_string="b = 1")),
         answer("Done: it is renamed.", thought="Nothing is left."),
         answer(
             "I run the tests.", call("Bash", command="pytest -q", description="Run tests"), thought="Now the tests."
@@ -90,7 +90,7 @@ async def _claude_code(model: Path, script: list[str]) -> None:
 
 def test_five_turns_of_codex(model: Path) -> None:
     script = [
-        answer("", call("exec_command", cmd="sed -n 1,80p parser.py", workdir="/work"), thought=THOUGHT),
+        answer("", call("exec_command", cmd="sed -n 1,80p parser.py", workdir="/project"), thought=THOUGHT),
         answer("I change it.", call("apply_patch", input=codex.PATCH), thought="A patch."),
         answer("", call("mcp__docs__search", query="parser"), thought="What do the docs say?"),
         answer("Done: it is renamed.", thought="Nothing is left."),
