@@ -81,12 +81,8 @@ class Session:
     def __init__(self, asked: str) -> None:
         self.input = [
             message("developer", f"<permissions instructions>\n{prose(400, 50)}\n</permissions instructions>"),
-            message(
-                "user", f"# AGENTS.md instructions for /project\n\n<INSTRUCTIONS>\n{prose(300, 51)}\n</INSTRUCTIONS>"
-            ),
-            message(
-                "user", "<environment_context>\n  <cwd>/project</cwd>\n  <shell>bash</shell>\n</environment_context>"
-            ),
+            message("user", f"# AGENTS.md instructions for /proj\n\n<INSTRUCTIONS>\n{prose(300, 51)}\n</INSTRUCTIONS>"),
+            message("user", "<environment_context>\n  <cwd>/proj</cwd>\n  <shell>bash</shell>\n</environment_context>"),
         ]
         self.say(asked)
 

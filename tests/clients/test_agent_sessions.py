@@ -90,7 +90,7 @@ async def _claude_code(model: Path, script: list[str]) -> None:
 
 def test_five_turns_of_codex(model: Path) -> None:
     script = [
-        answer("", call("exec_command", cmd="sed -n 1,80p parser.py", workdir="/project"), thought=THOUGHT),
+        answer("", call("exec_command", cmd="sed -n 1,80p parser.py", workdir="/proj"), thought=THOUGHT),
         answer("I change it.", call("apply_patch", input=codex.PATCH), thought="A patch."),
         answer("", call("mcp__docs__search", query="parser"), thought="What do the docs say?"),
         answer("Done: it is renamed.", thought="Nothing is left."),
