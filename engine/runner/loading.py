@@ -101,9 +101,12 @@ class RunnerParts:
     draft: DraftParts | None = None
 
 
-def _matrices(model: Decoder) -> list[Matrix]:
-    layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
-    return [Matrix(each.weight, each.n, each.k) for each in layers if each.format == Format.BFLOAT16]
+def _choose_streams(packer: Packer | None, model: Decoder, config: EngineConfig) -> None:
+    if packer is None:
+        return
+    layers = [each for each in model.modules() if isinstance(each, PackedLinear) and each.format == Format.BFLOAT16]
+    matrices = [Matrix(each.weight, each.n, each.k) for each in layers]
+    choose_streams(packer.ops, matrices, Path(config.compile.cache_dir))
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -157,8 +160,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         seed=config.model.seed,
         packer=packer,
     )
-    if packer is not None:
-        choose_streams(packer.ops, _matrices(model), Path(config.compile.cache_dir))
+    _choose_streams(packer, model, config)
     draft_parts = None if draft is None else load_draft(config, draft, model, packer)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
