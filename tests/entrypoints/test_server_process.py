@@ -170,7 +170,7 @@ def test_https_under_a_proxys_path(tiny_server_model: Path, tmp_path: Path) -> N
     subprocess.run(made, check=True, capture_output=True)
     options = [f"--ssl-keyfile={key}", f"--ssl-certfile={certificate}", "--root-path=/llm"]
     with process(tiny_server_model, *options, ready=False) as (_, base, log):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not any("ready:" in line for line in log):
             assert time.monotonic() < deadline, log
             time.sleep(0.05)
