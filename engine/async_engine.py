@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,9 +101,11 @@ class AsyncEngine:
             if not delta and not final_only:
                 kind = admitted.params.output_kind
                 delta, final_only = kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
-            stream = engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch)
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
+            with engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch) as stream:
+                finished = False
+                while not finished:
+                    output = await stream.next()
+                    finished = output.finished
                     yield output
 
     async def encode(
@@ -127,9 +129,8 @@ class AsyncEngine:
             salt = cache_salt if cache_salt is not None else parsed.cache_salt
             given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
             admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
-            async with aclosing(engine.stream(admitted, arrival, final_only=True, watch=watch)) as outputs:
-                async for output in outputs:
-                    yield pooled_output(output, pooling)
+            with engine.stream(admitted, arrival, final_only=True, watch=watch) as stream:
+                yield pooled_output(await stream.next(), pooling)
 
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """As `LLM.pin_prefix`; raises as `generate`. Whoever cancels it leaves nothing pinned."""

@@ -335,6 +335,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     pooled: Any = None
     """of requests that are pooled (`engine.pooling`): a NumPy array, float32 [vectors, size], when they have ended"""
     metrics: RequestMetrics | None = None
+    """one for all outputs of a request: it goes on with it"""
 
     @property
     def lora_request(self) -> None:

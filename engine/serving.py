@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
@@ -18,7 +20,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
-from engine.request import CompletionOutput, RequestOutput
+from engine.request import RequestOutput
 from engine.session import Session, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,49 @@ async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], 
     return Serving(model, config, tokenizer, client, ready)
 
 
+class Stream:
+    """One request in flight. No generator: every token would pass one more on its way."""
+
+    def __init__(self, serving: Serving, admitted: AdmittedRequest, watch: RequestWatch | None) -> None:
+        self._serving, self._admitted, self._watch = serving, admitted, watch
+        self._told: dict[int, str | None] = {}
+        self.news = _News()
+        serving.streams[admitted.request_id] = self
+
+    async def next(self) -> RequestOutput:
+        """Its next output, until one is `finished`. Raises what ends it."""
+        serving, name = self._serving, self._admitted.request_id
+        processor = serving.processor
+        while True:
+            await self.news.next()
+            error = processor.error(name)
+            if error is not None:
+                raise error
+            # What arrived before the core died is worth having; the news of its death is not lost.
+            output = processor.take(name)
+            if output is None:
+                serving.check_alive()
+                continue
+            if serving.death is not None:
+                self.news.set()
+            if self._admitted.params.structured_outputs is not None:
+                await serving.grammars.validate_async(self._admitted.params, processor.texts(output), self._told)
+            return output
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Aborts it, where it has not ended."""
+        serving, name = self._serving, self._admitted.request_id
+        del serving.streams[name]
+        if self._watch is not None:
+            serving.processor.show(name, self._watch, time.monotonic())
+        serving.forget([name])
+
+
 class Serving(Session):
     """A session with one stream for each request, made on the event loop that it serves."""
 
@@ -82,12 +127,12 @@ class Serving(Session):
         ready: CoreReady,
     ) -> None:
         super().__init__(model, config, tokenizer, client, ready)
-        self.streams: dict[str, _News] = {}
+        self.streams: dict[str, Stream] = {}
         with suppress(EngineError):  # a core that is dead is the receiver's to find
             self.tell_vocabulary()  # while nobody streams: the core does nothing else until it has taken it in
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
-    async def stream(
+    def stream(
         self,
         admitted: AdmittedRequest,
         arrival: float,
@@ -95,42 +140,16 @@ class Serving(Session):
         delta: bool = False,
         final_only: bool = False,
         watch: RequestWatch | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """One request's outputs, the last one finished. Closing it aborts the request. Raises what ends it."""
-        name = admitted.request_id
+    ) -> Stream:
+        """Begins to be computed; leaving it as a context ends it. Raises `QueueFullError`, `CoreDiedError`."""
         self.submit(admitted, arrival, delta=delta, final_only=final_only)
-        news = self.streams[name] = _News()
-        try:
-            finished, told = False, dict[int, str | None]()
-            while not finished:
-                await news.next()
-                error = self.processor.error(name)
-                if error is not None:
-                    raise error
-                # What arrived before the core died is worth having; the news of its death is not lost.
-                output = self.processor.take(name)
-                if output is None:
-                    self.check_alive()
-                else:
-                    finished = output.finished
-                    if self.death is not None:
-                        news.set()
-                    if admitted.params.structured_outputs is not None:
-                        await self.grammars.validate_async(admitted.params, self.processor.texts(output), told)
-                    yield output
-        finally:
-            del self.streams[name]
-            if watch is not None:
-                self.processor.show(name, watch, time.monotonic())
-            self.forget([name])
+        return Stream(self, admitted, watch)
 
     async def pin(self, name: str, admitted: AdmittedRequest) -> int:
         """Its number of tokens. The name is reserved; whatever goes wrong, and whoever leaves, gives it back."""
-        ended: CompletionOutput | None = None
         try:
-            async with aclosing(self.stream(admitted, time.monotonic(), final_only=True)) as outputs:
-                async for output in outputs:
-                    ended = output.outputs[0]
+            with self.stream(admitted, time.monotonic(), final_only=True) as stream:
+                ended = (await stream.next()).outputs[0]
             return self.pin_completed(name, len(admitted.prompt_token_ids), ended)
         except BaseException:
             self.pin_failed(name)
@@ -139,13 +158,13 @@ class Serving(Session):
     def abort(self, name: str) -> None:
         super().abort(name)
         if name in self.streams:
-            self.streams[name].set()
+            self.streams[name].news.set()
 
     def die(self, error: CoreDiedError) -> None:
         """Every stream learns of it."""
         super().die(error)
-        for news in self.streams.values():
-            news.set()
+        for stream in self.streams.values():
+            stream.news.set()
 
     async def stop(self, reason: ShutDownError) -> None:
         """Stop listening, close the core, free everything."""
@@ -168,7 +187,7 @@ class Serving(Session):
         try:
             while True:
                 for name in self.take_in(await self.client.recv_async()):
-                    self.streams[name].set()
+                    self.streams[name].news.set()
         except CoreDiedError as error:
             self.die(error)
         except CONTROL:

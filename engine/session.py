@@ -204,10 +204,10 @@ class Session:
 
     # -- prefixes ----------------------------------------------------------------------------------------------------
 
-    def pin_completed(self, name: str, num_tokens: int, ended: CompletionOutput | None) -> int:
+    def pin_completed(self, name: str, num_tokens: int, ended: CompletionOutput) -> int:
         """`ended`: of the request that computed the prefix. Returns the number of tokens, or raises
         `RequestFailedError`."""
-        if ended is None or ended.finish_reason not in ("length", "stop"):
+        if ended.finish_reason not in ("length", "stop"):
             raise RequestFailedError(f"the prefix {name!r} was not pinned: its request was aborted")
         return self.pinned.complete(name, num_tokens)
 

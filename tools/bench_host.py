@@ -4,6 +4,7 @@ time per streamed token, and what an idle engine uses.
 The core is real (process, sockets, scheduler, runner, sampler) but for the model, which is a stand-in: a few hundred
 library calls that keep the compute threads busy for `--compute-ms` and give the same logits every time. So whatever a
 step takes beyond them is the host's. The server is real too: its own process, and `--streams` clients in this one.
+Beside what a token costs it stands what it costs an application that only sends (`bare_server.py`): the floor.
 
 Prints tables, and JSON as the last line. Usage: ``python tools/bench_host.py [--tokenizer DIR] [--skip server]``.
 """
@@ -180,23 +181,14 @@ def measure_server(
 ) -> dict[str, Any]:
     """CPU time of the front-end process per streamed token, then of all its processes while nothing is asked.
     `reading`: it looks for thinking and for calls of a tool in what chats are answered."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
         settings = {"batch": 0, "steps": 0, "compute_s": compute_ms / 1e3, "threads": threads, "parts": False}
         (Path(folder) / "settings.json").write_text(json.dumps(settings))
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+        port = _free_port()
         command = [sys.executable, __file__, "--serve", str(port), "--tokenizer", tokenizer, "--folder", folder]
         server = subprocess.Popen([*command, "--model", model, *(["--reading"] if reading else [])])
         try:
-            while True:
-                try:
-                    httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    if server.poll() is not None:
-                        raise RuntimeError("the server did not start") from None
-                    time.sleep(0.2)
+            _await_server(server, port)
             front = psutil.Process(server.pid)
             core = max(front.children(), key=lambda child: child.memory_info().rss)  # helpers are small
             figures: dict[str, Any] = {"streams": streams}
@@ -218,6 +210,42 @@ def measure_server(
         finally:
             server.terminate()
             server.wait()
+
+
+def measure_floor(streams: int, tokens: int, compute_ms: float, threads: int) -> float:
+    """CPU time of a server that only sends, per event; microseconds."""
+    tool = [sys.executable, str(Path(__file__).with_name("bare_server.py"))]
+    port = _free_port()
+    server = subprocess.Popen([*tool, "serve", str(port), str(compute_ms)])
+    computing = subprocess.Popen([*tool, "compute", str(compute_ms), str(threads)])
+    try:
+        _await_server(server, port)
+        process = psutil.Process(server.pid)
+        asyncio.run(_load(port, streams, 64, True, False))
+        before = _cpu_s(process)[0]
+        events = asyncio.run(_load(port, streams, tokens, True, False))
+        return 1e6 * (_cpu_s(process)[0] - before) / events
+    finally:
+        for each in (server, computing):
+            each.terminate()
+            each.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _await_server(server: subprocess.Popen[bytes], port: int) -> None:
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+            return
+        except httpx.HTTPError:
+            if server.poll() is not None:
+                raise RuntimeError("the server did not start") from None
+            time.sleep(0.2)
 
 
 def _wake_ups(process: psutil.Process) -> int:
@@ -267,6 +295,8 @@ def main() -> None:
                 options.threads,
                 options.reading,
             )
+            floor = measure_floor(options.streams, options.tokens, options.compute_ms, options.threads)
+            server["floor_us_per_token"] = round(floor, 1)
             figures["server"] = server
             print("\n".join(f"{name:36} {value}" for name, value in server.items()))
     print(json.dumps(figures))

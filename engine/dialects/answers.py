@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import (
-    ResponseTemplate,
-    ResponseTemplateField,
-    load_response_template,
-)
+from transformers.utils.chat_parsing.response_templates import ResponseTemplateField, load_response_template
 
 from engine.dialects.arguments import CallScanner
 from engine.dialects.bodies import calls_of, json_or_none, new_id
 from engine.dialects.fields import NAMED, WHOLE
 from engine.dialects.forms import Call, Dialect, Piece
+from engine.dialects.plain_text import Template
 from engine.dialects.schemas import as_declared, kinds_of, typed
 
 logger = logging.getLogger(__name__)
@@ -41,7 +38,7 @@ _LEAST_MARK = 6
 _JSON_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
-def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate:
+def response_template(dialect: Dialect, *, with_calls: bool) -> Template:
     """transformers' form of it. Raises ValueError."""
     fields: dict[str, Any] = {}
     if dialect.thinking is not None:
@@ -50,7 +47,7 @@ def response_template(dialect: Dialect, *, with_calls: bool) -> ResponseTemplate
     implicit = any("open" not in spec and "open_pattern" not in spec for spec in fields.values())
     rest: dict[str, Any] = {} if implicit else {"content": {}}
     anchor = {"start_anchor": _NEVER}
-    return load_response_template({**anchor, "fields": {**rest, **fields}})
+    return Template(load_response_template({**anchor, "fields": {**rest, **fields}}))
 
 
 class _Parser(ResponseParser):
@@ -63,13 +60,38 @@ class _Parser(ResponseParser):
     _body: str
     _mark: str = ""
 
+    def __init__(self, template: Template, prefix: str, tools: list[dict[str, Any]]) -> None:
+        self._template = template
+        super().__init__(template.spec, prefix=prefix, tools=list(tools))
+
+    def passes(self, text: str) -> str | None:
+        """In which region `text` goes on where it cannot be anything else: it has been taken then. None: feed it."""
+        region: str | None = self._current
+        if not self._opened or region not in self._template.texts or self._pos != len(self._buffer):
+            return None
+        if not self._template.is_plain(region, self._watchlist, text):
+            return None
+        buffer, self._buffer = self._buffer, ""  # which has no other name then, so that it grows where it is
+        buffer += text
+        self._buffer, self._pos = buffer, len(buffer)
+        self._cut()
+        return region
+
+    def _cut(self) -> None:
+        if self._pos > _CUT_CHARS:
+            cut = self._pos - _KEPT_CHARS
+            self._buffer, self._pos = self._buffer[cut:], self._pos - cut
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        super()._accumulate(events, text)
+        if self._current in self._template.texts:
+            self._body = ""  # events have it, and nobody asks for the whole
+
     def feed(self, text: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for start in range(0, len(text), _PIECE_CHARS):  # all that is there is searched again for each region
             events += super().feed(text[start : start + _PIECE_CHARS])
-            if self._pos > _CUT_CHARS:
-                cut = self._pos - _KEPT_CHARS
-                self._buffer, self._pos = self._buffer[cut:], self._pos - cut
+            self._cut()
         return events
 
     def ends_within(self) -> bool:
@@ -160,7 +182,7 @@ class AnswerReader:
     def __init__(
         self,
         dialect: Dialect,
-        template: ResponseTemplate,
+        template: Template,
         *,
         thinks: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -200,6 +222,9 @@ class AnswerReader:
         if self._parser is None:
             return [Piece(content=text)] if text else []
         try:
+            region = self._parser.passes(text)
+            if region is not None:
+                return self._text(region, text)
             return self._pieces(self._parser.feed(text))
         except Exception:
             return self._give_up(text)
@@ -235,16 +260,19 @@ class AnswerReader:
         if field == "tool_calls":
             return self._take_calls(event)
         if kind == "region_chunk" and field != "nothing":
-            if field == "reasoning":
-                text = self._reasoning.feed(event["text"])
-                return [Piece(reasoning=text)] if text else []
-            text = self._content.feed(event["text"])
-            return [Piece(content=text)] if text else []
+            return self._text(field, event["text"])
         if field == "nothing":
             return self._take_nothing(event)
         if field != "content":
             self._content.mark()
         return []
+
+    def _text(self, region: str, text: str) -> list[Piece]:
+        if region == "reasoning":
+            text = self._reasoning.feed(text)
+            return [Piece(reasoning=text)] if text else []
+        text = self._content.feed(text)
+        return [Piece(content=text)] if text else []
 
     def _take_nothing(self, event: Mapping[str, Any]) -> list[Piece]:
         """It ends calls; where there were none it is a word."""

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
-from engine.core.wire import Delta, SequenceDelta, each_delta
+from engine.core.wire import Delta, SequenceDelta, TokenDeltas
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
 from engine.frontend.admission import AdmittedRequest
+from engine.frontend.detokenizer import Detokenizers
 from engine.frontend.failures import fails_alone
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.frontend.sample import Sample, to_logprobs
@@ -43,13 +44,19 @@ class _Request:
     """One request and its samples."""
 
     def __init__(
-        self, admitted: AdmittedRequest, delta: bool, final_only: bool, metrics: RequestMetrics, tokenizer: Tokenizer
+        self,
+        admitted: AdmittedRequest,
+        delta: bool,
+        final_only: bool,
+        metrics: RequestMetrics,
+        tokenizer: Tokenizer,
+        detokenizers: Detokenizers,
     ) -> None:
         self.admitted = admitted
         self.delta = delta
         self.only_end_counts = final_only or admitted.params.chooses
         self.samples = [
-            Sample(i, core_id, admitted.prompt_token_ids, admitted.params, tokenizer)
+            Sample(i, core_id, admitted.prompt_token_ids, admitted.params, tokenizer, detokenizers)
             for i, core_id in enumerate(admitted.message.request_ids)
         ]
         self.metrics = metrics
@@ -99,6 +106,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._detokenizers = Detokenizers(tokenizer.backend)
         self._requests: dict[str, _Request] = {}
         self._owners: dict[str, tuple[_Request, Sample]] = {}
 
@@ -122,7 +130,7 @@ class OutputProcessor:
         if admitted.request_id in self._requests:
             raise InvalidRequestError(f"a request {admitted.request_id!r} is in flight already", "request_id")
         metrics = RequestMetrics(arrival_time=now if arrival is None else arrival, queued_time=now)
-        request = _Request(admitted, delta, final_only, metrics, self._tokenizer)
+        request = _Request(admitted, delta, final_only, metrics, self._tokenizer, self._detokenizers)
         self._requests[admitted.request_id] = request
         for sample in request.samples:
             self._owners[sample.core_id] = (request, sample)
@@ -130,15 +138,12 @@ class OutputProcessor:
     def process(self, deltas: Iterable[Delta], now: float) -> Progress:
         """Take in one step. Deltas of requests that are gone (aborted, stopped) are dropped."""
         progress = Progress(touched=[], aborts=[], finished=[], gaps={})
-        for delta in each_delta(deltas):
-            owner = self._owners.get(delta.request_id)
-            if owner is None:
-                continue
-            try:
-                with fails_alone("taking in the core's outputs"):
-                    self._apply(delta, *owner, now, progress)
-            except EngineError as error:
-                self._fail(owner[0], error, now, progress)
+        for delta in deltas:
+            if isinstance(delta, TokenDeltas):
+                for core_id, token in zip(delta.request_ids, delta.token_ids, strict=True):
+                    self._take_token(core_id, token, now, progress)
+            else:
+                self._take_delta(delta, now, progress)
         return progress
 
     def take(self, request_id: str) -> RequestOutput | None:
@@ -198,6 +203,32 @@ class OutputProcessor:
 
     def request_ids(self) -> list[str]:
         return list(self._requests)
+
+    def _take_delta(self, delta: SequenceDelta, now: float, progress: Progress) -> None:
+        owner = self._owners.get(delta.request_id)
+        if owner is None:
+            return
+        try:
+            with fails_alone("taking in the core's outputs"):
+                self._apply(delta, *owner, now, progress)
+        except EngineError as error:
+            self._fail(owner[0], error, now, progress)
+
+    def _take_token(self, core_id: str, token: int, now: float, progress: Progress) -> None:
+        """As `_take_delta` of it, which most tokens need not pass: a sequence goes on by one."""
+        owner = self._owners.get(core_id)
+        if owner is None:
+            return
+        request, sample = owner
+        if sample.latest is None or not sample.append(token):
+            self._take_delta(SequenceDelta(request_id=core_id, token_ids=[token]), now, progress)
+            return
+        gap = (sample.latest, 1)
+        progress.gaps[gap] = progress.gaps.get(gap, 0) + 1
+        sample.latest = now
+        if not request.news and not request.only_end_counts:
+            request.news = True
+            progress.touched.append(request.admitted.request_id)
 
     def _apply(self, delta: SequenceDelta, request: _Request, sample: Sample, now: float, progress: Progress) -> None:
         if sample is request.samples[0]:
@@ -278,7 +309,7 @@ class OutputProcessor:
             num_cached_tokens=request.cached_tokens,
             num_accepted_tokens=request.accepted_tokens,
             pooled=None if request.pooled is None else request.pooled.vectors(),
-            metrics=replace(request.metrics),
+            metrics=request.metrics,
         )
 
     def _prompt_logprobs(self, request: _Request) -> list[LogprobsAt | None] | None:

@@ -6,8 +6,10 @@ force it token by token, because the token that completes one must be the last.
 
 from __future__ import annotations
 
+from io import StringIO
+
 from engine.core.wire import SequenceDelta
-from engine.frontend.detokenizer import IncrementalDetokenizer
+from engine.frontend.detokenizer import Detokenizers
 from engine.frontend.stop import StopMatcher
 from engine.frontend.tokenizer import Tokenizer
 from engine.request import CompletionOutput, FinishReason, Logprob, LogprobsAt, SamplingParams
@@ -18,7 +20,13 @@ class Sample:
     """Grows by `extend` until `finish_reason` is set; `output` gives all of it, or what is new since the last look."""
 
     def __init__(
-        self, index: int, core_id: str, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer
+        self,
+        index: int,
+        core_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        detokenizers: Detokenizers,
     ) -> None:
         self.core_id = core_id
         self.token_ids: list[int] = []
@@ -30,9 +38,11 @@ class Sample:
         self._tokenizer = tokenizer
         self._stop_reason: int | str | None = None
         self._stop_token: bool = False
-        self._text = ""
+        self._text = StringIO()  # a string that is an attribute is copied by each +=
+        self._fresh = ""
+        """of the text, what nobody has been shown"""
         self._detokenizer = (
-            IncrementalDetokenizer(tokenizer.backend, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            detokenizers.begin(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
             else None
         )
@@ -45,8 +55,14 @@ class Sample:
         """beam search: cumulative log-probability and score"""
         self._decoded = 0
         self._shown_tokens = 0
-        self._shown_chars = 0
         self._shown_end = False
+
+    def append(self, token_id: int) -> bool:
+        """Take in one token that says nothing else. False, and nothing is done, where that could end the sequence."""
+        if self._matcher is not None:
+            return False
+        self.token_ids.append(token_id)
+        return True
 
     def extend(self, delta: SequenceDelta) -> bool:
         """Take in what is new. True when a stop string ended the sequence while the core still runs it."""
@@ -85,7 +101,7 @@ class Sample:
         self.fail(error)
         return CompletionOutput(
             index=self._index,
-            text=self._text,
+            text=self.text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
             stop_reason=error,
@@ -94,7 +110,7 @@ class Sample:
     @property
     def text(self) -> str:
         """As far as somebody has looked."""
-        return self._text
+        return self._text.getvalue()
 
     @property
     def score(self) -> float:
@@ -105,17 +121,18 @@ class Sample:
         """All so far; with `delta` what is new since the last call, None when nothing is."""
         if self._matcher is None:
             self._advance_text(len(self.token_ids))
-        self._convert_logprobs()
+        wants_logprobs = self._params.logprobs is not None
+        if wants_logprobs:
+            self._convert_logprobs()
         ended = self.finish_reason is not None
         if delta and len(self.token_ids) == self._shown_tokens and not (ended and not self._shown_end):
             return None
-        first_token, first_char = (self._shown_tokens, self._shown_chars) if delta else (0, 0)
-        self._shown_tokens, self._shown_chars, self._shown_end = len(self.token_ids), len(self._text), ended
-        wants_logprobs = self._params.logprobs is not None
+        first_token, text = (self._shown_tokens, self._fresh) if delta else (0, self.text)
+        self._shown_tokens, self._fresh, self._shown_end = len(self.token_ids), "", ended
         cumulative, score = self._found or (self._cumulative_logprob if wants_logprobs else None, None)
         return CompletionOutput(
             index=self._index,
-            text=self._text[first_char:],
+            text=text,
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=cumulative,
             logprobs=self._logprobs[first_token:] if wants_logprobs else None,
@@ -154,14 +171,18 @@ class Sample:
         if finishes_now:
             text += self._detokenizer.flush()
         if self._matcher is None or upto <= self._params.min_tokens:
-            self._text += text
+            self._add_text(text)
             return
-        self._text += self._matcher.feed(text)
+        self._add_text(self._matcher.feed(text))
         if self._matcher.matched is not None and ended:
             # The last bytes completed it, or the end of the sequence set them free.
             self.finish_reason, self._stop_reason = "stop", self._matcher.matched
         elif ended:
-            self._text += self._matcher.flush()
+            self._add_text(self._matcher.flush())
+
+    def _add_text(self, text: str) -> None:
+        self._text.write(text)
+        self._fresh += text
 
     def _convert_logprobs(self) -> None:
         for entry in self._raw_logprobs[len(self._logprobs) :]:

@@ -71,9 +71,9 @@ class Answers:
             reader = self._readers[part.index] = self._speech.reader(self._use.tools, self._state, self._streamed)
         before = reader.num_calls
         pieces = reader.feed(part.text)
-        if part.text:
-            thought = sum(len(piece.reasoning) for piece in pieces) / len(part.text)
-            self.reasoning_tokens += round(len(part.token_ids) * min(thought, 1.0))
+        thought = sum([len(piece.reasoning) for piece in pieces])
+        if thought and part.text:
+            self.reasoning_tokens += round(len(part.token_ids) * min(thought / len(part.text), 1.0))
         if part.finish_reason is not None:
             rest = reader.end(cut=part.finish_reason == "length")
             pieces += rest if not self._use.required else [piece for piece in rest if not piece.content]  # of a mark

@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET
 
+from engine.dialects.forms import Piece
 from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
 from engine.request import CompletionOutput, RequestOutput
@@ -25,11 +26,12 @@ from entrypoints.server.responses import (
     ChatChunkChoice,
     ChatCompletion,
     Delta,
+    Usage,
     UsageCount,
     new_id,
     now,
 )
-from entrypoints.server.streaming import DONE, answer, event, event_stream
+from entrypoints.server.streaming import DONE, Frames, answer, event, event_stream
 from entrypoints.server.structured import blamed_on
 
 
@@ -56,6 +58,11 @@ class ChatHandler:
         """of tokens whose text has not been given out"""
         self.echoed = ""
         self.usage = UsageCount()
+        options = body.stream_options
+        self.counts = bool(options and options.continuous_usage_stats)
+        """each chunk says how many tokens there have been"""
+        self.frames: dict[int, Frames] = {}
+        """of a sample's chunks that hold content and nothing else"""
 
     async def stream(self, *, delta: bool) -> Outputs:
         body = self.body
@@ -102,13 +109,29 @@ class ChatHandler:
             reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
         return reply
 
-    def envelope(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        fingerprint = self.context.fingerprint
-        return ChatChunk(self.id, self.created, self.context.served_name, choices, system_fingerprint=fingerprint)
+    def envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        context = self.context
+        return ChatChunk(
+            self.id, self.created, context.served_name, choices, system_fingerprint=context.fingerprint, usage=usage
+        )
 
-    def chunks_of(self, part: CompletionOutput) -> list[ChatChunk]:
+    def events_of(self, part: CompletionOutput) -> list[bytes]:
         """None while all that is new may be a mark's beginning. What ends an answer comes with its last chunk."""
-        deltas = self.shown.deltas(part.index, self.answers.pieces(part))
+        pieces = self.answers.pieces(part)
+        alone = len(pieces) == 1 and part.finish_reason is None and self.top is None and not self.counts
+        if alone and pieces[0].content:
+            return [self.frame(part.index).event(pieces[0].content)]
+        return [event(chunk) for chunk in self.chunks_of(part, pieces)]
+
+    def frame(self, index: int) -> Frames:
+        frame = self.frames.get(index)
+        if frame is None:
+            made = Frames(lambda text: self.envelope([ChatChunkChoice(index, Delta(content=text))]))
+            frame = self.frames[index] = made
+        return frame
+
+    def chunks_of(self, part: CompletionOutput, pieces: list[Piece]) -> list[ChatChunk]:
+        deltas = self.shown.deltas(part.index, pieces)
         logprobs = self.logprobs(part)
         if logprobs is not None:
             logprobs.content[:0] = self.held.pop(part.index, [])
@@ -123,11 +146,10 @@ class ChatHandler:
             end = choices[-1]
             end.finish_reason, end.stop_reason = self.answers.finish_reason(part), part.stop_reason
             end.schema_error = self.answers.schema_error(part) or UNSET
-        return [self.envelope([choice]) for choice in choices]
+        usage = self.usage.usage(self.answers.reasoning_tokens) if self.counts else None
+        return [self.envelope([choice], usage) for choice in choices]
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        each = bool(options and options.continuous_usage_stats)
         opened = False
         async with aclosing(await self.stream(delta=True)) as outputs:
             async for output in outputs:
@@ -138,16 +160,11 @@ class ChatHandler:
                 self.usage.add(0, output)
                 for part in output.outputs:
                     with fails_alone("making a part of the answer"):
-                        chunks = self.chunks_of(part)
-                        for chunk in chunks:
-                            chunk.usage = self.usage.usage(self.answers.reasoning_tokens) if each else None
-                        shown = [event(chunk) for chunk in chunks]
-                    for one in shown:
-                        yield one
-        if options and options.include_usage:
-            final = self.envelope([])
-            final.usage = self.usage.usage(self.answers.reasoning_tokens)
-            yield event(final)
+                        events = self.events_of(part)
+                    for each in events:
+                        yield each
+        if self.body.stream_options and self.body.stream_options.include_usage:
+            yield event(self.envelope([], self.usage.usage(self.answers.reasoning_tokens)))
         yield DONE
 
 

@@ -57,6 +57,8 @@ async def outputs_of(
     before: Sequence[int] = (),
 ) -> Outputs:
     """`before`: token ids that the conversation goes on from. Raises `InvalidRequestError`."""
+    if answers.reads:
+        await context.speech.load_reader()
     text, token_ids = await asked.render(context.engine)
     token_ids = behind(before, token_ids, context.engine.model.bos_token_id)
     if len(token_ids) >= context.engine.max_model_len and params.truncate_prompt_tokens is None:

@@ -15,6 +15,7 @@ HEADER = "x-request-id"
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "pageloom.request_id"
 _MORE = "pageloom.headers"
+_SEND = "pageloom.send"
 _STARTS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 
 
@@ -31,6 +32,13 @@ def add_header(scope: Scope, name: str, value: str) -> None:
     scope.setdefault(_MORE, {})[name] = value
 
 
+def send_of(scope: Scope, send: Send) -> Send:
+    """For bodies whose start has passed `send`: what stands around an application looks at starts, so its layers need
+    not pass on every token of a stream."""
+    found: Send = scope.get(_SEND, send)
+    return found
+
+
 class RequestIds:
     """Outside of everything else, so that no answer lacks it."""
 
@@ -44,6 +52,8 @@ class RequestIds:
         given = [value for name, value in scope["headers"] if name == HEADER.encode()]
         sane = len(given) == 1 and _SANE.fullmatch(given[0])
         request_id = scope[_KEY] = given[0].decode("ascii") if sane else new_request_id()
+
+        scope[_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] in _STARTS:

@@ -149,12 +149,11 @@ class UsageCount:
     """Adds up the usage of one HTTP request over its prompts, from deltas or from whole outputs."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int, int]] = {}
+        self._latest: dict[int, RequestOutput] = {}
         self._completion = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        lengths = len(output.prompt_token_ids), output.num_cached_tokens, output.num_accepted_tokens
-        self._prompts[prompt_index] = lengths
+        self._latest[prompt_index] = output
         for part in output.outputs:
             self._completion += len(part.token_ids)
 
@@ -163,7 +162,10 @@ class UsageCount:
         self._completion -= tokens
 
     def usage(self, reasoning_tokens: int = 0) -> Usage:
-        prompt, cached, accepted = (sum(column) for column in zip((0, 0, 0), *self._prompts.values()))
+        latest = self._latest.values()
+        prompt = sum(len(output.prompt_token_ids) for output in latest)
+        cached = sum(output.num_cached_tokens for output in latest)
+        accepted = sum(output.num_accepted_tokens for output in latest)
         total = prompt + self._completion
         details = (
             PromptTokensDetails(cached),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -181,6 +182,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
         app = create_app(engine, engine.served_name, api_key, options.allowed_origins, settings)
         app.root_path = options.root_path.rstrip("/")
         server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
+        gc.collect()
+        gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
         with _signals_are_uvicorns():
             await server.serve(sockets=[listener])
         status = 0 if server.started and server.death is None else 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
@@ -48,6 +51,14 @@ class Speech:
         self._template = template
         self._marks = Marks(tokenizer.backend)
         self._templates: dict[bool, Any] = {}
+        self._loading: asyncio.Future[ModuleType] | None = None
+
+    async def load_reader(self) -> None:
+        """Half a second the first time, seconds on a machine that has not seen it: no stream waits for it."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(asyncio.to_thread(import_module, "engine.dialects.answers"))
+        if not self._loading.done():
+            await asyncio.shield(self._loading)
 
     @property
     def always_reads(self) -> bool:
@@ -70,7 +81,7 @@ class Speech:
     def reader(
         self, tools: Sequence[Mapping[str, Any]], state: ThinkingState, streamed: Collection[str] = ()
     ) -> AnswerReader:
-        """`streamed`: names of tools whose arguments are wanted as they come."""
+        """Behind `load_reader`. `streamed`: names of tools whose arguments are wanted as they come."""
         from engine.dialects.answers import AnswerReader, response_template
 
         with_calls = bool(tools)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from entrypoints.server.errors import ServerEndsError, describe
-from entrypoints.server.request_ids import request_id_of
+from entrypoints.server.request_ids import request_id_of, send_of
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -31,6 +31,20 @@ class ClientLeftError(Exception):
 def event(body: object) -> bytes:
     """One server-sent event holding `body` as JSON."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+_VARIES = "\ue000"
+
+
+class Frames:
+    """Events that differ in one text, so that nothing else of them is made anew."""
+
+    def __init__(self, body: Callable[[str], object]) -> None:
+        """`body`: with a text in its place."""
+        self._head, self._tail = event(body(_VARIES)).split(_encoder.encode(_VARIES))
+
+    def event(self, text: str) -> bytes:
+        return self._head + _encoder.encode(text) + self._tail
 
 
 def failure(error: Exception, request_id: str) -> bytes:
@@ -97,12 +111,12 @@ class Primed:
     long it comes later. Closing it closes the chunks, also when none was sent."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
-        self._chunks = chunks
+        self.rest = chunks
         self._first: asyncio.Task[bytes | None] | None = None
 
     async def prime(self, seconds: float | None) -> Primed:
         """Raises what the first chunk raises within `seconds`; None: whenever it comes."""
-        self._first = asyncio.ensure_future(anext(self._chunks, None))
+        self._first = asyncio.ensure_future(anext(self.rest, None))
         try:
             await asyncio.wait({self._first}, timeout=seconds)
             if self._first.done():
@@ -112,19 +126,15 @@ class Primed:
             raise
         return self
 
-    async def send_to(self, send: Send) -> None:
-        """Everything as body messages."""
-        first = None if self._first is None else await self._first
-        if first is not None:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    async def first(self) -> bytes | None:
+        """None where there is none; `rest` comes behind it."""
+        return None if self._first is None else await self._first
 
     async def aclose(self) -> None:
         if self._first is not None and not self._first.done():
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
-        await self._chunks.aclose()
+        await self.rest.aclose()
 
 
 ALIVE = b": keep-alive\n\n"
@@ -153,26 +163,29 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientLeftError, OSError):
-                await _first_of(self._send_all(send, request_id_of(scope)), receive)
+                await _first_of(self._send_all(scope, send), receive)
         finally:
             await self._chunks.aclose()
 
-    async def _send_all(self, send: Send, request_id: str) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send = send_of(scope, send)
         clock = asyncio.get_running_loop().time
-
-        async def noted(message: Message) -> None:
-            self._sent_at = clock()
-            await send(message)
-
         self._sent_at = clock()
-        alive = None if self._alive is None else asyncio.ensure_future(self._keep_alive(noted, clock, self._alive))
+        alive = None if self._alive is None else asyncio.ensure_future(self._keep_alive(send, clock, self._alive))
         try:
-            await self._chunks.send_to(noted)
+            first = await self._chunks.first()
+            if first is not None:
+                self._sent_at = clock()
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for chunk in self._chunks.rest:
+                self._sent_at = clock()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except OSError:
             raise  # the connection, not the work
         except Exception as error:  # the status line is gone: the error travels as an event
-            await send({"type": "http.response.body", "body": self._failure(error, request_id), "more_body": True})
+            last = self._failure(error, request_id_of(scope))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
             if alive is not None:
                 alive.cancel()
@@ -185,6 +198,7 @@ class EventStream(Response):
             if left > 0:
                 await asyncio.sleep(left)
             else:
+                self._sent_at = clock()
                 await send({"type": "http.response.body", "body": alive, "more_body": True})
 
 

@@ -11,22 +11,13 @@ import codecs
 import re
 from typing import TYPE_CHECKING
 
+from engine.frontend.byte_level import bytes_of
+
 if TYPE_CHECKING:
     from engine.frontend.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies (GPT-2's scheme) write bytes with: printable ones stand for
-    themselves, the others, in order, for U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_level_alphabet()
 
 
 class TokenTexts:
@@ -48,9 +39,8 @@ class TokenTexts:
             return text.encode()
         if (byte := _BYTE_TOKEN.fullmatch(piece)) is not None:
             return bytes([int(byte.group(1), 16)])
-        if all(c in _BYTE_OF for c in piece):
-            return bytes(_BYTE_OF[c] for c in piece)
-        return text.encode()
+        data = bytes_of(piece)
+        return text.encode() if data is None else data
 
     def special(self, token_id: int) -> bool:
         return token_id in self._special

@@ -7,7 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_front import byte_level_tokenizer, metaspace_tokenizer
 
-from engine.frontend.detokenizer import IncrementalDetokenizer
+from engine.frontend.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    Detokenizers,
+    IncrementalDetokenizer,
+)
 
 BYTE_LEVEL = byte_level_tokenizer()
 METASPACE = metaspace_tokenizer()
@@ -23,9 +28,18 @@ def _pieces(draw_sizes: list[int], ids: list[int]) -> list[list[int]]:
     return [p for p in [*pieces, ids[start:]] if p]
 
 
-def _stream(tokenizer: object, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+def _texts(detokenizer: Detokenizer, pieces: list[list[int]]) -> list[str]:
     return [*(detokenizer.append(piece) for piece in pieces), detokenizer.flush()]
+
+
+def _stream(tokenizer: object, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
+    return _texts(IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip), pieces)
+
+
+def _byte_level(prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
+    detokenizer = Detokenizers(BYTE_LEVEL).begin(prompt, skip_special_tokens=skip)
+    assert isinstance(detokenizer, ByteLevelDetokenizer)
+    return _texts(detokenizer, pieces)
 
 
 ids = st.lists(st.integers(0, PADDING), max_size=120)
@@ -37,13 +51,16 @@ def test_pieces_joined_equal_the_whole_decoded(ids: list[int], sizes: list[int],
     prompt = BYTE_LEVEL.encode("hello the").ids
     whole = BYTE_LEVEL.decode(prompt + ids, skip_special_tokens=skip)
     assert "hello the" + "".join(_stream(BYTE_LEVEL, prompt, _pieces(sizes, ids), skip)) == whole
+    assert "hello the" + "".join(_byte_level(prompt, _pieces(sizes, ids), skip)) == whole
 
 
 @given(ids=ids | noise, skip=st.booleans())
 def test_one_token_at_a_time_equals_the_whole_decoded(ids: list[int], skip: bool) -> None:
     pieces = _stream(BYTE_LEVEL, [0], [[i] for i in ids], skip)
     prefix = BYTE_LEVEL.decode([0], skip_special_tokens=skip)
-    assert prefix + "".join(pieces) == BYTE_LEVEL.decode([0, *ids], skip_special_tokens=skip)
+    whole = BYTE_LEVEL.decode([0, *ids], skip_special_tokens=skip)
+    assert prefix + "".join(pieces) == whole
+    assert prefix + "".join(_byte_level([0], [[i] for i in ids], skip)) == whole
 
 
 @given(
@@ -67,11 +84,18 @@ def test_a_character_over_several_tokens_appears_once_it_is_whole() -> None:
     emoji = [BYTE_LEVEL.token_to_id(t) for t in BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("🙃")[0][0]]
     assert len(emoji) == 4
     assert _stream(BYTE_LEVEL, [0], [[i] for i in emoji]) == ["", "", "", "🙃", ""]
+    assert _byte_level([0], [[i] for i in emoji]) == ["", "", "", "🙃", ""]
+    assert _byte_level(emoji[:3], [emoji[3:]]) == ["🙃", ""], "the prompt had its beginning"
 
 
 def test_an_unfinished_character_is_shown_when_the_sequence_ends() -> None:
     first = BYTE_LEVEL.token_to_id(BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("🙃")[0][0][0])
     assert _stream(BYTE_LEVEL, [0], [[first]]) == ["", "\ufffd"]
+    assert _byte_level([0], [[first]]) == ["", "\ufffd"]
+
+
+def test_other_vocabularies_are_decoded_in_context() -> None:
+    assert isinstance(Detokenizers(METASPACE).begin([1], skip_special_tokens=True), IncrementalDetokenizer)
 
 
 @pytest.mark.timeout(20)
