@@ -84,26 +84,34 @@ class ByteLevelTable(dict[int, str | bytes]):
 
 
 class ByteLevelDetokenizer:
-    __slots__ = ("_characters", "_table", "_within")
+    __slots__ = ("_borrowed", "_characters", "_table", "_within")
 
     def __init__(self, table: ByteLevelTable, prompt_token_ids: Sequence[int]) -> None:
         self._table = table
         self._characters = _utf8("replace")
-        self._within = False
-        """a character has begun"""
-        self.append(prompt_token_ids[-_MAX_CHARACTER_BYTES:])  # one that the prompt begins is shown whole
+        self._within = self._borrowed = False
+        """a character has begun; it is one of the prompt, which is shown if it is completed"""
+        self.append(prompt_token_ids[-_MAX_CHARACTER_BYTES:])
+        self._borrowed = self._within
 
     def append(self, token_ids: Sequence[int]) -> str:
         found = [self._table[token] for token in token_ids]
         if not self._within and len(found) == 1 and isinstance(found[0], str):
             return found[0]
-        text = self._characters.decode(b"".join([each.encode() if isinstance(each, str) else each for each in found]))
+        data = b"".join([each.encode() if isinstance(each, str) else each for each in found])
+        if self._borrowed and data:
+            self._borrowed = False
+            if data[0] & 0xC0 != 0x80:  # goes on with no character
+                self._characters.reset()
+        text = self._characters.decode(data)
         self._within = bool(self._characters.getstate()[0])
         return text
 
     def flush(self) -> str:
-        self._within = False
-        return self._characters.decode(b"", final=True)
+        text = "" if self._borrowed else self._characters.decode(b"", final=True)
+        self._characters.reset()
+        self._within = self._borrowed = False
+        return text
 
 
 class IncrementalDetokenizer:

@@ -57,11 +57,12 @@ def test_what_one_request_raises_ends_no_other(
     async def body(engine: AsyncEngine, core: EchoCore) -> None:
         expected = await text_of(engine)
         raise_for_one(monkeypatch, f"engine.frontend.sample.Sample.{method}", kind)
+        scores: dict[str, Any] = {"logprobs": 1} if method == "_convert_logprobs" else {}
         others = [asyncio.create_task(text_of(engine, delta=i % 2 == 0)) for i in range(4)]
         for stop in (None, "never"):
             for delta in (False, True):
                 with pytest.raises(RequestFailedError, match=kind.__name__):
-                    await text_of(engine, min_tokens=1, stop=stop, delta=delta)
+                    await text_of(engine, min_tokens=1, stop=stop, delta=delta, **scores)
         assert await asyncio.gather(*others) == [expected] * 4
         engine.check_health()
         assert await text_of(engine) == expected

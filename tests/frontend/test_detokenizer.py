@@ -85,7 +85,17 @@ def test_a_character_over_several_tokens_appears_once_it_is_whole() -> None:
     assert len(emoji) == 4
     assert _stream(BYTE_LEVEL, [0], [[i] for i in emoji]) == ["", "", "", "🙃", ""]
     assert _byte_level([0], [[i] for i in emoji]) == ["", "", "", "🙃", ""]
-    assert _byte_level(emoji[:3], [emoji[3:]]) == ["🙃", ""], "the prompt had its beginning"
+
+
+def test_a_character_that_the_prompt_begins_is_the_answers_if_it_is_completed() -> None:
+    emoji = [BYTE_LEVEL.token_to_id(t) for t in BYTE_LEVEL.pre_tokenizer.pre_tokenize_str("🙃")[0][0]]
+    words = BYTE_LEVEL.encode("hello").ids
+    special = BYTE_LEVEL.token_to_id("</s>")
+    for at in (1, 2, 3):
+        for skipped in ([], [special], [PADDING]):
+            assert "".join(_byte_level(emoji[:at], [skipped, emoji[at:], words])) == "🙃hello"
+            assert "".join(_byte_level(emoji[:at], [skipped, words])) == "hello"
+            assert _byte_level(emoji[:at], [skipped]) == ["", ""]
 
 
 def test_an_unfinished_character_is_shown_when_the_sequence_ends() -> None:
