@@ -26,32 +26,6 @@ from engine.session import Session, load_tokenizer
 logger = logging.getLogger(__name__)
 
 
-class _News:
-    """Something new for one stream, which alone waits for it. `asyncio.Event` for one: a third of the cost, and every
-    streamed token pays it."""
-
-    __slots__ = ("_come", "_waiter")
-
-    def __init__(self) -> None:
-        self._come = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._come = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> None:
-        """Returns once there is news since the last call."""
-        if not self._come:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._come = False
-
-
 async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], CoreClient]) -> Serving:
     """Load a model and start its core, off the event loop. Raises `ConfigError` and the like, or `CoreDiedError`."""
     model, config = await asyncio.to_thread(resolve_with_plan, args)
@@ -73,20 +47,35 @@ async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], 
 
 
 class Stream:
-    """One request in flight. No generator: every token would pass one more on its way."""
+    """One request in flight. No generator and no `asyncio.Event`, since each streamed token pays for them: one task
+    alone waits here."""
 
     def __init__(self, serving: Serving, admitted: AdmittedRequest, watch: RequestWatch | None) -> None:
         self._serving, self._admitted, self._watch = serving, admitted, watch
         self._told: dict[int, str | None] = {}
-        self.news = _News()
+        self._news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
         serving.streams[admitted.request_id] = self
+
+    def tell(self) -> None:
+        """There is something new."""
+        self._news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next(self) -> RequestOutput:
         """Its next output, until one is `finished`. Raises what ends it."""
         serving, name = self._serving, self._admitted.request_id
         processor = serving.processor
         while True:
-            await self.news.next()
+            if not self._news:
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+            self._news = False
             error = processor.error(name)
             if error is not None:
                 raise error
@@ -96,7 +85,7 @@ class Stream:
                 serving.check_alive()
                 continue
             if serving.death is not None:
-                self.news.set()
+                self._news = True
             if self._admitted.params.structured_outputs is not None:
                 await serving.grammars.validate_async(self._admitted.params, processor.texts(output), self._told)
             return output
@@ -158,13 +147,13 @@ class Serving(Session):
     def abort(self, name: str) -> None:
         super().abort(name)
         if name in self.streams:
-            self.streams[name].news.set()
+            self.streams[name].tell()
 
     def die(self, error: CoreDiedError) -> None:
         """Every stream learns of it."""
         super().die(error)
         for stream in self.streams.values():
-            stream.news.set()
+            stream.tell()
 
     async def stop(self, reason: ShutDownError) -> None:
         """Stop listening, close the core, free everything."""
@@ -187,7 +176,7 @@ class Serving(Session):
         try:
             while True:
                 for name in self.take_in(await self.client.recv_async()):
-                    self.streams[name].news.set()
+                    self.streams[name].tell()
         except CoreDiedError as error:
             self.die(error)
         except CONTROL:

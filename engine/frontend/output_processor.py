@@ -80,6 +80,9 @@ class _Request:
         return True
 
     def outputs(self) -> list[CompletionOutput]:
+        if len(self.samples) == 1:
+            output = self.samples[0].output(self.delta)
+            return [] if output is None else [output]
         return [output for sample in self.samples if (output := sample.output(self.delta)) is not None]
 
     def best(self) -> list[CompletionOutput]:

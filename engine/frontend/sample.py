@@ -160,6 +160,11 @@ class Sample:
         """Text of the tokens before `upto`. A stop token shows only when stop strings are to be shown."""
         if self._detokenizer is None:
             return
+        if self.finish_reason is None and self._matcher is None:  # most tokens
+            fresh, self._decoded = self.token_ids[self._decoded : upto], upto
+            if fresh:
+                self._add_text(self._detokenizer.append(fresh))
+            return
         ended = self.finish_reason is not None
         hide_last = ended and self._stop_token and not self._params.include_stop_str_in_output
         fresh = self.token_ids[self._decoded : upto - 1 if hide_last else upto]
