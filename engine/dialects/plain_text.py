@@ -21,7 +21,7 @@ _TEXTS = ("content", "response", "reasoning")
 _ASCII = [chr(code) for code in range(128)]
 _OTHERS = "\u00e9\u0663\u4e2d\U0001f600\u00a0\u3000"
 """a letter, a digit, an ideograph, a symbol and two spaces, for all that is not ASCII"""
-_UNCLEAR = re.compile(r"\(\?(?:<[=!]|[a-zA-Z-]+[:)])|\\[AbBZzGKXRuUxNpP0-9]|[$^]|-[^\x00-\x7f]|[^\x00-\x7f]-")
+_UNCLEAR = re.compile(r"\(\?(?:<[=!]|[a-zA-Z-]+[:)])|\\[AbBmMZzGKXRuUxNpP0-9]|\[:|[$^]|-[^\x00-\x7f]|[^\x00-\x7f]-")
 """in patterns whose beginning depends on what stands before it, or cannot be found out by trying"""
 
 

@@ -98,20 +98,21 @@ class ByteLevelDetokenizer:
         found = [self._table[token] for token in token_ids]
         if not self._within and len(found) == 1 and isinstance(found[0], str):
             return found[0]
-        data = b"".join([each.encode() if isinstance(each, str) else each for each in found])
-        if self._borrowed and data:
-            self._borrowed = False
-            if data[0] & 0xC0 != 0x80:  # goes on with no character
-                self._characters.reset()
-        text = self._characters.decode(data)
+        text = self._decode(b"".join([each.encode() if isinstance(each, str) else each for each in found]))
         self._within = bool(self._characters.getstate()[0])
         return text
 
     def flush(self) -> str:
-        text = "" if self._borrowed else self._characters.decode(b"", final=True)
-        self._characters.reset()
+        text = self._decode(b"", final=True)
         self._within = self._borrowed = False
         return text
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        text = self._characters.decode(data, final)
+        if not self._borrowed or not text:
+            return text
+        self._borrowed = False
+        return text.removeprefix(_INCOMPLETE)  # the prompt's own, where nothing has completed it
 
 
 class IncrementalDetokenizer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -33,15 +34,13 @@ def event(body: object) -> bytes:
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
-_VARIES = "\ue000"
-
-
 class Frames:
     """Events that differ in one text, so that nothing else of them is made anew."""
 
     def __init__(self, body: Callable[[str], object]) -> None:
         """`body`: with a text in its place."""
-        self._head, self._tail = event(body(_VARIES)).split(_encoder.encode(_VARIES))
+        mark = secrets.token_hex(8)
+        self._head, self._tail = event(body(mark)).split(_encoder.encode(mark))
 
     def event(self, text: str) -> bytes:
         return self._head + _encoder.encode(text) + self._tail

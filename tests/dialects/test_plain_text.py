@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from engine.dialects.answers import response_template
 from engine.dialects.families import DIALECTS
@@ -43,3 +44,10 @@ def test_most_families_find_words_plain() -> None:
         if each.is_plain(each.spec.implicit, lambda of=each: _watched(of, of.spec.implicit), " w\u00f6rter")
     ]
     assert len(plain) >= len(TEMPLATES) - 4, sorted(set(TEMPLATES) - set(plain))
+
+
+@pytest.mark.parametrize("begins", ["[[:upper:]]CALL ", r"(?:\m|\M)<call>", r"(?<=x)<call>", "(?i)k", r"\p{Lu}"])
+def test_what_cannot_be_found_out_by_trying_is_never_plain(begins: str) -> None:
+    fields = {"tool_calls": {"open_pattern": begins, "close": "</call>", "content": "text", "repeats": True}}
+    template = Template(load_response_template({"start_anchor": "x", "fields": {"content": {}, **fields}}))
+    assert not template.is_plain("content", lambda: _watched(template, "content"), "words")

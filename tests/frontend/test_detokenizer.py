@@ -96,6 +96,7 @@ def test_a_character_that_the_prompt_begins_is_the_answers_if_it_is_completed() 
             assert "".join(_byte_level(emoji[:at], [skipped, emoji[at:], words])) == "🙃hello"
             assert "".join(_byte_level(emoji[:at], [skipped, words])) == "hello"
             assert _byte_level(emoji[:at], [skipped]) == ["", ""]
+    assert "".join(_byte_level(emoji[:2], [[emoji[2]], words])) == "hello", "it goes on, and is not completed"
 
 
 def test_an_unfinished_character_is_shown_when_the_sequence_ends() -> None:

@@ -179,6 +179,8 @@ async def compacted(context: ServerContext, store: ResponseStore, body: CompactR
     usage = count.usage()
     part = output.outputs[0]
     answers = Answers(context.speech, ToolUse(), None)
+    if answers.reads:
+        await context.speech.load_reader()
     answers.prepare(params, text, "")
     summary, _, _ = joined(answers.pieces(part))
     item = {"type": "compaction", "id": new_item_id("cmp"), "encrypted_content": sealed(summary)}
