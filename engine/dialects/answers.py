@@ -296,7 +296,7 @@ class AnswerReader:
             captures = event["captures"]
             self._raw, self._begun, self._given_id = event["mark"], [], captures.get("id")
             name = captures.get("name", "").strip()
-            self._is_no_call = name not in ("", *self._kinds)
+            self._is_no_call = name not in self._kinds and (bool(name) or self._named is True)
             self._scanner = None
             if self._named is not None and not self._is_no_call:
                 self._scanner = CallScanner(name if self._named else None, self._kinds)
