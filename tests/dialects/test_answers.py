@@ -193,15 +193,6 @@ def test_without_tools_marks_of_calls_are_content() -> None:
     assert read(reader_of(HERMES, with_calls=False), text) == (text, "", [])
 
 
-def test_a_mark_whose_name_is_blank_is_content(caplog: pytest.LogCaptureFixture) -> None:
-    text = '<function= >{"a": 1}</function>, and on'
-    dialect = DIALECTS["functionary_v31"]
-    for streams in (False, True):
-        for pieces in ([text], list(text)):
-            assert read(reader_of(dialect, streams=streams), pieces) == (text, "", [])
-    assert not caplog.records, "nothing has failed"
-
-
 @pytest.mark.parametrize(
     "body",
     [
