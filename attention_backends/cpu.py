@@ -10,6 +10,7 @@ from typing import Literal, NoReturn
 import torch
 
 from attention_backends.build import build, find_cached
+from attention_backends.crew import load_library
 from attention_backends.interface import (
     AttentionBackend,
     AttentionBatch,
@@ -112,10 +113,8 @@ class CpuBackend(AttentionBackend):
 
     def prepare(self, cache_dir: Path | None = None) -> None:
         """Builds (once per machine) and loads the kernels. Raises BuildError; RuntimeError if the CPU lacks `isa`."""
-        library = build(cache_dir or default_cache_dir(), every_isa=self._isa != 0)
-        if not hasattr(getattr(torch.ops, library.namespace), "paged_attention"):
-            torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        ops = getattr(torch.ops, library.namespace)
+        cache_dir = cache_dir or default_cache_dir()
+        ops, _ = load_library(build(cache_dir, every_isa=self._isa != 0), cache_dir)
         mask = ops.supported_isas()
         self._supported = tuple(isa for i, isa in enumerate(ISAS) if mask >> i & 1)
         if self._isa and ISAS[self._isa] not in self._supported:

@@ -48,8 +48,8 @@ def inductor_directories(kernels: Path, headers: Path) -> Iterator[None]:
             setattr(codecache, name, value)
 
 
-def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]:
-    """Settings under which pieces are compiled; part of the key."""
+def inductor_options(debug_asserts: bool, device_type: str, *, alone: bool = False) -> dict[str, object]:
+    """Settings under which pieces are compiled; part of the key. `alone`: a CPU's pieces compute in one thread."""
     options: dict[str, object] = {
         "size_asserts": debug_asserts,
         "alignment_asserts": debug_asserts,
@@ -57,6 +57,8 @@ def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]
         "freezing": False,  # would bake weights into the code
         "triton.cudagraphs": False,  # capture is graphs/'s own
     }
+    if alone and device_type == "cpu":
+        options["cpp.threads"] = 1
     if device_type == "cuda":
         options |= {
             # A model has a few dozen kernels: they are compiled before a pool of workers, a process for every core,

@@ -19,6 +19,6 @@ def sources() -> NativeSources:
             Unit(CSRC / "drafts_binding.cpp", optimise="-O1"),
             Unit(CSRC / "drafts_kernel.cpp", ("portable", "avx2", "avx512")),
         ),
-        headers=(CSRC / "drafts.h", SHARED_CSRC / "torch_abi.h"),
+        headers=(CSRC / "drafts.h", *(SHARED_CSRC / name for name in ("crew.h", "lent_threads.h", "torch_abi.h"))),
         include=(SHARED_CSRC,),
     )

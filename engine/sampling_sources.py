@@ -10,6 +10,8 @@ from attention_backends.toolchain import CSRC as SHARED_CSRC
 
 CSRC = Path(__file__).parent / "sampling" / "csrc"
 
+_SHARED = ("crew.h", "lent_threads.h", "simd.h", "torch_abi.h")
+
 
 def sources() -> NativeSources:
     return NativeSources(
@@ -19,6 +21,6 @@ def sources() -> NativeSources:
             Unit(CSRC / "sampling_binding.cpp", optimise="-O2"),
             Unit(CSRC / "sampling_kernel.cpp", ("portable", "avx2", "avx512")),
         ),
-        headers=(*sorted(CSRC.glob("*.h")), SHARED_CSRC / "simd.h", SHARED_CSRC / "torch_abi.h"),
+        headers=(*sorted(CSRC.glob("*.h")), *(SHARED_CSRC / name for name in _SHARED)),
         include=(SHARED_CSRC,),
     )

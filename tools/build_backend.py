@@ -25,6 +25,7 @@ from setuptools.build_meta import (  # noqa: F401  # the hooks that stay as they
 ROOT = Path(__file__).resolve().parents[1]
 DESCRIPTIONS = (
     "attention_backends.build",
+    "attention_backends.crew_sources",
     "engine.cpu_kernels.build",
     "engine.sampling_sources",
     "engine.draft_sources",

@@ -14,6 +14,7 @@
 #include <unistd.h>
 #endif
 
+#include "lent_threads.h"
 #include "native_call.h"
 #include "plan.h"
 #include "schedule.h"
@@ -79,8 +80,6 @@ const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
   }
   PAGELOOM_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
 }
-
-Threads torch_threads() { return {torch_num_threads(), run_on_torch_threads}; }
 
 Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -195,10 +194,12 @@ Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor
   return made;
 }
 
-// Writes k and v to the cache, then attends. Null, or what is wrong (a static string).
-const char* run_layer(const Layer& layer, const Step& step, TokenView q, TokenView k, TokenView v, TokenView out) {
-  const char* error = run_write(layer.cache, k, v, step.slots, step.num_tokens, torch_threads());
-  if (error != nullptr) return error;
+struct LayerStages {
+  WriteStage write;
+  AttendStage attend;
+};
+
+AttentionProblem problem_of(const Layer& layer, const Step& step, TokenView q, TokenView out) {
   AttentionProblem p = step.tables;
   p.cache = layer.cache;
   p.q = q;
@@ -207,7 +208,13 @@ const char* run_layer(const Layer& layer, const Step& step, TokenView q, TokenVi
   p.window = layer.window;
   p.scale = layer.scale;
   p.soft_cap = layer.soft_cap;
-  return run_attention(p, *layer.kernels, torch_threads());
+  return p;
+}
+
+LayerStages stages_of(const Layer& layer, const Step& step, TokenView q, TokenView k, TokenView v, TokenView out,
+                      int64_t threads) {
+  return {{layer.cache, k, v, step.slots, step.num_tokens, threads},
+          {problem_of(layer, step, q, out), *layer.kernels, threads}};
 }
 
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
@@ -218,12 +225,41 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   check_kv_heads(layer.cache, k, v);
   PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
-  const char* error = run_layer(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"));
+  const Threads threads = lent_threads();
+  LayerStages made =
+      stages_of(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"), threads.count);
+  Stage* const stages[] = {&made.write, &made.attend};
+  const char* error = StageRun(stages, 2).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);
 }
 
-// The function of native_call.h.
-const char* call_natively(const void* given_layer, const void* given_step, const NativeRows& rows) noexcept {
+// What no sequence has of a native call's rows.
+struct PadStage : Stage {
+  uint16_t* out;
+  int64_t stride, begin, end, columns;
+
+  PadStage(const NativeRows& rows, int64_t num_tokens, int64_t columns)
+      : out(rows.out), stride(rows.out_stride), begin(num_tokens), end(rows.rows), columns(columns) {
+    units = begin < end;
+    work = [](Stage& stage, int64_t, Turn&) {
+      auto& pad = static_cast<PadStage&>(stage);
+      if (pad.next.fetch_add(1, std::memory_order_relaxed) >= pad.units) return true;
+      for (int64_t row = pad.begin; row < pad.end; ++row)
+        memset(pad.out + row * pad.stride, 0, pad.columns * sizeof(uint16_t));
+      pad.finish(1);
+      return true;
+    };
+  }
+};
+
+struct NativeCall {
+  PadStage pad;
+  LayerStages stages;
+};
+
+// Of native_call.h.
+const char* prepare_natively(const void* given_layer, const void* given_step, const NativeRows& rows, int64_t threads,
+                             void* memory, Stage** stages) noexcept {
   const auto* layer = static_cast<const Layer*>(given_layer);
   const auto* step = static_cast<const Step*>(given_step);
   if (layer == nullptr || layer->tag != &layer_tag) return "attention: `layer` is not from this library's native_layer";
@@ -234,20 +270,22 @@ const char* call_natively(const void* given_layer, const void* given_step, const
     return TokenView{const_cast<uint16_t*>(data), stride, head_dim};
   };
   try {
-    const char* error = run_layer(*layer, *step, view(rows.q, rows.q_stride), view(rows.k, rows.k_stride),
-                                  view(rows.v, rows.v_stride), view(rows.out, rows.out_stride));
-    if (error != nullptr) return error;
+    auto* call = new (memory) NativeCall{
+        {rows, step->num_tokens, heads * head_dim},
+        stages_of(*layer, *step, view(rows.q, rows.q_stride), view(rows.k, rows.k_stride), view(rows.v, rows.v_stride),
+                  view(rows.out, rows.out_stride), threads)};
+    stages[0] = call->pad.units > 0 ? &call->pad : nullptr;
+    stages[1] = &call->stages.write;
+    stages[2] = &call->stages.attend;
+    return call->stages.attend.error;
   } catch (...) {
-    return "attention: out of memory, or torch's threads failed";
+    return "attention: out of memory";
   }
-  for (int64_t row = step->num_tokens; row < rows.rows; ++row)
-    memset(rows.out + row * rows.out_stride, 0, heads * head_dim * sizeof(uint16_t));
-  return nullptr;
 }
 
 int64_t native_attention() {
-  const NativeAttention function = call_natively;
-  return static_cast<int64_t>(reinterpret_cast<intptr_t>(function));
+  static const NativeAttention functions{sizeof(NativeCall), prepare_natively};
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(&functions));
 }
 
 // uint8 [sizeof(T)] on the CPU
@@ -269,6 +307,7 @@ Tensor native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double
 
 Tensor native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int64_t num_seqs,
                    int64_t num_tokens, int64_t step) {
+  PAGELOOM_CHECK(step != 0, "attention: native calls need a number for their step, as new_step gives");
   return bytes_of(step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step));
 }
 
@@ -300,8 +339,11 @@ void write_kv(Tensor k, Tensor v, Tensor kv_cache, Tensor slot_mapping) {
   const CacheLayout cache = layout_of(kv_cache, k.size(2));
   const int64_t num_tokens = slot_mapping.numel();
   check_kv_heads(cache, k, v);
-  const char* error = run_write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
-                                slots_of(slot_mapping, num_tokens), num_tokens, torch_threads());
+  const Threads threads = lent_threads();
+  WriteStage write(cache, view_of(k, cache, num_tokens, "k"), view_of(v, cache, num_tokens, "v"),
+                   slots_of(slot_mapping, num_tokens), num_tokens, threads.count);
+  Stage* const stage = &write;
+  const char* error = StageRun(&stage, 1).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);
 }
 
@@ -331,7 +373,7 @@ void copy_blocks(std::vector<Tensor> sources, std::vector<Tensor> destinations, 
     to.push_back(static_cast<char*>(destinations[c].data_ptr()));
   }
   run_copy_blocks(from.data(), to.data(), bytes.data(), static_cast<int64_t>(from.size()), ids, pairs.size(0),
-                  torch_threads());
+                  lent_threads());
 }
 
 int64_t supported_isas() {
@@ -360,6 +402,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "int num_tokens, int step) -> Tensor");
   m.define("new_step() -> int");
   m.define("supported_isas() -> int");
+  m.define("lend_crew(int address) -> ()");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -375,6 +418,7 @@ const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Op
   m.implement<native_attention>("native_attention");
   m.implement<new_step>("new_step");
   m.implement<supported_isas>("supported_isas");
+  m.implement<lend_crew>("lend_crew");
 });
 
 }  // namespace

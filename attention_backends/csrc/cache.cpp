@@ -91,23 +91,14 @@ void ask_for_keys(const CacheLayout& cache, int64_t slot) {
   }
 }
 
-struct WriteRun {
-  const CacheLayout& cache;
-  TokenView k, v;
-  const int64_t* slots;
-  int64_t num_tokens;
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> bad_slot{false};
-};
-
 template <class T>
-void write_range(WriteRun& run, int64_t begin, int64_t end) {
+void write_range(WriteStage& run, int64_t begin, int64_t end) {
   const int64_t capacity = run.cache.num_blocks * run.cache.block_size;
   for (int64_t t = begin; t < end; ++t) {
     const int64_t slot = run.slots[t];
     if (slot == -1) continue;
     if (slot < 0 || slot >= capacity) {
-      run.bad_slot.store(true, std::memory_order_relaxed);
+      run.error.store("attention: slot_mapping names a slot outside the KV cache", std::memory_order_relaxed);
       return;
     }
     const T* k = static_cast<const T*>(run.k.data) + t * run.k.token_stride;
@@ -136,12 +127,15 @@ void write_range(WriteRun& run, int64_t begin, int64_t end) {
 constexpr int64_t kChunk = 8;          // tokens
 constexpr int64_t kScatteredStore = 8;  // of a cell of K, as lane operations
 
-void write_worker(void* context) {
-  auto& run = *static_cast<WriteRun*>(context);
-  for (int64_t begin; (begin = run.next.fetch_add(kChunk, std::memory_order_relaxed)) < run.num_tokens;) {
-    const int64_t end = std::min(run.num_tokens, begin + kChunk);
+bool write(Stage& stage, int64_t, Turn& turn) {
+  auto& run = static_cast<WriteStage&>(stage);
+  for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.units;) {
+    const int64_t begin = i * kChunk, end = std::min(run.num_tokens, begin + kChunk);
     run.cache.dtype == Dtype::kFloat32 ? write_range<float>(run, begin, end) : write_range<uint16_t>(run, begin, end);
+    run.finish(1);
+    if (!turn.pass()) return false;
   }
+  return true;
 }
 
 struct CopyRun {
@@ -164,19 +158,19 @@ void copy_worker(void* context) {
 
 }  // namespace
 
-const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
-                      const Threads& threads) {
-  WriteRun run{cache, k, v, slots, num_tokens};
-  const int64_t work = num_tokens * cache.num_kv_heads * cache.head_dim * kScatteredStore;
-  run_threads(threads, work, (num_tokens + kChunk - 1) / kChunk, write_worker, &run);
-  return run.bad_slot.load() ? "attention: slot_mapping names a slot outside the KV cache" : nullptr;
+WriteStage::WriteStage(const CacheLayout& to, TokenView keys, TokenView values, const int64_t* at, int64_t tokens,
+                       int64_t threads)
+    : cache(to), k(keys), v(values), slots(at), num_tokens(tokens) {
+  work = write;
+  units = (tokens + kChunk - 1) / kChunk;
+  workers = threads_worth(threads, tokens * cache.num_kv_heads * cache.head_dim * kScatteredStore, units);
 }
 
 void run_copy_blocks(const char* const* sources, char* const* destinations, const int64_t* block_bytes,
                      int64_t num_caches, const int64_t* pairs, int64_t num_pairs, const Threads& threads) {
   if (num_pairs == 0 || num_caches == 0) return;
   CopyRun run{sources, destinations, block_bytes, num_caches * num_pairs, num_pairs, pairs};
-  run_threads(threads, run.count * block_bytes[0] / 4, run.count, copy_worker, &run);
+  threads.run(threads_worth(threads.count, run.count * block_bytes[0] / 4, run.count), copy_worker, &run);
 }
 
 }  // namespace pageloom

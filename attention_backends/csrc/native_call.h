@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "stages.h"
+
 namespace pageloom {
 
 // Rows of all tokens of a step, bfloat16; strides in elements between tokens, the heads of a token side by side.
@@ -20,9 +22,17 @@ struct NativeRows {
   int64_t rows;  // of q, k, v and out: the step's tokens or more; what is beyond becomes zero in out
 };
 
-// Writes k and v to the layer's cache, then attends; on torch's threads, done when it returns. `layer` and `step`: what
-// the ops native_layer and native_step described, read in place; the cache and the step's tensors must still exist.
-// Null, or why it was refused or failed (a static string). Throws nothing.
-using NativeAttention = const char* (*)(const void* layer, const void* step, const NativeRows& rows);
+// A call's stages, in order, nulls left out: rows beyond the step's tokens, k and v written to the layer's cache, attention.
+inline constexpr int64_t kNativeStages = 3;
+
+struct NativeAttention {
+  int64_t bytes;  // of a call's memory, which begins at a multiple of 64
+  // Makes the stages of one call in `memory`, for up to `threads` threads. `layer` and `step`: what the ops native_layer
+  // and native_step described, read in place; until the stages have run, they, the cache, the step's tensors and the
+  // rows must exist, and no other thread may prepare stages of the same layer and step.
+  // Null, or why it was refused (a static string). Throws nothing.
+  const char* (*prepare)(const void* layer, const void* step, const NativeRows& rows, int64_t threads, void* memory,
+                         Stage** stages);
+};
 
 }  // namespace pageloom

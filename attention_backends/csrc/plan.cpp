@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 
 namespace pageloom {
 namespace {
@@ -290,9 +291,15 @@ void make_plan(Plan& plan, const AttentionProblem& p, int64_t row_tile) {
   if (plan.error == nullptr) Planner(plan, p, row_tile).run(candidates, taken);
 }
 
+void Plan::reserve_partials() {
+  if (partial_floats <= reserved_) return;
+  reserved_ = partial_floats + partial_floats / 4;
+  memory_.reset(new float[reserved_]);
+}
+
 Plan& plan_of(const AttentionProblem& p, int64_t row_tile) {
-  constexpr size_t kDistinct = 16;  // layer groups of a model, as far as their plans are kept
-  static thread_local std::array<Kept, kDistinct> kept;
+  constexpr size_t kDistinct = 4;  // as many are kept, or all of the step
+  static thread_local std::vector<std::unique_ptr<Kept>> kept;
   static thread_local size_t oldest = 0;
   const std::array<int64_t, 10> key = {p.step,
                                        p.num_seqs,
@@ -304,14 +311,15 @@ Plan& plan_of(const AttentionProblem& p, int64_t row_tile) {
                                        p.max_blocks,
                                        row_tile,
                                        static_cast<int64_t>(reinterpret_cast<intptr_t>(p.block_tables))};
-  for (Kept& each : kept) {
-    if (p.step == 0 || !each.serves(p, key)) continue;
-    for (SplitGroup& group : each.plan.groups) group.pending = group.parts;
-    return each.plan;
+  for (const auto& each : kept)
+    if (p.step != 0 && each->serves(p, key)) return each->plan;
+  if (kept.size() < kDistinct || (p.step != 0 && kept[oldest]->key[0] == p.step)) {
+    kept.insert(kept.begin() + oldest, std::make_unique<Kept>());
   }
-  Kept& made = kept[oldest];
-  oldest = (oldest + 1) % kDistinct;
+  Kept& made = *kept[oldest];
+  oldest = (oldest + 1) % kept.size();
   make_plan(made.plan, p, row_tile);
+  made.plan.reserve_partials();
   made.key = key;
   made.lengths.assign(p.query_start_loc, p.query_start_loc + p.num_seqs + 1);
   made.lengths.insert(made.lengths.end(), p.seq_lens, p.seq_lens + p.num_seqs);

@@ -1,28 +1,37 @@
-// Runs attention calls, and writes and copies of the cache, on whatever threads the caller lends. Torch-free.
+// Attention calls, and writes and copies of the cache, as stages that any threads run (stages.h). Torch-free.
 #pragma once
 
 #include "kernels.h"
+#include "plan.h"
+#include "stages.h"
 
 namespace pageloom {
 
-// Runs body(context) on up to `threads` threads at once and returns when all have; one call per thread.
-using RunOnThreads = void (*)(int64_t threads, void (*body)(void*), void* context);
-
-struct Threads {
-  int64_t count;
-  RunOnThreads run;
-};
-
-// body(context) on as many threads as `work` (lane operations) and the number of pieces are worth.
-void run_threads(const Threads& threads, int64_t work, int64_t pieces, void (*body)(void*), void* context);
-
-// Null where all went well, otherwise what is wrong with the input (a static string). While problem.step is the same
-// (and not 0), block tables must be, too: layers of one step share the work of cutting it.
-const char* run_attention(const AttentionProblem& problem, const KernelTable& kernels, const Threads& threads);
+// As many threads as `work` (lane operations) and the number of pieces are worth.
+int64_t threads_worth(int64_t threads, int64_t work, int64_t pieces);
 
 // Writes tokens' k and v to cache slots (block * block_size + offset); -1 is skipped. An int8 cache takes bfloat16.
-const char* run_write(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
-                      const Threads& threads);
+struct WriteStage : Stage {
+  CacheLayout cache;
+  TokenView k, v;
+  const int64_t* slots;
+  int64_t num_tokens;
+
+  WriteStage(const CacheLayout& cache, TokenView k, TokenView v, const int64_t* slots, int64_t num_tokens,
+             int64_t threads);
+};
+
+// Attends. While problem.step is the same (and not 0), block tables must be, too: layers of one step share the work of
+// cutting it, so such stages run one after another.
+struct AttendStage : Stage {
+  AttentionProblem problem;
+  const KernelTable& kernels;
+  Plan& plan;  // of the thread that made the stage: good until it asks for one of another step
+  int64_t claim;  // items that a thread takes at once
+
+  // `error` is set where the input is wrong.
+  AttendStage(const AttentionProblem& asked, const KernelTable& kernels, int64_t threads);
+};
 
 // Copies block pairs[2i] of each source to block pairs[2i + 1] of its destination, which may be the same cache;
 // `block_bytes` each.

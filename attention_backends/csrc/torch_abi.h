@@ -54,8 +54,6 @@ TorchError torch_list_get_item(TorchList list, size_t index, TorchValue* result)
 TorchError torch_list_push_back(TorchList list, TorchValue item);
 TorchError torch_delete_list(TorchList list);
 
-TorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
-                              void (*body)(int64_t begin, int64_t end, void* context), void* context);
 TorchError torch_get_num_threads(uint32_t* result);
 }
 
@@ -124,26 +122,6 @@ class Tensor {
 
   std::shared_ptr<AtenTensorOpaque> handle_;
 };
-
-// torch's own threads, so that no second pool of them lives in the process. `count` bodies run, each once or more: they
-// share their work, so one that runs for several still does everything.
-inline int64_t torch_num_threads() {
-  uint32_t count = 1;
-  PAGELOOM_TORCH(torch_get_num_threads(&count));
-  return count;
-}
-
-inline void run_on_torch_threads(int64_t count, void (*body)(void*), void* context) {
-  struct Call {
-    void (*body)(void*);
-    void* context;
-  } call{body, context};
-  const auto run = [](int64_t, int64_t, void* opaque) {
-    const auto* c = static_cast<Call*>(opaque);
-    c->body(c->context);
-  };
-  PAGELOOM_TORCH(torch_parallel_for(0, count, 1, run, &call));
-}
 
 // A type as torch hands it over (what it points to is ours then), and as torch takes it over.
 template <class T>

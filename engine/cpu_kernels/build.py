@@ -27,7 +27,7 @@ def sources() -> NativeSources:
         "binding.h",
         "tape.h",
     )
-    shared = ("native_call.h", "simd.h", "torch_abi.h")
+    shared = ("crew.h", "lent_threads.h", "native_call.h", "simd.h", "stages.h", "torch_abi.h")
     return NativeSources(
         folder="linear-cpu",
         prefix="pageloom_linear",

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch._ops import OpOverload
 
+from attention_backends.crew import load_library
 from attention_backends.native_build import ISAS
+from attention_backends.toolchain import KernelLibrary
 from engine.cpu_kernels import build, quantize
 from engine.cpu_kernels.formats import PANEL, Format, packable, panel_bytes
 
@@ -101,18 +103,17 @@ def load(cache_dir: Path, *, every_isa: bool = False) -> LinearOps:
     """Builds the kernels (once per machine; seconds) and loads them (once per process): those that this CPU takes, or
     of `every_isa` (tests, comparisons). Raises BuildError."""
     library = build.build(cache_dir, every_isa=every_isa)
-    return _load(library.path, library.namespace)
+    return _load(library, cache_dir)
 
 
 @functools.cache
-def _load(path: Path, namespace: str) -> LinearOps:
-    if not hasattr(getattr(torch.ops, namespace), "packed_linear"):
-        load_library: Callable[[str], None] = torch.ops.load_library
-        load_library(str(path))
+def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
+    ops, new = load_library(library, cache_dir)
+    if new:
+        namespace = library.namespace
         torch.library.register_fake(f"{namespace}::packed_linear", _fake_linear)
         torch.library.register_fake(f"{namespace}::rotate_heads", _fake_rotation)
         torch.library.register_fake(f"{namespace}::packed_embedding", _fake_embedding)
-    ops = getattr(torch.ops, namespace)
     supported = ops.supported_isas()
     isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
     return LinearOps(

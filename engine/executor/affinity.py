@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from attention_backends.crew import helpers_of_this_thread
+from attention_backends.toolchain import BuildError
 from engine.errors import ConfigError
-from engine.executor.team import team_of
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -35,21 +35,34 @@ def bind_thread(cores: Sequence[int]) -> None:
 class Places:
     """A core for each compute thread, where there are as many cores as threads; a context in which a step computes.
 
-    Threads that wait for each other at a barrier must not share a core, and when others want to compute, too, Linux
-    puts them there, for seconds: a step of 150 barriers takes 500 ms instead of 12. Where there are more cores than
-    threads, they are left to the system, which has somewhere better to go; and where it does not let us, or takes a
-    core away, too: no step fails for that.
+    When others want to compute, too, Linux puts two compute threads on one core and leaves them there for seconds.
+    Where there are more cores than threads, they are left to the system, which has somewhere better to go; and where it
+    does not let us, or takes a core away, too: no step fails for that.
 
     The thread that calls is bound while it computes only: what it starts at other times inherits where it may run.
     """
 
-    def __init__(self, threads: int) -> None:
-        """For the calling thread and torch's that help it, which are `threads` together: where the caller may run."""
+    def __init__(self, threads: int, cache_dir: Path) -> None:
+        """For the calling thread and the crew that helps it, `threads` together: where the caller may run."""
         self._everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._before: set[int] | None = None
         """where the calling thread may run when it does not compute; None: it has not been bound"""
-        places = _cores(self._everywhere)
-        self._places = places if len(places) == threads > 1 and _bind_team(places) else []
+        self._places = _cores(self._everywhere)
+        self._helpers: list[int] = []
+        if not len(self._places) == threads > 1 or not self._bind_helpers(cache_dir):
+            self._places = []
+
+    def _bind_helpers(self, cache_dir: Path) -> bool:
+        """False, and all may run where the caller may: not all of them could be bound."""
+        try:
+            self._helpers = helpers_of_this_thread(len(self._places) - 1, cache_dir)
+        except BuildError:
+            return False
+        bound = [_bind(helper, place) for helper, place in zip(self._helpers, self._places[1:], strict=False)]
+        if len(bound) == len(self._places) - 1 and all(bound):
+            return True
+        self.close()
+        return False
 
     def __enter__(self) -> None:
         if self._places:
@@ -68,39 +81,18 @@ class Places:
             self._before = None
 
     def close(self) -> None:
-        """In the thread that has made it: its helpers may run everywhere again."""
-        if self._places:
-            _bind_team([self._everywhere] * len(self._places))
-            self._places = []
+        """The helpers may run everywhere again."""
+        for helper in self._helpers:
+            _bind(helper, self._everywhere)
+        self._helpers, self._places = [], []
 
 
-def _bind_team(places: list[set[int]]) -> bool:
-    """The calling thread and those of torch's that help it, each to its own of as many places. False, and all may run
-    where the caller may: not all of them could be."""
-    everywhere = os.sched_getaffinity(0)
-    team = team_of(len(places))
-    if team is None:
-        return False
-
-    def to(wanted: list[set[int]]) -> bool:
-        bound: list[int] = []
-
-        def bind(part: int) -> None:
-            with suppress(OSError):
-                os.sched_setaffinity(0, wanted[part])
-                bound.append(threading.get_native_id())
-
-        team.run(bind)
-        return len(set(bound)) == len(wanted)
-
+def _bind(thread: int, cpus: set[int]) -> bool:
     try:
-        if to(places):
-            return True
-        to([everywhere] * len(places))
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, everywhere)
-    return False
+        os.sched_setaffinity(thread, cpus)
+    except OSError:
+        return False
+    return True
 
 
 def _cores(cpus: Iterable[int]) -> list[set[int]]:

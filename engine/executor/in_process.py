@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -259,7 +260,7 @@ class InProcessExecutor:
             bind_thread(cores)
         self._prepare_thread()
         if self._config.device.kind == "cpu":
-            self._places = Places(self._config.device.threads)
+            self._places = Places(self._config.device.threads, Path(self._config.compile.cache_dir))
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self._config.device.threads)  # OpenMP keeps the number for each thread

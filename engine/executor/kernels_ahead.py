@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTIONS = (
     "attention_backends.build",
+    "attention_backends.crew_sources",
     "engine.cpu_kernels.build",
     "engine.sampling_sources",
     "engine.draft_sources",

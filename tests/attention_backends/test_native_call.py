@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_stages import Call, NativeAttention, NativeRows, Stage
 from paged_case import PADDING, Case
 
 from attention_backends.cpu import CpuBackend, CpuMetadata, Isa
@@ -24,23 +25,6 @@ MIXED = [(1, 300), (1, 33), (37, 37), (5, 261), (1, 1), (40, 90), (0, 7), (2, 2)
 UNTOUCHED = 7.0
 
 Prepared = Callable[[Isa], CpuBackend]
-
-
-class NativeRows(ctypes.Structure):
-    _fields_ = (
-        ("q", ctypes.c_void_p),
-        ("q_stride", ctypes.c_int64),
-        ("k", ctypes.c_void_p),
-        ("k_stride", ctypes.c_int64),
-        ("v", ctypes.c_void_p),
-        ("v_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-    )
-
-
-NativeAttention = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(NativeRows))
 
 
 @dataclass(frozen=True)
@@ -78,8 +62,7 @@ def call(
     step = backend.native_step(given.metadata)
     each = [field for t in (given.q, given.k, given.v, out) for field in (t.data_ptr(), t.stride(0))]
     native_rows = NativeRows(*each, given.num_tokens if rows is None else rows)
-    refusal = NativeAttention(native.function)(native.layer.data_ptr(), step.data_ptr(), ctypes.byref(native_rows))
-    return None if refusal is None else refusal.decode()
+    return Call(native.function, native.layer.data_ptr(), step.data_ptr(), native_rows).run()
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -173,7 +156,7 @@ def test_what_only_a_call_can_see_is_returned_as_a_reason(cpu_backend: Prepared)
     wild = replace(given, metadata=replace(given.metadata, slot_mapping=slots))
     assert "slot_mapping" in (call(backend, case.layer, wild, out) or "")
     tables = torch.full_like(given.metadata.block_tables, case.num_blocks)
-    wild = replace(given, metadata=replace(given.metadata, block_tables=tables, step=0))
+    wild = replace(given, metadata=replace(given.metadata, block_tables=tables))
     assert "block_tables" in (call(backend, case.layer, wild, out) or "")
 
 
@@ -182,12 +165,11 @@ def test_what_is_no_description_is_refused(cpu_backend: Prepared) -> None:
     given = inputs_of(case, backend)
     native = backend.native_layer(case.layer, given.kv_cache, BF16)
     assert native is not None
-    function, rows = NativeAttention(native.function), ctypes.byref(NativeRows())
     layer, step = native.layer.data_ptr(), backend.native_step(given.metadata)
     for wrong in (None, step.data_ptr()):
-        assert b"native_layer" in function(wrong, step.data_ptr(), rows)
+        assert "native_layer" in (Call(native.function, wrong, step.data_ptr(), NativeRows()).refusal or "")
     for wrong in (None, layer):
-        assert b"native_step" in function(layer, wrong, rows)
+        assert "native_step" in (Call(native.function, layer, wrong, NativeRows()).refusal or "")
 
 
 def test_other_queries_and_other_backends_have_no_native_entry(cpu_backend: Prepared) -> None:
@@ -258,7 +240,10 @@ def test_the_header_is_plain_cpp17_with_the_layout_that_is_tested_here(tmp_path:
     if compiler is None:
         pytest.skip("no C++ compiler")
     source = tmp_path / "caller.cpp"
-    check = f"static_assert(sizeof(pageloom::NativeRows) == {ctypes.sizeof(NativeRows)});"
-    source.write_text(f'#include "native_call.h"\n{check}\npageloom::NativeAttention attention = nullptr;\n')
+    sizes = {"NativeRows": NativeRows, "Stage": Stage, "NativeAttention": NativeAttention}
+    checks = [f"sizeof(pageloom::{name}) == {ctypes.sizeof(kind)}" for name, kind in sizes.items()]
+    fields = ("units", "workers", "ahead", "error", "next", "done")
+    checks += [f"__builtin_offsetof(pageloom::Stage, {name}) == {getattr(Stage, name).offset}" for name in fields]
+    source.write_text("\n".join(['#include "native_call.h"', *(f"static_assert({check});" for check in checks), ""]))
     strict = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only"]
     subprocess.run([compiler, *strict, f"-I{CSRC}", str(source)], check=True, timeout=60)

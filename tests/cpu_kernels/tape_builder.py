@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,25 +19,6 @@ Ref = tuple[int, int]
 """a value, and its first column that is meant"""
 STEP = torch.zeros(1, dtype=torch.uint8)
 """what tapes without attention are run with"""
-
-
-class NativeRows(ctypes.Structure):
-    """`pageloom::NativeRows`."""
-
-    _fields_ = (
-        ("q", ctypes.c_void_p),
-        ("q_stride", ctypes.c_int64),
-        ("k", ctypes.c_void_p),
-        ("k_stride", ctypes.c_int64),
-        ("v", ctypes.c_void_p),
-        ("v_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-    )
-
-
-NativeAttention = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(NativeRows))
 
 
 @dataclass(frozen=True)
@@ -160,20 +141,3 @@ def rows_at(address: int, stride: int, rows: int, columns: int) -> Tensor:
     size = (rows - 1) * stride + columns
     flat = torch.frombuffer((ctypes.c_uint16 * size).from_address(address), dtype=torch.bfloat16)
     return flat.as_strided((rows, columns), (stride, 1))
-
-
-class PretendAttention:
-    """Calls `attend(layer, step, rows)` in the place of an attention; the error that it returns goes back."""
-
-    def __init__(self, attend: Callable[[int, int, NativeRows], bytes | None]) -> None:
-        self._kept: list[ctypes.Array[ctypes.c_char]] = []
-
-        def called(layer: int, step: int, rows: Any) -> int | None:
-            error = attend(layer, step, rows.contents)
-            if error is None:
-                return None
-            self._kept.append(ctypes.create_string_buffer(error))
-            return ctypes.addressof(self._kept[-1])
-
-        self._called = NativeAttention(called)
-        self.address: int = ctypes.cast(self._called, ctypes.c_void_p).value or 0

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from native_stages import NativeRows, PretendAttention
 from tape_builder import (
     INPUT,
     NONE,
@@ -13,8 +14,6 @@ from tape_builder import (
     SCRATCH,
     STEP,
     Heads,
-    NativeRows,
-    PretendAttention,
     TapeBuilder,
     Weights,
     linear,
@@ -256,7 +255,7 @@ def test_attention_of_rows_that_are_not_there_is_refused(ops: LinearOps) -> None
     t = TapeBuilder()
     t.value(64, INPUT), t.value(48, RESULT)
     t.attention(0, STEP, (48, 16), [(0, 0), (0, 0), (0, 0), (1, 0)])
-    with pytest.raises(RuntimeError, match="make_tape: an attention without a function"):
+    with pytest.raises(RuntimeError, match="make_tape: an attention without its functions"):
         t.make(ops)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tape_builder import STEP, PretendAttention, rows_at
+from native_stages import PretendAttention
+from tape_builder import STEP, rows_at
 from torch import Tensor, nn
 
 from attention_backends.interface import NativeLayer

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tape_builder import INPUT, RESULT, SCRATCH, STEP, NativeRows, PretendAttention, rows_at
+from native_stages import NativeRows, PretendAttention
+from tape_builder import INPUT, RESULT, SCRATCH, STEP, rows_at
 from torch import Tensor, fx, nn
 
 from attention_backends.interface import NativeLayer

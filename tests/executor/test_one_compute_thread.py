@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from attention_backends.toolchain import default_cache_dir
 from engine.config import EngineConfig
 from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
@@ -21,6 +22,10 @@ from engine.reports import LoadReport, WarmUpReport
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult
 
 ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+def places_of(threads: int) -> Places:
+    return Places(threads, default_cache_dir())
 
 
 class _Done:
@@ -241,7 +246,7 @@ def test_each_compute_thread_has_a_core_of_its_own_while_it_computes() -> None:
 
     def run() -> None:
         torch.set_num_threads(len(cores))
-        places = Places(len(cores))
+        places = places_of(len(cores))
         with places:
             seen.append(os.sched_getaffinity(0))
         seen.append(os.sched_getaffinity(0))
@@ -265,9 +270,9 @@ def test_no_step_fails_where_threads_may_not_be_bound(
 
     def run() -> None:
         torch.set_num_threads(len(_cores(ALLOWED)))
-        before = Places(len(_cores(ALLOWED)))
+        before = places_of(len(_cores(ALLOWED)))
         monkeypatch.setattr(os, "sched_setaffinity", refuse)
-        for places in (before, Places(len(_cores(ALLOWED)))):
+        for places in (before, places_of(len(_cores(ALLOWED)))):
             with places:
                 done.append(os.sched_getaffinity(0))
         monkeypatch.undo()
@@ -284,7 +289,7 @@ def test_no_step_fails_where_threads_may_not_be_bound(
 def test_what_a_caller_says_of_its_own_thread_stays() -> None:
     def run() -> None:
         torch.set_num_threads(len(_cores(ALLOWED)))
-        places = Places(len(_cores(ALLOWED)))
+        places = places_of(len(_cores(ALLOWED)))
         last = _cores(ALLOWED)[-1]
         os.sched_setaffinity(0, last)
         with places:
@@ -301,5 +306,5 @@ def test_what_a_caller_says_of_its_own_thread_stays() -> None:
 
 def test_fewer_threads_than_cores_are_left_to_the_system() -> None:
     before = os.sched_getaffinity(0)
-    with Places(len(_cores(ALLOWED)) + 1), Places(1):
+    with places_of(len(_cores(ALLOWED)) + 1), places_of(1):
         assert os.sched_getaffinity(0) == before

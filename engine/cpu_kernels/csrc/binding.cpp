@@ -19,7 +19,7 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
   }
   Tensor out = new_output(p.rows, p.out_stride, wide);
   p.out = out.data_ptr();
-  run_linears(&layer, 1, torch_threads());
+  run_linear(layer, lent_threads());
   return out;
 }
 
@@ -42,7 +42,7 @@ Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> 
   }
   Tensor out = new_output(p.rows, p.n, false);
   p.out = out.data_ptr();
-  run_linears(&layer, 1, torch_threads());
+  run_linear(layer, lent_threads());
   return out;
 }
 
@@ -60,7 +60,7 @@ Tensor packed_embedding(Tensor ids, Tensor weight, int64_t n, int64_t k, int64_t
   p.weight = static_cast<const uint8_t*>(weight.data_ptr());
   Tensor out = new_output(p.tokens, k, false);
   p.out = static_cast<uint16_t*>(out.data_ptr());
-  const int64_t bad = run_embedding(p, decode, torch_threads());
+  const int64_t bad = run_embedding(p, decode, lent_threads());
   PAGELOOM_CHECK(bad < 0, "packed_embedding: id ", p.ids[bad < 0 ? 0 : bad], " is outside [0, ", n, ")");
   return out;
 }
@@ -87,6 +87,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "int head_dim, Tensor? residual) -> Tensor");
   m.define("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
   m.define("supported_isas() -> int");
+  m.define("lend_crew(int address) -> ()");
   m.define("choose_streams(int chosen) -> int");
 });
 
@@ -98,6 +99,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<supported_isas>("supported_isas");
+  m.implement<lend_crew>("lend_crew");
   m.implement<choose_streams>("choose_streams");
 });
 

@@ -1,16 +1,13 @@
-// What the units that see torch share: tensors checked and taken apart, and torch's own threads (at::parallel_for
-// through the stable ABI), so that no second pool of threads lives in the process.
+// What the units that see torch share: tensors checked and taken apart.
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "lent_threads.h"
 #include "linear_schedule.h"
-#include "torch_abi.h"
 
 namespace pageloom {
-
-inline Threads torch_threads() { return {torch_num_threads(), run_on_torch_threads}; }
 
 inline bool on_cpu_of(const Tensor& t, ScalarType dtype) { return t.on_cpu() && t.scalar_type() == dtype; }
 

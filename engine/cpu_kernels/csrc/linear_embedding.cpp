@@ -45,11 +45,8 @@ int64_t run_embedding(const EmbeddingProblem& problem, DecodeRow decode, const T
   for (int64_t t = 0; t < problem.tokens; ++t)
     if (problem.ids[t] < 0 || problem.ids[t] >= problem.n) return t;
   Run run{problem, decode};
-  const int64_t count = std::min(threads.count, (problem.tokens + kChunk - 1) / kChunk);
-  if (count <= 1 || problem.tokens * problem.k < kSerialElements)
-    worker(&run);
-  else
-    threads.run(count, worker, &run);
+  const bool serial = problem.tokens * problem.k < kSerialElements;
+  threads.run(serial ? 1 : (problem.tokens + kChunk - 1) / kChunk, worker, &run);
   return -1;
 }
 

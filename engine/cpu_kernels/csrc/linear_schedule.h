@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.h"
+#include "stages.h"
 
 namespace pageloom {
 
@@ -23,12 +24,6 @@ bool isa_available(int64_t isa);
 // The kernels of the widest available ISA at or below `isa` (kAuto: any) that have the format; null: there are none.
 const LinearKernels* kernels_of(Format format, int64_t isa);
 
-// Torch's threads: run(n, body, context) calls body(context) from up to n threads and returns when all are done.
-struct Threads {
-  int64_t count;
-  void (*run)(int64_t threads, void (*body)(void*), void* context);
-};
-
 struct LinearLayer {
   LinearProblem problem;  // its inputs may be what layers before it put out; all have the same rows, n > 0
   const LinearKernels* kernels;
@@ -39,8 +34,21 @@ inline constexpr int64_t kMostStreams = 8;
 void set_streams(int64_t streams);
 int64_t streams();
 
-// Layers one after another, in one parallel region.
-void run_linears(const LinearLayer* layers, int64_t count, const Threads& threads);
+// Layers as stages of a run by up to `threads` threads. One thread makes them, in memory that is its own until it makes
+// others; the layers must stay where they are as long.
+class LinearStages {
+ public:
+  LinearStages(int64_t layers, int64_t threads);
+  LinearStages(const LinearStages&) = delete;
+  Stage* add(const LinearLayer& layer);  // at most as many as were announced; of at least one row
+
+ private:
+  int64_t threads_;
+  char* at_;
+  char* rows_ = nullptr;  // prepared for all threads, of one stage at a time
+};
+
+void run_linear(const LinearLayer& layer, const Threads& threads);
 
 // One output's weights, decoded exactly and rounded to bf16 [k]. `panel` is the panel that holds the output, `output`
 // its place there, 0 to 31. Null where this build cannot decode the format.

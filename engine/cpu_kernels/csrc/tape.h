@@ -19,13 +19,13 @@ struct TapeLayer {
 };
 
 struct TapeAttention {
-  NativeAttention function;
+  const NativeAttention* functions;
   const void* layer;
   int64_t step;  // which of a run's steps it takes
   Ref q, k, v, out;
 };
 
-// `count` layers from `first` on in one parallel region; count 0: attention number `first`.
+// `count` layers from `first` on; count 0: attention number `first`. Their stages all are of one run (stages.h).
 struct TapeStep {
   int64_t first, count;
 };
@@ -44,6 +44,7 @@ struct TapeValue {
 struct Tape {
   int64_t bytes, inputs, results, values, steps, layers, attentions;
   int64_t attention_steps;  // as many has a run
+  int64_t call_bytes;       // memory of all calls of attentions, 64-byte aligned
   int64_t scratch_bytes;    // a row
 };
 
@@ -61,7 +62,7 @@ struct Rows {
 
 // `inputs`, `results`: as many as the tape has. `scratch`: 64-byte aligned, rows * scratch_bytes. `attention_steps`:
 // what the attention's functions take. `times`: null, or where the steps' starts and the last one's end go, in
-// nanoseconds of the monotonic clock. Null, or an attention's error.
+// nanoseconds of the monotonic clock. Null, or an attention's error; what was in the results is lost then.
 const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
                      const void* const* attention_steps, const Threads& threads, int64_t* times);
 

@@ -92,7 +92,7 @@ TapeLayer read_rotation(Reader& r, double norm_eps) {
 
 TapeAttention read_attention(Reader& r) {
   TapeAttention a{};
-  a.function = reinterpret_cast<NativeAttention>(r.next());
+  a.functions = reinterpret_cast<const NativeAttention*>(r.next());
   a.layer = r.needed_tensor().data_ptr();
   a.step = r.count();
   const int64_t q = r.next(), kv = r.next();
@@ -100,7 +100,7 @@ TapeAttention read_attention(Reader& r) {
   a.k = r.needed_ref(kv);
   a.v = r.needed_ref(kv);
   a.out = r.needed_ref(q);
-  PAGELOOM_CHECK(a.function != nullptr, kMake, ": an attention without a function");
+  PAGELOOM_CHECK(a.functions != nullptr, kMake, ": an attention without its functions");
   return a;
 }
 
@@ -144,6 +144,7 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
     if (count == 0) {
       attentions.push_back(read_attention(r));
       tape.attention_steps = std::max(tape.attention_steps, attentions.back().step + 1);
+      tape.call_bytes += (attentions.back().functions->bytes + 63) / 64 * 64;
     }
     for (int64_t i = 0; i < count; ++i) {
       PAGELOOM_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
@@ -198,7 +199,7 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, std::vector<Ten
   std::vector<const void*> steps;
   for (const Tensor& step : attention_steps) steps.push_back(step.data_ptr());
   const char* error = run_tape(tape, rows, given.data(), returned.data(), memory, steps.data(),
-                               torch_threads(), times.has_value() ? static_cast<int64_t*>(times->data_ptr()) : nullptr);
+                               lent_threads(), times.has_value() ? static_cast<int64_t*>(times->data_ptr()) : nullptr);
   PAGELOOM_CHECK(error == nullptr, kRun, ": ", error);
   return results;
 }

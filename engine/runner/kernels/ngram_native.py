@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from attention_backends.crew import load_library
 from attention_backends.native_build import build, build_for_this_cpu
 from engine.draft_sources import sources
 
@@ -27,9 +28,7 @@ class NativeDraftKernels:
 
     def __init__(self, cache_dir: Path, isa: Isa = "auto") -> None:
         library = (build_for_this_cpu if isa == "auto" else build)(sources(), cache_dir)
-        if not hasattr(getattr(torch.ops, library.namespace), "propose_ngram"):
-            torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        ops = getattr(torch.ops, library.namespace)
+        ops, _ = load_library(library, cache_dir)
         mask = ops.supported_isas()
         self.supported_isas: tuple[Isa, ...] = tuple(name for i, name in enumerate(ISAS) if mask >> i & 1)
         if isa != "auto" and isa not in self.supported_isas:

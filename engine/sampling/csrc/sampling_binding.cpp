@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "sampling.h"
-#include "torch_abi.h"
+#include "lent_threads.h"
 
 namespace pageloom {
 namespace {
@@ -44,14 +44,9 @@ constexpr int64_t kWorthThreads = int64_t{1} << 16;  // logits below which wakin
 constexpr int64_t kWorthSplit = int64_t{1} << 18;    // logits of few rows, which then share rows
 constexpr int64_t kSplitBlocks = 256;
 
-// Calls item(i) for i < items on torch's threads, or on this one where the logits are few.
+// Calls item(i) for i < items on all threads, or on this one where the logits are few.
 template <class Item>
 void for_each(int64_t items, int64_t logits, const Item& item) {
-  const int64_t threads = std::min(torch_num_threads(), items);
-  if (threads <= 1 || logits < kWorthThreads) {
-    for (int64_t i = 0; i < items; ++i) item(i);
-    return;
-  }
   struct Call {
     const Item& item;
     int64_t items;
@@ -61,7 +56,7 @@ void for_each(int64_t items, int64_t logits, const Item& item) {
     Call& c = *static_cast<Call*>(opaque);
     for (int64_t i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < c.items;) c.item(i);
   };
-  run_on_torch_threads(threads, body, &call);
+  lent_threads().run(logits < kWorthThreads ? 1 : items, body, &call);
 }
 
 int64_t padded(int64_t blocks) { return (blocks + 15) / 16 * 16; }
@@ -74,7 +69,7 @@ void for_each_row(const KernelTable& kernels, const float* logits, int64_t rows,
     std::fill(maxima + blocks, maxima + padded(blocks), -std::numeric_limits<float>::infinity());
     return Row{logits + i * vocab, vocab, block, blocks, maxima, has_nan};
   };
-  if (rows >= torch_num_threads() || rows * vocab < kWorthSplit) {
+  if (rows >= lent_threads().count || rows * vocab < kWorthSplit) {
     for_each(rows, rows * vocab, [&](int64_t i) {
       float maxima[kMaxBlocks];
       const bool has_nan = kernels.scan(logits + i * vocab, vocab, block, 0, blocks, maxima);
@@ -235,6 +230,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "Tensor(b!) ids, Tensor(c!) counts, Tensor(d!) sizes, Tensor(e!) counted, int isa) -> ()");
   m.define("restrict(Tensor(a!) logits, Tensor places, Tensor bits, int isa) -> ()");
   m.define("supported_isas() -> int");
+  m.define("lend_crew(int address) -> ()");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -246,6 +242,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<supported_isas>("supported_isas");
+  m.implement<lend_crew>("lend_crew");
 });
 
 }  // namespace

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from attention_backends.crew import load_library
 from attention_backends.native_build import build, build_for_this_cpu
 from engine.sampling.batch import BatchPlan
 from engine.sampling.kernels import StepTensors
@@ -42,9 +43,7 @@ class NativeKernels:
         if not 1 <= vocab_size <= MAX_VOCAB:
             raise ValueError(f"sampling kernels take vocabularies of 1 to {MAX_VOCAB} tokens, not {vocab_size}")
         library = (build_for_this_cpu if isa == "auto" else build)(sources(), cache_dir)
-        if not hasattr(getattr(torch.ops, library.namespace), "draw"):
-            torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        ops = getattr(torch.ops, library.namespace)
+        ops, _ = load_library(library, cache_dir)
         mask = ops.supported_isas()
         self.supported_isas: tuple[Isa, ...] = tuple(name for i, name in enumerate(ISAS) if mask >> i & 1)
         if isa != "auto" and isa not in self.supported_isas:

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "drafts.h"
-#include "torch_abi.h"
+#include "lent_threads.h"
 
 namespace pageloom {
 namespace {
@@ -69,11 +69,6 @@ void for_each_row(const Tensor& tokens, const Tensor& rows, const Tensor& length
     const int64_t n = known[row[i]], room = std::min<int64_t>(wanted[i], columns - n);
     found[i] = n > 0 && room > 0 ? static_cast<int32_t>(propose(table + row[i] * columns, n, room)) : 0;
   };
-  const int64_t threads = work < kWorthThreads ? 1 : std::min(torch_num_threads(), m);
-  if (threads <= 1) {
-    for (int64_t i = 0; i < m; ++i) item(i);
-    return;
-  }
   struct Call {
     const decltype(item)& each;
     int64_t items;
@@ -83,7 +78,7 @@ void for_each_row(const Tensor& tokens, const Tensor& rows, const Tensor& length
     Call& c = *static_cast<Call*>(opaque);
     for (int64_t i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < c.items;) c.each(i);
   };
-  run_on_torch_threads(threads, body, &call);
+  lent_threads().run(work < kWorthThreads ? 1 : m, body, &call);
 }
 
 void propose_ngram(Tensor tokens, Tensor rows, Tensor lengths, Tensor most, int64_t longest, int64_t shortest,
@@ -121,6 +116,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "propose_suffix(Tensor(a!) tokens, Tensor rows, Tensor lengths, Tensor most, Tensor recent, int longest, "
       "float factor, float least, Tensor(b!) counts, int isa) -> ()");
   m.define("supported_isas() -> int");
+  m.define("lend_crew(int address) -> ()");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -130,6 +126,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<supported_isas>("supported_isas");
+  m.implement<lend_crew>("lend_crew");
 });
 
 }  // namespace

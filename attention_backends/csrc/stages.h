@@ -1,0 +1,151 @@
+// Work of several threads in stages, none of which is owned by anybody: a thread takes units of the current stage while
+// there are some, and a stage is complete when its units are counted as done. A thread that the system does not run holds
+// nothing that others wait for, and joins them where they are when it comes back. No torch, nothing of the kernels.
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "crew.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <chrono>
+#endif
+
+namespace pageloom {
+
+// When a thread had better let others run: where something else wants its core, the system takes it away at the end of a
+// time slice (milliseconds), in the middle of a unit, and all wait for that unit for as long as the other one's slice is.
+// Who yields earlier than that, between two units, makes nobody wait. Where nothing else wants the core it is one system
+// call (0.3 us) a millisecond.
+class Turn {
+ public:
+  explicit Turn(const Threads& threads) : threads_(threads) {}
+
+  // Between units, with nothing in hand. False: all has ended meanwhile; leave without looking at it.
+  bool pass() { return now() - began() < kTicks || step_aside(); }
+
+  // A round of waiting for others. Who yields early gives its core to other processes for a whole time slice, again and
+  // again; who never does may keep the core from the very thread that it waits for.
+  bool relax(int64_t round) {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+    return round < kSpinRounds || round % 64 != 0 || step_aside();
+  }
+
+ private:
+  static constexpr int64_t kSpinRounds = 4096;  // of pauses before others are let run: about 0.15 ms
+#if defined(__x86_64__)
+  static constexpr int64_t kTicks = 3000000;  // of a time-stamp counter of 2 to 4 GHz: about a millisecond
+  static int64_t now() { return static_cast<int64_t>(__rdtsc()); }
+#else
+  static constexpr int64_t kTicks = 1000000;
+  static int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+#endif
+  static int64_t& began() {
+    static thread_local int64_t ticks = 0;
+    return ticks;
+  }
+
+  bool step_aside() {
+    const bool goes_on = threads_.crew == nullptr || threads_.crew->step_aside();
+    began() = now();
+    return goes_on;
+  }
+
+  const Threads& threads_;
+};
+
+struct Stage {
+  // Takes units until none is left to take; what it took is done, and counted, when it returns. Any number of threads
+  // may call it, also when the stage is complete. False: `turn` said so.
+  bool (*work)(Stage& stage, int64_t me, Turn& turn) = nullptr;
+  int64_t units = 0;    // what there is to do
+  int64_t workers = 1;  // threads that it is worth the trouble for; the others take part when those do not come
+  // What `me` will read first of the weights of this stage, to be asked for while the stage before it ends; or null.
+  const uint8_t* (*ahead)(const Stage& stage, int64_t me, int64_t& bytes) = nullptr;
+  std::atomic<const char*> error{nullptr};  // a static string: what follows the stage is left out
+  alignas(64) std::atomic<int64_t> next{0};  // for `work`
+  alignas(64) std::atomic<int64_t> done{0};
+
+  bool complete() const { return done.load(std::memory_order_acquire) >= units; }
+  void finish(int64_t count) { done.fetch_add(count, std::memory_order_release); }
+};
+
+inline constexpr int64_t kHelpRounds = 512;     // before a thread does what it was not asked to: about 20 us
+inline constexpr int64_t kAheadBytes = 1 << 18;  // of the next weights, asked for while others end a stage
+
+// Threads that go through the same stages, in order. Each may come late, or not at all.
+class StageRun {
+ public:
+  // `ends`: null, or where the nanoseconds (of the monotonic clock) go at which each stage was complete; zeros before.
+  StageRun(Stage* const* stages, int64_t count, int64_t (*clock)() = nullptr, int64_t* ends = nullptr)
+      : stages_(stages), count_(count), clock_(clock), ends_(ends) {}
+
+  // The first stage's error, or null.
+  const char* run(const Threads& threads) {
+    int64_t workers = 1;
+    for (int64_t i = 0; i < count_; ++i) workers = std::max(workers, stages_[i]->workers);
+    threads_ = &threads;
+    threads.run(workers, take_part, this);
+    for (int64_t i = 0; i < count_; ++i)
+      if (const char* error = stages_[i]->error.load(std::memory_order_relaxed)) return error;
+    return nullptr;
+  }
+
+ private:
+  static void take_part(void* context) {
+    auto& run = *static_cast<StageRun*>(context);
+    const int64_t me = run.arrived_.fetch_add(1, std::memory_order_relaxed);
+    Turn turn(*run.threads_);
+    for (int64_t i = 0; i < run.count_; ++i) {
+      Stage& stage = *run.stages_[i];
+      if (!stage.complete() && !run.go_through(i, me, turn)) return;
+      if (stage.error.load(std::memory_order_relaxed) != nullptr) return;
+      if (run.ends_ != nullptr) run.note(i);
+    }
+  }
+
+  bool go_through(int64_t index, int64_t me, Turn& turn) {
+    Stage& stage = *stages_[index];
+    const bool asked = me < stage.workers;
+    if (asked && !stage.work(stage, me, turn)) return false;
+    int64_t bytes = 0, fetched = 0;
+    const uint8_t* const weights = coming(index + 1, me, bytes);
+    for (int64_t round = 0; !stage.complete(); ++round) {
+      if (!asked && round == kHelpRounds && !stage.work(stage, me, turn)) return false;
+      if (fetched < bytes)
+        for (const int64_t stop = std::min(bytes, fetched + 4 * 64); fetched < stop; fetched += 64)
+          __builtin_prefetch(weights + fetched, 0, 2);
+      else if (!turn.relax(round))
+        return false;
+    }
+    return true;
+  }
+
+  // The next weights that are read, by this stage or the one behind it.
+  const uint8_t* coming(int64_t index, int64_t me, int64_t& bytes) const {
+    for (const int64_t end = std::min(count_, index + 2); index < end; ++index)
+      if (const Stage& stage = *stages_[index]; stage.ahead != nullptr) return stage.ahead(stage, me, bytes);
+    return nullptr;
+  }
+
+  void note(int64_t index) {
+    int64_t never = 0;
+    if (__atomic_load_n(ends_ + index, __ATOMIC_RELAXED) == 0)
+      __atomic_compare_exchange_n(ends_ + index, &never, clock_(), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
+
+  const Threads* threads_ = nullptr;
+  Stage* const* stages_;
+  int64_t count_;
+  int64_t (*clock_)();
+  int64_t* ends_;
+  std::atomic<int64_t> arrived_{0};
+};
+
+}  // namespace pageloom
