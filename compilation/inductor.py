@@ -48,8 +48,8 @@ def inductor_directories(kernels: Path, headers: Path) -> Iterator[None]:
             setattr(codecache, name, value)
 
 
-def inductor_options(debug_asserts: bool, device_type: str, *, alone: bool = False) -> dict[str, object]:
-    """Settings under which pieces are compiled; part of the key. `alone`: a CPU's pieces compute in one thread."""
+def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]:
+    """Settings under which pieces are compiled; part of the key."""
     options: dict[str, object] = {
         "size_asserts": debug_asserts,
         "alignment_asserts": debug_asserts,
@@ -57,7 +57,9 @@ def inductor_options(debug_asserts: bool, device_type: str, *, alone: bool = Fal
         "freezing": False,  # would bake weights into the code
         "triton.cudagraphs": False,  # capture is graphs/'s own
     }
-    if alone and device_type == "cpu":
+    if device_type == "cpu":
+        # Code for any number of tokens would wake OpenMP's threads for one token as for a thousand, and they spin for
+        # milliseconds afterwards, on the cores where layers and attention compute with threads of their own.
         options["cpp.threads"] = 1
     if device_type == "cuda":
         options |= {

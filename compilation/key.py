@@ -56,7 +56,6 @@ def environment_material(device: torch.device, inductor_options: Mapping[str, ob
         material["device"] += f" {torch.version.hip} {_triton_version()}"
     else:
         material["device"] = f"{device.type} {cpu_identity()} {compiler_identity()}"
-        material["threads"] = str(torch.get_num_threads())  # Inductor writes the number into its OpenMP pragmas
     return material
 
 

@@ -31,7 +31,7 @@ from compilation.interface import (
     PieceFunction,
 )
 from compilation.key import KeyMaterial, environment_material, piece_material
-from compilation.split import Fused, Piece, split
+from compilation.split import Piece, split
 from compilation.stitch import stitch
 from compilation.store import ArtifactStore
 from compilation.structure import structural_hash
@@ -75,8 +75,6 @@ def compile_model(
         builder = _Builder(store, settings, example_inputs[0].device if example_inputs else torch.device("cpu"), stop)
         traced = builder.trace(module, example_inputs)
         steps = split(traced, split_ops)
-        program_steps = steps if fuse is None else fuse(traced, steps)
-        builder.pieces_compute_alone(any(isinstance(step, Fused) for step in program_steps))
         pieces = [step for step in steps if isinstance(step, Piece)]
         kinds = {piece: structural_hash(piece.module.graph) for piece in pieces}
         distinct: dict[str, Piece] = {}
@@ -85,7 +83,7 @@ def compile_model(
         samples = _Samples(traced, example_inputs)
         compiled = {kind: builder.build(piece, samples.of(piece)) for kind, piece in distinct.items()}
     functions = {piece: compiled[kind] for piece, kind in kinds.items()}
-    program = stitch(traced, program_steps, functions, bind)
+    program = stitch(traced, steps if fuse is None else fuse(traced, steps), functions, bind)
     run = program.run()
     seconds = time.perf_counter() - start
     report = CompileReport(len(pieces), len(distinct), builder.compiled, len(distinct) - builder.compiled, seconds)
@@ -102,16 +100,10 @@ class _Builder:
         self.compiled = 0
         self._stop = stop
         self._store = store
+        self._options = inductor_options(settings.debug_asserts, device.type)
         self._bound = None if settings.largest_size is None else _bound(settings.largest_size)
         self._toolchain = toolchain_directory(store.root) if device.type == "cpu" else None
-        self._device, self._debug_asserts = device, settings.debug_asserts
-        self.pieces_compute_alone(False)
-
-    def pieces_compute_alone(self, alone: bool) -> None:
-        """What is left beside fused steps is too little to wake OpenMP's threads for, which would spin where others
-        compute for milliseconds after it."""
-        self._options = inductor_options(self._debug_asserts, self._device.type, alone=alone)
-        self._environment = {**environment_material(self._device, self._options), "bound": str(self._bound)}
+        self._environment = {**environment_material(device, self._options), "bound": str(self._bound)}
 
     def trace(self, module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
         """Dynamo's trace; on a CPU, the toolchain is made ready meanwhile."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from attention_backends.crew import helpers_of_this_thread
 from attention_backends.toolchain import BuildError
 from engine.errors import ConfigError
+from engine.executor.team import team_of
 
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -40,6 +44,7 @@ class Places:
     does not let us, or takes a core away, too: no step fails for that.
 
     The thread that calls is bound while it computes only: what it starts at other times inherits where it may run.
+    torch's own threads have no core for themselves then, so they are kept from spinning (`Bystanders`).
     """
 
     def __init__(self, threads: int, cache_dir: Path) -> None:
@@ -49,6 +54,7 @@ class Places:
         """where the calling thread may run when it does not compute; None: it has not been bound"""
         self._places = _cores(self._everywhere)
         self._helpers: list[int] = []
+        self._bystanders: Bystanders | None = None
         if not len(self._places) == threads > 1 or not self._bind_helpers(cache_dir):
             self._places = []
 
@@ -60,6 +66,7 @@ class Places:
             return False
         bound = [_bind(helper, place) for helper, place in zip(self._helpers, self._places[1:], strict=False)]
         if len(bound) == len(self._places) - 1 and all(bound):
+            self._bystanders = Bystanders(len(self._places))
             return True
         self.close()
         return False
@@ -85,6 +92,35 @@ class Places:
         for helper in self._helpers:
             _bind(helper, self._everywhere)
         self._helpers, self._places = [], []
+        if self._bystanders is not None:
+            self._bystanders.close()
+            self._bystanders = None
+
+
+class Bystanders:
+    """Threads that do nothing, as many as there are cores. While they live, those that OpenMP starts for torch sleep
+    when they have nothing to do; otherwise they spin for 7 ms after each parallel region, on cores where the crew
+    computes. GNU's OpenMP does so where its threads are more than the cores (GOMP_SPINCOUNT); no other one is harmed.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._leave = threading.Event()
+        there = threading.Event()
+        thread = threading.Thread(target=self._stand, args=(threads, there), name="bystanders", daemon=True)
+        thread.start()
+        there.wait()
+
+    def _stand(self, threads: int, there: threading.Event) -> None:
+        try:
+            if (team := team_of(threads)) is not None:
+                torch.set_num_threads(threads)  # of this thread
+                team.run(lambda part: None)
+        finally:
+            there.set()
+        self._leave.wait()
+
+    def close(self) -> None:
+        self._leave.set()
 
 
 def _bind(thread: int, cpus: set[int]) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -168,6 +172,34 @@ def test_threads_never_overtake_each_other(ops: LinearOps, format: Format, rows:
     for _ in range(runs):
         assert_same(run_tape(ops, tape, [given.attended, given.hidden, given.rope]), expected)
     assert held.tensors
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """A process for each core that only computes."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("busy_machine")
+@pytest.mark.parametrize("rows", [1, 30])
+def test_who_loses_its_core_in_the_middle_changes_nothing(ops: LinearOps, rows: int) -> None:
+    """Threads come back to runs that have gone on without them, or have ended."""
+    chain = layers(Format.Q4_1, 6, False)
+    _held, tape = tape_of(ops, chain)
+    given = inputs_of(rows)
+    expected = one_by_one(ops, chain, given)
+    torch.set_num_threads(4)
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        assert_same(run_tape(ops, tape, [given.attended, given.hidden, given.rope]), expected)
 
 
 def test_layers_of_few_and_of_many_outputs_take_turns(ops: LinearOps) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -308,3 +311,37 @@ def test_fewer_threads_than_cores_are_left_to_the_system() -> None:
     before = os.sched_getaffinity(0)
     with places_of(len(_cores(ALLOWED)) + 1), places_of(1):
         assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+def test_torchs_own_threads_do_not_spin_where_others_compute() -> None:
+    """GNU's OpenMP: 7 ms of a core after each parallel region otherwise."""
+    schedstat = Path("/proc/self/task")
+    if not (schedstat / str(threading.get_native_id()) / "schedstat").exists():
+        pytest.skip("this system does not say what a thread has computed")
+
+    def computed() -> dict[str, float]:
+        found = {}
+        for thread in os.listdir(schedstat):
+            with suppress(OSError):
+                found[thread] = int((schedstat / thread / "schedstat").read_text().split()[0]) / 1e6
+        return found
+
+    def run() -> None:
+        torch.set_num_threads(len(_cores(ALLOWED)))
+        places = places_of(len(_cores(ALLOWED)))
+        x = torch.zeros(2000, 2000)
+        x.sin_()
+        before = computed()
+        x[:200].sin_()
+        time.sleep(0.05)
+        after = computed()
+        here = str(threading.get_native_id())
+        spun.append(max(after[thread] - before[thread] for thread in before if thread != here and thread in after))
+        places.close()
+
+    spun: list[float] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert spun[0] < 5
