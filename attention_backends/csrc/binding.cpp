@@ -1,6 +1,5 @@
-// The only TU that sees torch: checks tensors, picks the ISA, and lends torch's own threads (at::parallel_for through
-// the stable ABI), so that no second thread pool and no second OpenMP runtime lives in the process. Native callers
-// (native_call.h) have the same checks made once a layer and once a step.
+// The only TU that sees torch: checks tensors, picks the ISA, and runs the stages. Native callers (native_call.h) have
+// the same checks made once a layer and once a step.
 #include <string.h>
 
 #include <atomic>

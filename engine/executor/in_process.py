@@ -111,7 +111,7 @@ class InProcessExecutor:
         self._masks: SimpleQueue[StepMasks | None] = SimpleQueue()
         """for the steps that wait for them; None: none will come"""
         self._uncollected = 0
-        self._places: Places | nullcontext[None] = nullcontext()
+        self._places: Places | None = None
         """where the thread that computes does so"""
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
@@ -206,6 +206,7 @@ class InProcessExecutor:
         if self._compilation is not None:
             self._compilation.stop()
         self._stop()
+        self._give_up_places()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
@@ -260,7 +261,13 @@ class InProcessExecutor:
             bind_thread(cores)
         self._prepare_thread()
         if self._config.device.kind == "cpu":
+            self._give_up_places()
             self._places = Places(self._config.device.threads, Path(self._config.compile.cache_dir))
+
+    def _give_up_places(self) -> None:
+        if self._places is not None:
+            self._places.close()
+        self._places = None
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self._config.device.threads)  # OpenMP keeps the number for each thread
@@ -292,7 +299,7 @@ class InProcessExecutor:
             skipped.__cause__ = cause
             return _Failure(skipped)
         try:
-            with self._places:
+            with self._places or nullcontext():
                 return self._loaded().execute(plan, lambda: self._masks_of(plan))
         except BaseException as error:
             self._failed = f"step {plan.step_id}", error

@@ -4,9 +4,8 @@ There a thread of its own for the runner hides nothing, and each step pays for t
 submits a step, and computes it in `collect`. What is compiled behind is put in by the thread that compiled it, while no
 step runs.
 
-The thread that loads the model must be the one that runs its steps: OpenMP keeps a pool for each thread that computes,
-and where all pools together have more threads than there are cores, those at a barrier sleep instead of spinning, so
-that a step of 200 parallel regions took 21 ms instead of 12.
+The thread that loads the model must be the one that runs its steps: each thread that computes has helpers of its own,
+and it is those of the one that loads that have cores for themselves (`affinity.Places`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.affinity import Places
 from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
 from engine.executor.interface import Executor
 from engine.executor.team import Team, team_of
@@ -63,8 +61,6 @@ class InlineExecutor(InProcessExecutor):
     def _stop(self) -> None:
         with self._turn:
             self._runner = None
-            if isinstance(self._places, Places) and self._home == threading.get_ident():
-                self._places.close()
 
     def _between_steps(self, work: Callable[[], None]) -> None:
         with self._turn:

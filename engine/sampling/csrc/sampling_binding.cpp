@@ -1,5 +1,4 @@
-// The only TU that sees torch: checks tensors, picks the ISA, and shares rows out to torch's own threads
-// (at::parallel_for through the stable ABI), so that no second thread pool lives in the process.
+// The only TU that sees torch: checks tensors, picks the ISA, and shares rows out to threads.
 #include <algorithm>
 #include <atomic>
 #include <limits>

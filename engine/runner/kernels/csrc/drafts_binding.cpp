@@ -1,4 +1,4 @@
-// The only TU that sees torch: checks tensors, picks the ISA, and shares rows out to torch's own threads.
+// The only TU that sees torch: checks tensors, picks the ISA, and shares rows out to threads.
 #include <algorithm>
 #include <atomic>
 
