@@ -3,6 +3,7 @@
 // nothing to do spins for as long as one step's kernels are apart, then sleeps, so that its core is free between steps.
 #include <sched.h>
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -46,6 +47,43 @@ struct State {
   uint64_t run() const { return word / kRun; }
 };
 
+// Counts; who sleeps until it counts on is woken.
+class Bell {
+ public:
+  uint32_t count() const { return count_.load(std::memory_order_seq_cst); }
+
+  // Wakes up to `most` sleepers.
+  void ring(int64_t most) {
+    count_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) wake(most);
+  }
+
+  void sleep(uint32_t heard) {
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (count() == heard) wait(heard);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+#if defined(__linux__)
+  void wake(int64_t most) { syscall(SYS_futex, &count_, FUTEX_WAKE_PRIVATE, most, nullptr, nullptr, 0); }
+  void wait(uint32_t heard) { syscall(SYS_futex, &count_, FUTEX_WAIT_PRIVATE, heard, nullptr, nullptr, 0); }
+#else
+  void wake(int64_t) {
+    const std::lock_guard lock(mutex_);
+    rung_.notify_all();
+  }
+  void wait(uint32_t heard) {
+    std::unique_lock lock(mutex_);
+    rung_.wait(lock, [&] { return count() != heard; });
+  }
+  std::mutex mutex_;
+  std::condition_variable rung_;
+#endif
+  alignas(64) std::atomic<uint32_t> count_{0};
+  std::atomic<int64_t> sleepers_{0};
+};
+
 class Team;
 thread_local Team* inside = nullptr;  // whose run this thread is in as a helper
 thread_local bool calls = false;      // this thread runs a body of its own run
@@ -58,8 +96,8 @@ class Team : public std::enable_shared_from_this<Team> {
     context_ = context;
     seats_ = threads - 1;
     const State before{state_.load(std::memory_order_relaxed)};
-    state_.store((before.run() + 1) * State::kRun | State::kOpen, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) ring();
+    state_.store((before.run() + 1) * State::kRun | State::kOpen, std::memory_order_release);
+    bell_.ring(threads - 1);
     const Open until_the_end(*this);
     body(context);
   }
@@ -72,9 +110,8 @@ class Team : public std::enable_shared_from_this<Team> {
   }
 
   void dismiss() {
-    const std::lock_guard lock(mutex_);
-    dismissed_.store(true, std::memory_order_relaxed);
-    bell_.notify_all();
+    dismissed_.store(true, std::memory_order_release);
+    bell_.ring(kMostHelpers);
   }
 
   void leave() { state_.fetch_sub(1, std::memory_order_release); }
@@ -87,7 +124,7 @@ class Team : public std::enable_shared_from_this<Team> {
     return false;
   }
 
-  uint64_t current() const { return State{state_.load(std::memory_order_seq_cst)}.run(); }
+  uint64_t current() const { return State{state_.load(std::memory_order_acquire)}.run(); }
 
  private:
   // While the caller's body runs: also where it throws, nobody is left in it.
@@ -113,16 +150,11 @@ class Team : public std::enable_shared_from_this<Team> {
     }
   }
 
-  void ring() {
-    const std::lock_guard lock(mutex_);
-    bell_.notify_all();
-  }
-
   void help() {
     introduce();
-    for (uint64_t seen = 0; await(seen);) {
-      seen = current();
-      if (!enter(seen)) continue;
+    for (uint32_t heard = 0; await(heard);) {
+      heard = bell_.count();
+      if (!enter(current())) continue;
       inside = this;
       body_(context_);
       if (inside != nullptr) leave();
@@ -140,31 +172,24 @@ class Team : public std::enable_shared_from_this<Team> {
     introduced_.notify_all();
   }
 
-  // Until there is a run after `seen`; false: there will be none.
-  bool await(uint64_t seen) {
+  // Until the bell has counted on; false: there will be no more runs.
+  bool await(uint32_t heard) {
     const auto until = Clock::now() + kSpin;
-    for (int64_t round = 1; current() == seen; ++round) {
+    for (int64_t round = 1; bell_.count() == heard; ++round) {
       pause();
-      if (round % kRoundsOfClock == 0 && Clock::now() > until) break;
+      if (round % kRoundsOfClock == 0 && Clock::now() > until) bell_.sleep(heard);
     }
-    if (current() != seen) return true;
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    {
-      std::unique_lock lock(mutex_);
-      bell_.wait(lock, [&] { return current() != seen || dismissed_.load(std::memory_order_relaxed); });
-    }
-    sleepers_.fetch_sub(1, std::memory_order_relaxed);
-    return !dismissed_.load(std::memory_order_relaxed);
+    return !dismissed_.load(std::memory_order_acquire);
   }
 
   alignas(64) std::atomic<uint64_t> state_{0};
   void (*body_)(void*) = nullptr;
   void* context_ = nullptr;
   std::atomic<int64_t> seats_{0};
-  alignas(64) std::atomic<int64_t> sleepers_{0};
   std::atomic<bool> dismissed_{false};
-  std::mutex mutex_;
-  std::condition_variable bell_, introduced_;
+  Bell bell_;
+  std::mutex mutex_;  // of ids_
+  std::condition_variable introduced_;
   std::vector<int64_t> ids_;
   int64_t hired_ = 0;  // the calling thread's
 };
