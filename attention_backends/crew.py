@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from attention_backends.crew_sources import sources
 from attention_backends.native_build import build
 from attention_backends.toolchain import KernelLibrary
 
+_loading = threading.Lock()
+
 
 def load_library(library: KernelLibrary, cache_dir: Path) -> tuple[Any, bool]:
     """The library's operators, with the process's crew to run them, and whether they have been loaded only now.
     Raises BuildError."""
-    ops, new = _load(library, "lend_crew")
-    if new:
-        ops.lend_crew(_crew(cache_dir).crew())
+    with _loading:
+        address = _crew(cache_dir).crew()
+        ops, new = _load(library, "lend_crew")
+        if new:
+            ops.lend_crew(address)
     return ops, new
 
 

@@ -4,6 +4,7 @@ in for it."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ Prepare = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.POINTER(NativeRows),
     ctypes.c_int64,
+    ctypes.c_int64,
     ctypes.c_void_p,
     ctypes.POINTER(Stages),
 )
@@ -64,11 +66,13 @@ def text_at(address: int | None) -> str | None:
 class Call:
     """The stages of one call of the native attention at `functions`, which is kept until this goes."""
 
-    def __init__(self, functions: int, layer: int | None, step: int | None, rows: NativeRows, threads: int = 1) -> None:
+    def __init__(self, functions: int, layer: int | None, step: int | None, rows: NativeRows, run: int = 0) -> None:
+        self.holds: Any = None
+        """what layer and step point to"""
         table = NativeAttention.from_address(functions)
         self._memory = ctypes.create_string_buffer(table.bytes + 64)
         memory, made = (ctypes.addressof(self._memory) + 63) // 64 * 64, Stages()
-        self.refusal = text_at(Prepare(table.prepare)(layer, step, rows, threads, memory, made))
+        self.refusal = text_at(Prepare(table.prepare)(layer, step, rows, 1, run or next(_runs), memory, made))
         self.stages = [Stage.from_address(address) for address in made if address is not None]
 
     def run(self) -> str | None:
@@ -81,6 +85,7 @@ class Call:
         return self.refusal
 
 
+_runs = itertools.count(1000)
 _ALONE = (ctypes.c_int64 * 2)(1, 0)
 """`pageloom::Threads`: one, and no crew"""
 _TURN = ctypes.c_void_p(ctypes.addressof(_ALONE))
@@ -93,7 +98,7 @@ class PretendAttention:
     def __init__(self, attend: Callable[[int, int, NativeRows], bytes | None]) -> None:
         self._kept: list[Any] = []
 
-        def prepare(layer: int, step: int, rows: Any, threads: int, memory: int, stages: Any) -> None:
+        def prepare(layer: int, step: int, rows: Any, threads: int, run: int, memory: int, stages: Any) -> None:
             given = NativeRows.from_buffer_copy(rows.contents)
 
             def work(at: Any, me: int, turn: int) -> bool:

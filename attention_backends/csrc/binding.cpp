@@ -181,7 +181,7 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, 
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
   const Threads threads = lent_threads();
   LayerStages made =
-      stages_of(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"), threads.count);
+      stages_of(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"), threads.count, 0);
   Stage* const stages[] = {&made.write, &made.attend};
   const char* error = StageRun(stages, 2).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);

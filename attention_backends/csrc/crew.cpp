@@ -19,9 +19,6 @@
 
 #include "crew.h"
 #include "torch_abi.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace pageloom {
 namespace {
@@ -30,13 +27,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(200);
 constexpr int64_t kRoundsOfClock = 32;     // of pauses between two looks at the clock
 constexpr int64_t kRoundsOfYield = 4096;   // of pauses before who waits lets others run: about 0.15 ms
-constexpr int64_t kMostHelpers = 1 << 10;  // bits of `State` for members
-
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
+constexpr int64_t kMostHelpers = 1 << 10;
 
 // A run's number, whether helpers may enter, and how many are in it.
 struct State {
@@ -152,8 +143,10 @@ class Team : public std::enable_shared_from_this<Team> {
 
   void help() {
     introduce();
-    for (uint32_t heard = 0; await(heard);) {
-      heard = bell_.count();
+    for (uint32_t heard = 0;;) {
+      await(heard);
+      heard = bell_.count();  // before what the bell was rung for is looked at
+      if (dismissed_.load(std::memory_order_acquire)) return;
       if (!enter(current())) continue;
       inside = this;
       body_(context_);
@@ -172,14 +165,12 @@ class Team : public std::enable_shared_from_this<Team> {
     introduced_.notify_all();
   }
 
-  // Until the bell has counted on; false: there will be no more runs.
-  bool await(uint32_t heard) {
+  void await(uint32_t heard) {
     const auto until = Clock::now() + kSpin;
     for (int64_t round = 1; bell_.count() == heard; ++round) {
       pause();
       if (round % kRoundsOfClock == 0 && Clock::now() > until) bell_.sleep(heard);
     }
-    return !dismissed_.load(std::memory_order_acquire);
   }
 
   alignas(64) std::atomic<uint64_t> state_{0};

@@ -52,9 +52,9 @@ AttentionProblem problem_of(const Layer& layer, const Step& step, TokenView q, T
 }
 
 LayerStages stages_of(const Layer& layer, const Step& step, TokenView q, TokenView k, TokenView v, TokenView out,
-                      int64_t threads) {
+                      int64_t threads, int64_t run) {
   return {{layer.cache, k, v, step.slots, step.num_tokens, threads},
-          {problem_of(layer, step, q, out), *layer.kernels, threads}};
+          {problem_of(layer, step, q, out), *layer.kernels, threads, run}};
 }
 
 // What no sequence has of a native call's rows.
@@ -83,7 +83,7 @@ struct NativeCall {
 
 // Of native_call.h.
 const char* prepare_natively(const void* given_layer, const void* given_step, const NativeRows& rows, int64_t threads,
-                             void* memory, Stage** stages) noexcept {
+                             int64_t run, void* memory, Stage** stages) noexcept {
   const auto* layer = static_cast<const Layer*>(given_layer);
   const auto* step = static_cast<const Step*>(given_step);
   if (layer == nullptr || layer->tag != &layer_tag) return "attention: `layer` is not from this library's native_layer";
@@ -97,7 +97,7 @@ const char* prepare_natively(const void* given_layer, const void* given_step, co
     auto* call = new (memory) NativeCall{
         {rows, step->num_tokens, heads * head_dim},
         stages_of(*layer, *step, view(rows.q, rows.q_stride), view(rows.k, rows.k_stride), view(rows.v, rows.v_stride),
-                  view(rows.out, rows.out_stride), threads)};
+                  view(rows.out, rows.out_stride), threads, run)};
     stages[0] = call->pad.units > 0 ? &call->pad : nullptr;
     stages[1] = &call->stages.write;
     stages[2] = &call->stages.attend;

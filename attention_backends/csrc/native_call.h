@@ -27,12 +27,13 @@ inline constexpr int64_t kNativeStages = 3;
 
 struct NativeAttention {
   int64_t bytes;  // of a call's memory, which begins at a multiple of 64
-  // Makes the stages of one call in `memory`, for up to `threads` threads. `layer` and `step`: what the ops native_layer
+  // Makes the stages of one call in `memory`, for up to `threads` threads. `run`: a number that all calls have whose
+  // stages run together, and no others of the calling thread; not 0. `layer` and `step`: what the ops native_layer
   // and native_step described, read in place; until the stages have run, they, the cache, the step's tensors and the
   // rows must exist, and no other thread may prepare stages of the same layer and step.
   // Null, or why it was refused (a static string). Throws nothing.
-  const char* (*prepare)(const void* layer, const void* step, const NativeRows& rows, int64_t threads, void* memory,
-                         Stage** stages);
+  const char* (*prepare)(const void* layer, const void* step, const NativeRows& rows, int64_t threads, int64_t run,
+                         void* memory, Stage** stages);
 };
 
 }  // namespace pageloom

@@ -269,6 +269,7 @@ struct Kept {
   Plan plan;
   std::array<int64_t, 10> key{};
   std::vector<int32_t> lengths;  // query_start_loc, then seq_lens
+  int64_t run = 0;               // the last that asked for it
 
   bool serves(const AttentionProblem& p, const std::array<int64_t, 10>& wanted) const {
     const size_t bytes = p.num_seqs * 4;
@@ -293,14 +294,23 @@ void make_plan(Plan& plan, const AttentionProblem& p, int64_t row_tile) {
 
 void Plan::reserve_partials() {
   if (partial_floats <= reserved_) return;
+  memory_.reset(new float[partial_floats + partial_floats / 4]);
   reserved_ = partial_floats + partial_floats / 4;
-  memory_.reset(new float[reserved_]);
 }
 
-Plan& plan_of(const AttentionProblem& p, int64_t row_tile) {
-  constexpr size_t kDistinct = 4;  // as many are kept, or all of the step
+Kept& room_for_plan(std::vector<std::unique_ptr<Kept>>& kept, int64_t run) {
+  constexpr size_t kDistinct = 16;  // as many are kept, or all of a run
+  static thread_local size_t last = 0;
+  for (size_t i = 0; kept.size() >= kDistinct && i < kept.size(); ++i) {
+    last = (last + 1) % kept.size();
+    if (run == 0 || kept[last]->run != run) return *kept[last];
+  }
+  kept.push_back(std::make_unique<Kept>());
+  return *kept.back();
+}
+
+Plan& plan_of(const AttentionProblem& p, int64_t row_tile, int64_t run) {
   static thread_local std::vector<std::unique_ptr<Kept>> kept;
-  static thread_local size_t oldest = 0;
   const std::array<int64_t, 10> key = {p.step,
                                        p.num_seqs,
                                        p.window,
@@ -311,13 +321,14 @@ Plan& plan_of(const AttentionProblem& p, int64_t row_tile) {
                                        p.max_blocks,
                                        row_tile,
                                        static_cast<int64_t>(reinterpret_cast<intptr_t>(p.block_tables))};
-  for (const auto& each : kept)
-    if (p.step != 0 && each->serves(p, key)) return each->plan;
-  if (kept.size() < kDistinct || (p.step != 0 && kept[oldest]->key[0] == p.step)) {
-    kept.insert(kept.begin() + oldest, std::make_unique<Kept>());
+  for (const auto& each : kept) {
+    if (p.step == 0 || !each->serves(p, key)) continue;
+    each->run = run;
+    return each->plan;
   }
-  Kept& made = *kept[oldest];
-  oldest = (oldest + 1) % kept.size();
+  Kept& made = room_for_plan(kept, run);
+  made.run = run;
+  made.key = {};  // nobody's, should what follows fail
   make_plan(made.plan, p, row_tile);
   made.plan.reserve_partials();
   made.key = key;

@@ -37,7 +37,8 @@ struct Plan {
 void make_plan(Plan& plan, const AttentionProblem& problem, int64_t row_tile);
 
 // The plan of such a call: made now, or (problem.step not 0) the one made for an earlier layer of the same step. Every
-// group is pending in full. It is the calling thread's, until that asks for one of another step, or of step 0.
-Plan& plan_of(const AttentionProblem& problem, int64_t row_tile);
+// group is pending in full. It is the calling thread's, until that asks for one with another number of `run`, or 0: what
+// is prepared for one run stays as it is, however many steps' numbers it has (each layer group has its own).
+Plan& plan_of(const AttentionProblem& problem, int64_t row_tile, int64_t run);
 
 }  // namespace pageloom

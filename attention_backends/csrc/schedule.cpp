@@ -65,8 +65,8 @@ int64_t threads_worth(int64_t threads, int64_t work, int64_t pieces) {
   return work < kSerialWork ? 1 : std::max<int64_t>(std::min(threads, pieces), 1);
 }
 
-AttendStage::AttendStage(const AttentionProblem& asked, const KernelTable& table, int64_t threads)
-    : problem(asked), kernels(table), plan(plan_of(asked, table.row_tile)) {
+AttendStage::AttendStage(const AttentionProblem& asked, const KernelTable& table, int64_t threads, int64_t run)
+    : problem(asked), kernels(table), plan(plan_of(asked, table.row_tile, run)) {
   error = plan.error;
   work = attend;
   units = plan.error == nullptr ? static_cast<int64_t>(plan.items.size()) : 0;

@@ -22,15 +22,15 @@ struct WriteStage : Stage {
 };
 
 // Attends. While problem.step is the same (and not 0), block tables must be, too: layers of one step share the work of
-// cutting it, so such stages run one after another.
+// cutting it, so such stages run one after another. `run`: a number of what is prepared together, or 0: of this stage.
 struct AttendStage : Stage {
   AttentionProblem problem;
   const KernelTable& kernels;
-  Plan& plan;  // of the thread that made the stage: good until it asks for one of another step
+  Plan& plan;  // see plan_of
   int64_t claim;  // items that a thread takes at once
 
   // `error` is set where the input is wrong.
-  AttendStage(const AttentionProblem& asked, const KernelTable& kernels, int64_t threads);
+  AttendStage(const AttentionProblem& asked, const KernelTable& kernels, int64_t threads, int64_t run);
 };
 
 // Copies block pairs[2i] of each source to block pairs[2i + 1] of its destination, which may be the same cache;

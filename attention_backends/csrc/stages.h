@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 
 #include "crew.h"
 #if defined(__x86_64__)
@@ -31,9 +32,7 @@ class Turn {
   // A round of waiting for others. Who yields early gives its core to other processes for a whole time slice, again and
   // again; who never does may keep the core from the very thread that it waits for.
   bool relax(int64_t round) {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
+    pause();
     return round < kSpinRounds || round % 64 != 0 || step_aside();
   }
 
@@ -91,6 +90,7 @@ class StageRun {
     int64_t workers = 1;
     for (int64_t i = 0; i < count_; ++i) workers = std::max(workers, stages_[i]->workers);
     threads_ = &threads;
+    caller_ = here();
     threads.run(workers, take_part, this);
     for (int64_t i = 0; i < count_; ++i)
       if (const char* error = stages_[i]->error.load(std::memory_order_relaxed)) return error;
@@ -98,15 +98,28 @@ class StageRun {
   }
 
  private:
+  static const void* here() {
+    static thread_local char place;
+    return &place;
+  }
+
+  // A thread that has no memory for a stage has taken nothing of it: a helper goes, and the caller's callers hear of it.
   static void take_part(void* context) {
     auto& run = *static_cast<StageRun*>(context);
-    const int64_t me = run.arrived_.fetch_add(1, std::memory_order_relaxed);
-    Turn turn(*run.threads_);
-    for (int64_t i = 0; i < run.count_; ++i) {
-      Stage& stage = *run.stages_[i];
-      if (!stage.complete() && !run.go_through(i, me, turn)) return;
+    if (here() == run.caller_) return run.go(0);
+    try {
+      run.go(run.helpers_.fetch_add(1, std::memory_order_relaxed) + 1);
+    } catch (const std::bad_alloc&) {
+    }
+  }
+
+  void go(int64_t me) {
+    Turn turn(*threads_);
+    for (int64_t i = 0; i < count_; ++i) {
+      Stage& stage = *stages_[i];
+      if (!stage.complete() && !go_through(i, me, turn)) return;
       if (stage.error.load(std::memory_order_relaxed) != nullptr) return;
-      if (run.ends_ != nullptr) run.note(i);
+      if (ends_ != nullptr) note(i);
     }
   }
 
@@ -141,11 +154,12 @@ class StageRun {
   }
 
   const Threads* threads_ = nullptr;
+  const void* caller_ = nullptr;
   Stage* const* stages_;
   int64_t count_;
   int64_t (*clock_)();
   int64_t* ends_;
-  std::atomic<int64_t> arrived_{0};
+  std::atomic<int64_t> helpers_{0};
 };
 
 }  // namespace pageloom

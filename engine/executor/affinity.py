@@ -62,11 +62,11 @@ class Places:
         """False, and all may run where the caller may: not all of them could be bound."""
         try:
             self._helpers = helpers_of_this_thread(len(self._places) - 1, cache_dir)
-        except BuildError:
+        except (BuildError, RuntimeError):
             return False
         bound = [_bind(helper, place) for helper, place in zip(self._helpers, self._places[1:], strict=False)]
         if len(bound) == len(self._places) - 1 and all(bound):
-            self._bystanders = Bystanders(len(self._places))
+            self._bystanders = Bystanders(len(self._everywhere))
             return True
         self.close()
         return False
@@ -90,7 +90,8 @@ class Places:
     def close(self) -> None:
         """The helpers may run everywhere again."""
         for helper in self._helpers:
-            _bind(helper, self._everywhere)
+            if Path(f"/proc/self/task/{helper}").exists():  # its number is nobody else's by now
+                _bind(helper, self._everywhere)
         self._helpers, self._places = [], []
         if self._bystanders is not None:
             self._bystanders.close()
@@ -98,7 +99,7 @@ class Places:
 
 
 class Bystanders:
-    """Threads that do nothing, as many as there are cores. While they live, those that OpenMP starts for torch sleep
+    """Threads that do nothing, as many as there are CPUs. While they live, those that OpenMP starts for torch sleep
     when they have nothing to do; otherwise they spin for 7 ms after each parallel region, on cores where the crew
     computes. GNU's OpenMP does so where its threads are more than the cores (GOMP_SPINCOUNT); no other one is harmed.
     """
@@ -113,8 +114,10 @@ class Bystanders:
     def _stand(self, threads: int, there: threading.Event) -> None:
         try:
             if (team := team_of(threads)) is not None:
-                torch.set_num_threads(threads)  # of this thread
+                before = torch.get_num_threads()
+                torch.set_num_threads(threads)
                 team.run(lambda part: None)
+                torch.set_num_threads(before)
         finally:
             there.set()
         self._leave.wait()

@@ -65,7 +65,7 @@ class Executor(Protocol):
         ...
 
     def team(self) -> Team | None:
-        """The threads that compute a step, for the caller's work between two. None: they are not the caller's."""
+        """torch's threads, for the caller's work between two steps. None: they are not the caller's."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ _Body = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 class Team:
     """The calling thread and those that help it compute; where torch's are fewer, some do several parts.
 
-    They spin for milliseconds after each parallel region: whatever other threads are to do meanwhile waits for a core.
+    Left alone they spin for milliseconds after each parallel region, and what other threads are to do waits for a core
+    (`affinity.Bystanders`).
     """
 
     def __init__(self, size: int) -> None:

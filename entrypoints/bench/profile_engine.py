@@ -95,7 +95,7 @@ class ProfiledEngine:
             dtypes,
             Path(config.compile.cache_dir),
         )
-        with ThreadPoolExecutor(1) as short_lived:  # its OpenMP threads end with it: more than cores slow a step down
+        with ThreadPoolExecutor(1) as short_lived:  # its OpenMP threads end with it
             return short_lived.submit(measure).result()
 
     def _make_client(self, config: EngineConfig) -> InProcessClient:

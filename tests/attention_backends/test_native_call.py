@@ -57,12 +57,20 @@ def call(
     backend: CpuBackend, layer: AttentionLayer, given: Inputs, out: torch.Tensor, rows: int | None = None
 ) -> str | None:
     """The refusal, or None. `rows` None: the step's tokens."""
+    return prepared(backend, layer, given, out, rows).run()
+
+
+def prepared(
+    backend: CpuBackend, layer: AttentionLayer, given: Inputs, out: torch.Tensor, rows: int | None = None, run: int = 0
+) -> Call:
     native = backend.native_layer(layer, given.kv_cache, BF16)
     assert native is not None
     step = backend.native_step(given.metadata)
     each = [field for t in (given.q, given.k, given.v, out) for field in (t.data_ptr(), t.stride(0))]
     native_rows = NativeRows(*each, given.num_tokens if rows is None else rows)
-    return Call(native.function, native.layer.data_ptr(), step.data_ptr(), native_rows).run()
+    made = Call(native.function, native.layer.data_ptr(), step.data_ptr(), native_rows, run)
+    made.holds = native, step
+    return made
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -145,6 +153,22 @@ def test_layers_of_one_step_share_its_description(cpu_backend: Prepared) -> None
         assert call(backend, layer, given, got) is None
         backend.forward(given.q, given.k, given.v, want, given.kv_cache, layer, given.metadata)
         assert torch.equal(bits(got), bits(want))
+
+
+def test_what_is_prepared_for_one_run_stays_as_it_is(cpu_backend: Prepared) -> None:
+    """More layer groups, each with a number of its own for the step, than plans are kept otherwise."""
+    backend = cpu_backend("auto")
+    cases = [Case([(1, 40 + 60 * i), (3 + i, 300)], dtype=BF16) for i in range(20)]
+    given = [inputs_of(case, backend) for case in cases]
+    outs = [new_out(each.q) for each in given]
+    calls = [
+        prepared(backend, case.layer, each, out, run=7) for case, each, out in zip(cases, given, outs, strict=True)
+    ]
+    for call_, case, each, out in zip(calls, cases, given, outs, strict=True):
+        assert call_.run() is None
+        want = new_out(each.q)
+        backend.forward(each.q, each.k, each.v, want, each.kv_cache, case.layer, each.metadata)
+        assert torch.equal(bits(out), bits(want))
 
 
 def test_what_only_a_call_can_see_is_returned_as_a_reason(cpu_backend: Prepared) -> None:

@@ -54,7 +54,7 @@ class Heads:
 
 @dataclass
 class TapeBuilder:
-    """Values and steps in the order in which they are called for; `together` layers share a parallel region."""
+    """Values and steps in the order in which they are called for; `together` layers are one step."""
 
     tensors: list[Tensor] = field(default_factory=list)
     values: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Layers in one parallel region leave the bits that the same operators leave one after another."""
+"""Layers in one run leave the bits that the same operators leave one after another."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Arena {
  public:
   char* reserve(int64_t bytes) {
     if (bytes > size_) {
+      memory_.reset(new char[bytes + bytes / 4 + 64]);
       size_ = bytes + bytes / 4;
-      memory_.reset(new char[size_ + 64]);
     }
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
   }

@@ -43,6 +43,7 @@ struct Shared {
   std::vector<int64_t> first_stage;  // of each step, and their number
   std::vector<int64_t> ends;
   std::vector<char> calls;
+  int64_t runs = 0;
 
   char* call_memory(int64_t bytes) {
     if (static_cast<int64_t>(calls.size()) < bytes + 64) calls.resize(bytes + 64);
@@ -58,7 +59,7 @@ const char* prepare(const TapeAttention& a, Shared& shared, int64_t rows, const 
   const char* error = a.functions->prepare(a.layer, step,
                                            {data(a.q), stride(a.q), data(a.k), stride(a.k), data(a.v), stride(a.v),
                                             data(a.out), stride(a.out), rows},
-                                           threads, memory, made);
+                                           threads, shared.runs, memory, made);
   memory += (a.functions->bytes + 63) / 64 * 64;
   for (Stage* stage : made)
     if (error == nullptr && stage != nullptr) shared.stages.push_back(stage);
@@ -93,6 +94,7 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
     if (times != nullptr) std::fill(times, times + tape.steps + 1, began);
     return nullptr;
   }
+  ++shared.runs;
   shared.values.clear(), shared.layers.clear(), shared.stages.clear(), shared.first_stage.clear();
   for (int64_t i = 0; i < tape.values; ++i) {
     const TapeValue& v = values_of(tape)[i];
