@@ -393,8 +393,9 @@ RARE += ("last block kept", "swap out refused", "trim")
 def test_no_block_leaks_in_thousands_of_steps(pytestconfig: pytest.Config) -> None:
     done: Counter[str] = Counter()
     wanted = 100_000 if pytestconfig.getoption("exhaustive") else 15_000
-    few = settings(max_examples=100, stateful_step_count=150)
-    while sum(done[name] for name in RULES) < wanted:
+    few, rare_met = settings(max_examples=100, stateful_step_count=150), False
+    while (steps := sum(done[name] for name in RULES)) < wanted or not (rare_met or steps > 3 * wanted):
         run_state_machine_as_test(lambda: KVCacheMachine(done), settings=few)
-    print(f"{sum(done[name] for name in RULES)} steps:", ", ".join(f"{done[name]} x {name}" for name in sorted(done)))
-    assert all(done[name] >= wanted / 2000 for name in RARE), "every rare case was met"
+        rare_met = all(done[name] >= wanted / 2000 for name in RARE)  # chance has three times to meet them
+    print(f"{steps} steps:", ", ".join(f"{done[name]} x {name}" for name in sorted(done)))
+    assert rare_met, "every rare case was met"
