@@ -384,6 +384,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.kv.host.pool.num_used == 0, "after all sequences end every block of the host is free"
 
 
+FEW = settings(max_examples=100, stateful_step_count=150)
 RULES = ("append", "fork", "free", "reuse", "swap", "swap in", "take over", "tell")
 RARE = ("block found on the host", "swapped append with a copy", "swapped group that shares")
 RARE += ("last block kept", "swap out refused", "trim")
@@ -391,11 +392,9 @@ RARE += ("last block kept", "swap out refused", "trim")
 
 @pytest.mark.timeout(900)
 def test_no_block_leaks_in_thousands_of_steps(pytestconfig: pytest.Config) -> None:
-    done: Counter[str] = Counter()
+    done, rare_met = Counter[str](), False
     wanted = 100_000 if pytestconfig.getoption("exhaustive") else 15_000
-    few, rare_met = settings(max_examples=100, stateful_step_count=150), False
     while (steps := sum(done[name] for name in RULES)) < wanted or not (rare_met or steps > 3 * wanted):
-        run_state_machine_as_test(lambda: KVCacheMachine(done), settings=few)
+        run_state_machine_as_test(lambda: KVCacheMachine(done), settings=FEW)
         rare_met = all(done[name] >= wanted / 2000 for name in RARE)  # chance has three times to meet them
-    print(f"{steps} steps:", ", ".join(f"{done[name]} x {name}" for name in sorted(done)))
-    assert rare_met, "every rare case was met"
+    assert rare_met, f"not every rare case was met in {steps} steps: {sorted(done.items())}"
