@@ -69,15 +69,15 @@ def test_all_work_is_done_and_nobody_is_left_in_a_run(crew: Crew, threads: int) 
     most = 0
 
     def one_run(number: int) -> None:
-        left, done = list(range(7)), []
+        units, done = iter(range(7)), []
 
         def body() -> None:
             nonlocal most
             assert running == number
             inside.append(number)
             most = max(most, len(inside))
-            while left:
-                done.append(left.pop())
+            for unit in units:  # each is given out once, whoever asks
+                done.append(unit)  # noqa: PERF402  # threads take turns
             inside.remove(number)
 
         crew.run(threads, body)

@@ -332,16 +332,17 @@ def test_torchs_own_threads_do_not_spin_where_others_compute() -> None:
         places = places_of(len(_cores(ALLOWED)))
         x = torch.zeros(2000, 2000)
         x.sin_()
-        before = computed()
-        x[:200].sin_()
-        time.sleep(0.05)
-        after = computed()
         here = str(threading.get_native_id())
-        spun.append(max(after[thread] - before[thread] for thread in before if thread != here and thread in after))
+        for _ in range(5):  # others of this process may compute in between
+            before = computed()
+            x[:200].sin_()
+            time.sleep(0.05)
+            after = computed()
+            spun.append(max(after[thread] - before[thread] for thread in before if thread != here and thread in after))
         places.close()
 
     spun: list[float] = []
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
-    assert spun[0] < 5
+    assert min(spun) < 5
