@@ -10,18 +10,6 @@ int64_t scratch_bytes(const AttentionProblem& p) {
   return max64(carve(p, nullptr, s), kernels_avx512bf16()->scratch_bytes(p));
 }
 
-// 2^t for t <= 0 (or just above, by rounding): fit of 2^f over 0 <= f < 1 with 2^0 exact, relative error 3e-6; the
-// result is rounded to bfloat16. -inf gives 0, NaN stays NaN.
-PAGELOOM_INLINE __m512 exp2_of(__m512 t) {
-  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
-  __m512 e = _mm512_set1_ps(0.013426686637103558f);
-  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.0522424690425396f));
-  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.2412802129983902f));
-  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.6930448412895203f));
-  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(e, t);  // e * 2^floor(t)
-}
-
 // scores = queries * keys for R tiles of rows and the token vectors [first, last), both even.
 template <int R>
 void multiply_keys(const Scratch& s, int64_t row, int64_t first, int64_t last) {
@@ -130,8 +118,8 @@ PAGELOOM_INLINE __m512 exponentiate(const float* scores, const float* scales, ui
   __m512 even = _mm512_setzero_ps(), odd = even;
   for (int64_t g = first; g < seen.first; g += 2) _mm512_storeu_si512(target + g * kTile, _mm512_setzero_si512());
   for (int64_t g = seen.first; g < seen.last; g += 2) {
-    __m512 x = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + g * kTile), scale, top));
-    __m512 y = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (g + 1) * kTile), scale, top));
+    __m512 x = exp2_short(_mm512_fmsub_ps(_mm512_loadu_ps(scores + g * kTile), scale, top));
+    __m512 y = exp2_short(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (g + 1) * kTile), scale, top));
     even = _mm512_add_ps(even, x);
     odd = _mm512_add_ps(odd, y);
     if constexpr (kScaled) {
@@ -167,7 +155,7 @@ void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int6
   for (int64_t i = 0; i < count; i += kTile) {
     const __m512 before = _mm512_loadu_ps(s.maximum + row + i), top = _mm512_max_ps(before, _mm512_load_ps(found + i));
     _mm512_storeu_ps(s.maximum + row + i, top);
-    _mm512_store_ps(decay + i, exp2_of(_mm512_sub_ps(before, top)));
+    _mm512_store_ps(decay + i, exp2_short(_mm512_sub_ps(before, top)));
   }
   for (int64_t i = 0; i < count; ++i) {
     const __m512 total = exponentiate<kScaled>(s.scores + i * kKeys, s.value_scales, s.probabilities + i * kKeys,
@@ -197,23 +185,21 @@ void attend_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64
 }
 
 void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t rows, float* partials) {
-  for (int64_t r = 0; r < rows; ++r) {
+  for (RowCursor at = item.first_row(p); at.row < item.row_begin + rows; at.next()) {
+    const int64_t r = at.row - item.row_begin;
     const float* const row = s.accumulator + r * s.dims;
     const float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(s.sums + r * kTile));
-    float* const target = item.partial_of(p, partials, item.row_begin + r, s.dims + kPartialExtra);
+    float* const target = item.partial_of(p, partials, at, s.dims + kPartialExtra);
     if (target != nullptr) {
       memcpy(target, row, s.dims * sizeof(float));
       target[s.dims] = s.maximum[r];
       target[s.dims + 1] = sum;
       continue;
     }
-    const int64_t at = item.row_begin + r, token = item.token_of(p, at);
-    const int64_t head = item.kv_head * p.group + at % p.group;
-    auto* const out = (uint16_t*)p.out.data + token * p.out.token_stride + head * p.out.head_stride;
+    auto* const out = (uint16_t*)p.out.data + item.place_of(p, p.out, at);
     const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
     for (int64_t d = 0; d < p.cache.head_dim; d += kTile) {
-      const __m256bh packed = _mm512_cvtneps_pbh((__m512)(loadf(row + d) * inverse));
-      memcpy(out + d, &packed, min64(kTile, p.cache.head_dim - d) * 2);
+      store_bfloat16(out + d, loadf(row + d) * inverse, p.cache.head_dim - d);
     }
   }
 }

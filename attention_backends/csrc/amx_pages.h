@@ -90,12 +90,11 @@ int64_t carve(const AttentionProblem& p, void* memory, Scratch& s) {
 
 void gather_queries(const AttentionProblem& p, const WorkItem& item, const Scratch& s, int64_t rows) {
   const int64_t bytes = p.cache.head_dim * 2;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = item.row_begin + r, head = item.kv_head * p.group + row % p.group;
-    const auto* q = (const uint16_t*)p.q.data + item.token_of(p, row) * p.q.token_stride + head * p.q.head_stride;
-    memcpy(s.queries + r * s.depth, q, bytes);
+  for (RowCursor at = item.first_row(p); at.row < item.row_begin + rows; at.next()) {
+    const int64_t r = at.row - item.row_begin;
+    memcpy(s.queries + r * s.depth, (const uint16_t*)p.q.data + item.place_of(p, p.q, at), bytes);
     memset((char*)(s.queries + r * s.depth) + bytes, 0, s.depth * 2 - bytes);
-    s.positions[r] = (int32_t)item.position_of(p, row);
+    s.positions[r] = (int32_t)item.position_of(p, at);
   }
   const int64_t padded = (rows + kTile - 1) / kTile * kTile;
   memset(s.queries + rows * s.depth, 0, (padded - rows) * s.depth * 2);

@@ -11,20 +11,23 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kFloor = -1e30f;  // the running maximum starts here, so that -inf - maximum is never NaN
+constexpr int64_t kPassRows = 24;  // rows from scores to outputs at once: with half a tile of keys or all its values in L1
+static_assert(kRowTile % kPassRows == 0 && kPassRows % kMaxRows == 0);
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 PAGELOOM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Scratch {
   uint32_t* queries;   // [rows][head_dim words]
-  float* scores;       // [rows][kKeyTile]; unpacked probabilities replace them in place
-  uint32_t* packed;    // [rows][kKeyTile / 2], where probabilities are pairs
+  float* scores;       // [kPassRows][kKeyTile]; unpacked probabilities replace them in place
+  uint32_t* packed;    // [kPassRows][kKeyTile / 2], where probabilities are pairs
   float* accumulator;  // [rows][padded_dim]
-  float* maximum;
-  float* sum;
-  float* decay;
+  int64_t* positions;  // [rows], of their queries
+  float* maximum;      // [rows + VW]
+  float* sums;         // [rows][VW], to be added up
+  float* decay;              // [kPassRows]
   float* query_units;        // [rows], of int8 caches: what an integer of the row's query is worth
-  float* probability_units;  // and of its probabilities
+  float* probability_units;  // [kPassRows]: and of its probabilities
   uint32_t* edge_values;  // two rows of cells [padded_dim]: pairs of which one token must not be read
   float* key_scales;      // [kKeyTile], of int8 caches; 0 for tokens outside the item
   float* value_scales;
@@ -33,8 +36,8 @@ struct Scratch {
 int64_t rows_bytes(int64_t per_row) { return (kRowTile * per_row * 4 + 63) / 64 * 64; }
 
 int64_t scratch_bytes(const AttentionProblem& p) {
-  const int64_t scores = rows_bytes(kKeyTile) + rows_bytes(kKeyTile / 2);
-  const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + 5 * rows_bytes(1);
+  const int64_t scores = kPassRows * (kKeyTile + kKeyTile / 2) * 4;
+  const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + 6 * rows_bytes(1) + rows_bytes(VW) + VW * 4;
   return scores + vectors + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + 64;
 }
 
@@ -43,11 +46,12 @@ Scratch carve(const AttentionProblem& p, void* memory) {
   auto take = [&](int64_t bytes) { char* here = at; at += bytes; return (void*)here; };
   Scratch s;
   s.queries = (uint32_t*)take(rows_bytes(p.cache.head_dim));
-  s.scores = (float*)take(rows_bytes(kKeyTile));
-  s.packed = (uint32_t*)take(rows_bytes(kKeyTile / 2));
+  s.scores = (float*)take(kPassRows * kKeyTile * 4);
+  s.packed = (uint32_t*)take(kPassRows * kKeyTile / 2 * 4);
   s.accumulator = (float*)take(rows_bytes(p.cache.padded_dim));
-  s.maximum = (float*)take(rows_bytes(1));
-  s.sum = (float*)take(rows_bytes(1));
+  s.positions = (int64_t*)take(rows_bytes(2));
+  s.maximum = (float*)take(rows_bytes(1) + VW * 4);
+  s.sums = (float*)take(rows_bytes(VW));
   s.decay = (float*)take(rows_bytes(1));
   s.query_units = (float*)take(rows_bytes(1));
   s.probability_units = (float*)take(rows_bytes(1));
@@ -66,6 +70,7 @@ struct KeyTile {
   const Cell* keys[kKeyTile / VW + kMaxCols];  // the last kMaxCols, after num_vectors: the next tile's, to prefetch
   const Cell* value_starts[kKeyTile / VW];
   int64_t num_segments;
+  bool has_scales;  // gathered, or of no use
   Segment<T> values[kKeyTile / 8 + 3];
 };
 
@@ -141,36 +146,58 @@ void gather_scales(const AttentionProblem& p, const WorkItem& item, const KeyTil
     s.key_scales[t - tile.base] = s.value_scales[t - tile.base] = 0;
 }
 
-// Scores of one row -> probabilities 2^(t - maximum), where t = log2(e) * (scaled, capped score). Only lanes [low,
-// high) count; the others become 0, whatever they hold.
+// Which tokens of a tile a row sees: [low, high), in the vectors [first, last).
+struct Visible {
+  int64_t low, high, first, last;
+};
+
+// Scores of one row in units of `factor`, -inf where it must not see; returns the largest.
 template <class T>
-void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t num_vectors, int64_t low,
-                 int64_t high) {
-  float* scores = s.scores + row * kKeyTile;
-  uint32_t* target = T::kPacked ? s.packed + row * (kKeyTile / 2) : (uint32_t*)scores;
-  const float scale = T::kScaled ? p.scale * s.query_units[row] : p.scale;
-  const bool full = low <= 0 && high >= num_vectors * VW;
-  const float factor = scale * kLog2e;
-  vf top = splat(kFloor);
-  vi lane;
-  for (int i = 0; i < VW; ++i) lane[i] = i;
-  for (int64_t g = 0; g < num_vectors; ++g) {
-    vf t = loadf(scores + g * VW);
-    if constexpr (T::kScaled) t = t * loadf(s.key_scales + g * VW);
-    t = p.soft_cap > 0 ? tanh_all(t * (scale / p.soft_cap)) * (p.soft_cap * kLog2e) : t * factor;
-    if (!full) {
-      const vi index = lane + (int32_t)(g * VW);
-      t = index >= (int32_t)low ? t : splat(-__builtin_inff());
-      t = index < (int32_t)high ? t : splat(-__builtin_inff());
+PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, const Scratch& s, int64_t row, float* scores,
+                                      const Visible& seen, bool plain) {
+  if (!plain) {
+    const float scale = T::kScaled ? p.scale * s.query_units[row] : p.scale;
+    for (int64_t g = seen.first; g < seen.last; ++g) {
+      vf t = loadf(scores + g * VW);
+      if constexpr (T::kScaled) t = t * loadf(s.key_scales + g * VW);
+      t = p.soft_cap > 0 ? tanh_all(t * (scale / p.soft_cap)) * (p.soft_cap * kLog2e) : t * (scale * kLog2e);
+      storef(scores + g * VW, t);
     }
-    storef(scores + g * VW, t);
-    top = vmax(top, t);
   }
-  const float before = s.maximum[row], found = reduce_max(top);
-  const float maximum = found > before ? found : before;
+  const auto mask = [&](int64_t g) {
+    vi index;
+    for (int i = 0; i < VW; ++i) index[i] = i;
+    index += (int32_t)(g * VW);
+    vf t = loadf(scores + g * VW);
+    t = index >= (int32_t)seen.low ? t : splat(-__builtin_inff());
+    storef(scores + g * VW, index < (int32_t)seen.high ? t : splat(-__builtin_inff()));
+  };
+  if (seen.low % VW != 0) mask(seen.first);
+  if (seen.high % VW != 0) mask(seen.last - 1);
+  vf top = splat(-__builtin_inff());
+  for (int64_t g = seen.first; g < seen.last; ++g) top = vmax(top, loadf(scores + g * VW));
+  return reduce_max(top);
+}
+
+// Scores of one row -> probabilities 2^(score * factor - maximum), 0 where it sees nothing; `sums` decay and grow.
+template <class T>
+PAGELOOM_INLINE void exponentiate(const Scratch& s, int64_t row, int64_t in_pass, uint32_t* target,
+                                  int64_t num_vectors, const Visible& seen, float factor) {
+  float* const scores = s.scores + in_pass * kKeyTile;
+  const float maximum = s.maximum[row];
+  for (int64_t g = 0; g < seen.first; ++g) store_nothing<T>(target, g * VW);
   vf total = {}, largest = {};
-  for (int64_t g = 0; g < num_vectors; ++g) {
-    const vf e = exp2_neg<T::kPrecise>(loadf(scores + g * VW) - maximum);
+  const auto probability = [&](int64_t g) { return exp2_of<T::kPrecise>(loadf(scores + g * VW) * factor - maximum); };
+  int64_t g = seen.first;
+  if constexpr (T::kPacked && !T::kScaled) {
+    for (; g + 1 < seen.last; g += 2) {
+      const vf low = probability(g), high = probability(g + 1);
+      total = total + low + high;
+      store_pairs(target, g * VW, low, high);
+    }
+  }
+  for (; g < seen.last; ++g) {
+    const vf e = probability(g);
     total += e;
     if constexpr (T::kScaled) {
       const vf weight = e * loadf(s.value_scales + g * VW);
@@ -181,16 +208,59 @@ void softmax_row(const AttentionProblem& p, const Scratch& s, int64_t row, int64
       store_operand<T>(target, g * VW, e);
     }
   }
+  for (int64_t g = seen.last; g < num_vectors; ++g) store_nothing<T>(target, g * VW);
   if constexpr (T::kScaled) {
     const float most = reduce_max(largest), inverse = inverse_unit(most);
-    s.probability_units[row] = most * (1 / kInt16);
-    for (int64_t g = 0; g < num_vectors; ++g)
+    s.probability_units[in_pass] = most * (1 / kInt16);
+    for (int64_t g = seen.first; g < seen.last; ++g)
       store_int16((int16_t*)target + g * VW, loadf(scores + g * VW), inverse);
   }
-  const vf decay = exp2_neg<T::kPrecise>(splat(before - maximum));
-  s.decay[row] = before == maximum ? 1.0f : decay[0];
-  s.sum[row] = s.sum[row] * s.decay[row] + reduce_add(total);
-  s.maximum[row] = maximum;
+  storef(s.sums + row * VW, loadf(s.sums + row * VW) * s.decay[in_pass] + total);
+}
+
+// One pass: rows [row, row + count) of an item against a tile.
+template <class T>
+void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& tile, const Scratch& s, int64_t row,
+                 int64_t count) {
+  const int64_t window = item.window_of(p), dims = p.cache.padded_dim, cells = p.cache.head_dim / T::kPerLane;
+  Visible seen[kPassRows];
+  int64_t first = tile.num_vectors, last = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t position = s.positions[row + r];
+    Visible& v = seen[r];
+    v.low = max64(tile.begin, window > 0 ? position - window + 1 : 0) - tile.base;
+    v.high = min64(tile.end, position + 1) - tile.base;
+    v.first = v.low < v.high ? v.low / VW : tile.num_vectors;
+    v.last = v.low < v.high ? (v.high + VW - 1) / VW : tile.num_vectors;
+    if (v.low < v.high) first = min64(first, v.first), last = max64(last, v.last);
+  }
+  if (first >= last) return;
+  const uint32_t* const queries = s.queries + row * cells * T::kWords;
+  all_scores<T>(queries, cells * T::kWords, count, tile.keys + first, tile.value_starts + first, last - first,
+                p.cache.block_size, cells, s.scores + first * VW, kKeyTile);
+  if constexpr (T::kScaled)  // after the first scores: by then they are there
+    if (!tile.has_scales) gather_scales<T>(p, item, tile, s), tile.has_scales = true;
+  const bool plain = p.soft_cap == 0 && p.scale > 0 && !T::kScaled;
+  const float factor = plain ? p.scale * kLog2e : 1.0f;
+  alignas(64) float found[(kPassRows + VW - 1) / VW * VW];
+  for (int64_t r = 0; r < count; ++r) {
+    const bool any = seen[r].low < seen[r].high;
+    found[r] = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) * factor : kFloor;
+  }
+  for (int64_t r = count; r % VW != 0; ++r) found[r] = kFloor;
+  for (int64_t r = 0; r < count; r += VW) {
+    const vf before = loadf(s.maximum + row + r), top = vmax(before, loadf(found + r));
+    storef(s.maximum + row + r, top);
+    storef(s.decay + r, before == top ? splat(1.0f) : exp2_of<T::kPrecise>(before - top));
+  }
+  constexpr int64_t kOperands = T::kPacked ? kKeyTile / 2 : kKeyTile;
+  uint32_t* const probabilities = T::kPacked ? s.packed : (uint32_t*)s.scores;
+  for (int64_t r = 0; r < count; ++r)
+    exponentiate<T>(s, row + r, r, probabilities + r * kOperands, tile.num_vectors, seen[r], factor);
+  int64_t segments = tile.num_segments;  // those behind the newest row's keys would count with probability 0
+  while (tile.values[segments - 1].a_index * T::kPerLane >= last * VW) --segments;
+  all_values<T>(probabilities, kOperands, count, tile.values, segments, dims, s.decay, s.probability_units,
+                s.accumulator + row * dims);
 }
 
 // A query of an int8 cache: bfloat16 -> 16-bit integers; returns what one of them is worth, NaN or infinite where an
@@ -216,9 +286,8 @@ template <class T>
 void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* queries, int64_t words,
                     float* units) {
   const int64_t dims = p.cache.head_dim;
-  for (int64_t r = item.row_begin; r < item.row_end; ++r, queries += words) {
-    const int64_t token = item.token_of(p, r), head = item.kv_head * p.group + r % p.group;
-    const auto* row = (const typename T::Storage*)p.q.data + token * p.q.token_stride + head * p.q.head_stride;
+  for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next(), queries += words) {
+    const auto* const row = (const typename T::Storage*)p.q.data + item.place_of(p, p.q, at);
     if constexpr (T::kScaled) {
       *units++ = quantize_query(row, dims, (int16_t*)queries);
     } else if (T::kPacked || sizeof(*row) == 4) {
@@ -230,15 +299,14 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* q
 }
 
 template <class T>
-void write_row(const AttentionProblem& p, const WorkItem& item, int64_t row, const float* accumulator, float sum) {
-  const int64_t token = item.token_of(p, row), head = item.kv_head * p.group + row % p.group;
-  auto* out = (typename T::Storage*)p.out.data + token * p.out.token_stride + head * p.out.head_stride;
+void write_row(const AttentionProblem& p, const WorkItem& item, const RowCursor& at, const float* accumulator,
+               float sum) {
+  auto* const out = (typename T::Storage*)p.out.data + item.place_of(p, p.out, at);
   const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
 #if PAGELOOM_NATIVE_BF16
   if constexpr (T::kBFloat16Out) {
     for (int64_t d = 0; d < p.cache.head_dim; d += VW) {
-      const __m256bh packed = _mm512_cvtneps_pbh((__m512)(loadf(accumulator + d) * inverse));
-      memcpy(out + d, &packed, min64(VW, p.cache.head_dim - d) * 2);
+      store_bfloat16(out + d, loadf(accumulator + d) * inverse, p.cache.head_dim - d);
     }
     return;
   }
@@ -249,38 +317,34 @@ void write_row(const AttentionProblem& p, const WorkItem& item, int64_t row, con
 template <class T>
 bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory, float* partials) {
   const Scratch s = carve(p, memory);
-  const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim, window = item.window_of(p);
-  const int64_t cell_rows = p.cache.head_dim / T::kPerLane, words = cell_rows * T::kWords;
-  gather_queries<T>(p, item, s.queries, words, s.query_units);
+  const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim;
+  gather_queries<T>(p, item, s.queries, p.cache.head_dim / T::kPerLane * T::kWords, s.query_units);
   memset(s.accumulator, 0, rows * dims * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) s.maximum[r] = kFloor, s.sum[r] = 0;
+  memset(s.sums, 0, rows * VW * sizeof(float));
+  for (int64_t r = 0; r < rows + VW; ++r) s.maximum[r] = kFloor;
+  for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next())
+    s.positions[at.row - item.row_begin] = item.position_of(p, at);
 
   KeyTile<T> tile;
   for (tile.base = item.kv_begin / VW * VW; tile.base < item.kv_end; tile.base += kKeyTile) {
     tile.begin = max64(tile.base, item.kv_begin);
     tile.end = min64(tile.base + kKeyTile, item.kv_end);
     if (!locate_tile<T>(p, item, tile, s)) return false;
-    all_scores<T>(s.queries, words, rows, tile.keys, tile.value_starts, tile.num_vectors, p.cache.block_size, cell_rows,
-                  s.scores, kKeyTile);
-    if constexpr (T::kScaled) gather_scales<T>(p, item, tile, s);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = item.position_of(p, item.row_begin + r);
-      const int64_t oldest = max64(tile.begin, window > 0 ? position - window + 1 : 0);
-      softmax_row<T>(p, s, r, tile.num_vectors, oldest - tile.base, min64(tile.end, position + 1) - tile.base);
-    }
-    const uint32_t* probabilities = T::kPacked ? s.packed : (const uint32_t*)s.scores;
-    all_values<T>(probabilities, T::kPacked ? kKeyTile / 2 : kKeyTile, rows, tile.values, tile.num_segments, dims,
-                  s.decay, s.probability_units, s.accumulator);
+    tile.has_scales = !T::kScaled;
+    for (int64_t row = 0; row < rows; row += kPassRows)
+      attend_pass<T>(p, item, tile, s, row, min64(kPassRows, rows - row));
   }
-  for (int64_t r = 0; r < rows; ++r) {
+  for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next()) {
+    const int64_t r = at.row - item.row_begin;
     const float* row = s.accumulator + r * dims;
-    float* const target = item.partial_of(p, partials, item.row_begin + r, dims + kPartialExtra);
+    const float sum = reduce_add(loadf(s.sums + r * VW));
+    float* const target = item.partial_of(p, partials, at, dims + kPartialExtra);
     if (target == nullptr) {
-      write_row<T>(p, item, item.row_begin + r, row, s.sum[r]);
+      write_row<T>(p, item, at, row, sum);
     } else {
       memcpy(target, row, dims * sizeof(float));
       target[dims] = s.maximum[r];
-      target[dims + 1] = s.sum[r];
+      target[dims + 1] = sum;
     }
   }
   return true;
@@ -291,18 +355,18 @@ template <class T>
 void combine_typed(const AttentionProblem& p, const WorkItem& item, const float* partials, int64_t parts,
                    int64_t stride) {
   const int64_t dims = p.cache.padded_dim, row_stride = dims + kPartialExtra;
-  for (int64_t r = 0; r < item.row_end - item.row_begin; ++r) {
-    const float* rows = partials + r * row_stride;
+  for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next()) {
+    const float* rows = partials + (at.row - item.row_begin) * row_stride;
     float maximum = kFloor, sum = 0;
     for (int64_t i = 0; i < parts; ++i) maximum = rows[i * stride + dims] > maximum ? rows[i * stride + dims] : maximum;
     alignas(64) float total[256 + 16] = {};
     for (int64_t i = 0; i < parts; ++i) {
       const float* part = rows + i * stride;
-      const vf weight = exp2_neg<T::kPrecise>(splat(part[dims] - maximum));
+      const vf weight = exp2_of<T::kPrecise>(splat(part[dims] - maximum));
       sum += part[dims + 1] * weight[0];
       for (int64_t d = 0; d < dims; d += VW) storef(total + d, loadf(total + d) + loadf(part + d) * weight);
     }
-    write_row<T>(p, item, item.row_begin + r, total, sum);
+    write_row<T>(p, item, at, total, sum);
   }
 }
 

@@ -80,7 +80,18 @@ struct AttentionProblem {
   const SharedToken* shared;
 };
 
-// Rows are (query token, head of the group), token-major: row r is token r / group, head r % group.
+// Rows are (query token, head of the group), token-major. Goes through them without a division for each.
+struct RowCursor {
+  int64_t row, token, head, group;
+
+  PAGELOOM_ALWAYS_INLINE RowCursor(int64_t first, int64_t group)
+      : row(first), token(first / group), head(first % group), group(group) {}
+  PAGELOOM_ALWAYS_INLINE void next() {
+    ++row;
+    if (++head == group) head = 0, ++token;
+  }
+};
+
 // One item: some rows of one KV head against keys [kv_begin, kv_end) of one block table. The rows belong to sequence
 // `seq`, or (shared >= 0) to tokens shared[item.shared], ... of several sequences, all of which see all of these keys.
 struct WorkItem {
@@ -94,30 +105,35 @@ struct WorkItem {
   int32_t split_group;  // -1: the item owns its output, or is shared; otherwise which group it is a part of
   int32_t shared;
 
-  PAGELOOM_ALWAYS_INLINE int64_t token_of(const AttentionProblem& p, int64_t row) const {
-    return shared < 0 ? p.query_start_loc[seq] + row / p.group : p.shared[shared + row / p.group].token;
+  PAGELOOM_ALWAYS_INLINE RowCursor first_row(const AttentionProblem& p) const { return {row_begin, p.group}; }
+  PAGELOOM_ALWAYS_INLINE int64_t token_of(const AttentionProblem& p, const RowCursor& at) const {
+    return shared < 0 ? p.query_start_loc[seq] + at.token : p.shared[shared + at.token].token;
+  }
+  // The row's query or output, in elements.
+  PAGELOOM_ALWAYS_INLINE int64_t place_of(const AttentionProblem& p, const TokenView& view, const RowCursor& at) const {
+    return token_of(p, at) * view.token_stride + (kv_head * p.group + at.head) * view.head_stride;
   }
   // Position of the row's query, or one behind all keys.
-  PAGELOOM_ALWAYS_INLINE int64_t position_of(const AttentionProblem& p, int64_t row) const {
+  PAGELOOM_ALWAYS_INLINE int64_t position_of(const AttentionProblem& p, const RowCursor& at) const {
     const int32_t* const start = p.query_start_loc + seq;
-    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + row / p.group : kv_end;
+    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + at.token : kv_end;
   }
   PAGELOOM_ALWAYS_INLINE int64_t window_of(const AttentionProblem& p) const { return shared < 0 ? p.window : 0; }
   // Null where the item owns its output. `stride`: floats of one row.
-  PAGELOOM_ALWAYS_INLINE float* partial_of(const AttentionProblem& p, float* partials, int64_t row,
+  PAGELOOM_ALWAYS_INLINE float* partial_of(const AttentionProblem& p, float* partials, const RowCursor& at,
                                            int64_t stride) const {
     if (shared >= 0) {
-      const SharedToken& t = p.shared[shared + row / p.group];
-      return partials + t.partial + kv_head * t.partial_step + row % p.group * stride;
+      const SharedToken& t = p.shared[shared + at.token];
+      return partials + t.partial + kv_head * t.partial_step + at.head * stride;
     }
-    return split_group < 0 ? nullptr : partials + partial + (row - row_begin) * stride;
+    return split_group < 0 ? nullptr : partials + partial + (at.row - row_begin) * stride;
   }
 };
 
 // A partial result of one item: rows x (accumulator[padded_dim], maximum, sum), unnormalised.
 inline constexpr int64_t kPartialExtra = 16;
 inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
-inline constexpr int64_t kKeyTile = 128;  // keys between two rescalings of the accumulator
+inline constexpr int64_t kKeyTile = 256;  // keys between two rescalings of the accumulator
 inline constexpr int64_t kSplit = 256;    // keys per part (4x for many rows); never depends on threads or batch
 inline constexpr int64_t kFewRows = 32;   // up to so many rows, a sequence has parts of kSplit keys
 

@@ -75,10 +75,27 @@ PAGELOOM_INLINE float reduce_add(vf v) {
 #endif
 }
 
-// 2^t for t <= 0; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares fit of 2^f over |f| <=
-// 1/2: relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
+#if defined(__AVX512F__)
+// 2^t for t <= 0, or just above by rounding: fit of 2^f over 0 <= f < 1 with 2^0 exact, relative error 3e-6. -inf gives 0,
+// NaN stays NaN.
+PAGELOOM_INLINE __m512 exp2_short(__m512 t) {
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+  __m512 e = _mm512_set1_ps(0.013426686637103558f);
+  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.0522424690425396f));
+  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.2412802129983902f));
+  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(0.6930448412895203f));
+  e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(e, t);  // e * 2^floor(t)
+}
+#endif
+
+// 2^t for t <= 0, or just above by rounding; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares
+// fit of 2^f over |f| <= 1/2: relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
 template <bool kPrecise>
-PAGELOOM_INLINE vf exp2_neg(vf t) {
+PAGELOOM_INLINE vf exp2_of(vf t) {
+#if defined(__AVX512F__)
+  if constexpr (!kPrecise) return (vf)exp2_short((__m512)t);
+#endif
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
   vf clamped = vmax(t, splat(-127.0f));
   vf shifted = clamped + magic;
@@ -108,7 +125,7 @@ PAGELOOM_INLINE vf exp2_neg(vf t) {
 // tanh to a few ulp: Cephes' odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 PAGELOOM_INLINE vf tanh_all(vf x) {
   vf a = x < 0.0f ? -x : x;
-  vf e = exp2_neg<true>(a * -2.8853900817779268f);  // e^(-2|x|)
+  vf e = exp2_of<true>(a * -2.8853900817779268f);  // e^(-2|x|)
   vf far = (1.0f - e) / (1.0f + e);
   far = x < 0.0f ? -far : far;
   vf z = x * x;
@@ -244,6 +261,17 @@ PAGELOOM_INLINE float inverse_unit(float largest) {
   return largest >= 1e-30f && largest <= 3.0e38f ? kInt16 / largest : 0.0f;
 }
 
+#if PAGELOOM_NATIVE_BF16
+// A vector, or the first `room` of it.
+PAGELOOM_INLINE void store_bfloat16(uint16_t* to, vf v, int64_t room) {
+  const __m256bh packed = _mm512_cvtneps_pbh((__m512)v);
+  if (room >= VW)
+    memcpy(to, &packed, sizeof packed);
+  else
+    memcpy(to, &packed, room * 2);
+}
+#endif
+
 // Writes VW probabilities where the next product reads them: packed to bf16 where the CPU multiplies bf16, else as
 // float.
 template <class T>
@@ -256,6 +284,23 @@ PAGELOOM_INLINE void store_operand(uint32_t* row, int64_t index, vf v) {
   }
 #endif
   memcpy(row + index, &v, sizeof v);
+}
+
+// The same of two vectors that follow each other, as bfloat16: where the CPU multiplies it.
+PAGELOOM_INLINE void store_pairs(uint32_t* row, int64_t index, vf low, vf high) {
+#if PAGELOOM_NATIVE_BF16
+  const __m512bh packed = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  memcpy((uint16_t*)row + index, &packed, sizeof packed);
+#endif
+}
+
+template <class T>
+PAGELOOM_INLINE void store_nothing(uint32_t* row, int64_t index) {
+  if constexpr (T::kScaled) {
+    memset((int16_t*)row + index, 0, VW * 2);
+  } else {
+    store_operand<T>(row, index, vf{});
+  }
 }
 
 }  // namespace
