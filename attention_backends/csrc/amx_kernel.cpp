@@ -204,9 +204,9 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
   }
 }
 
-bool attend(const AttentionProblem& p, const WorkItem& item, void* memory, float* partials) {
+bool attend(const AttentionProblem& p, const WorkItem& item, const WorkItem* next, void* memory, float* partials) {
   const int64_t rows = item.row_end - item.row_begin;
-  if (rows < kMinRows) return kernels_avx512bf16()->attend(p, item, memory, partials);
+  if (rows < kMinRows) return kernels_avx512bf16()->attend(p, item, next, memory, partials);
   Scratch s;
   carve(p, memory, s);
   s.window = item.window_of(p);

@@ -67,12 +67,32 @@ struct KeyTile {
   using Cell = typename T::Cell;
   int64_t base, begin, end;
   int64_t num_vectors;
-  const Cell* keys[kKeyTile / VW + kMaxCols];  // the last kMaxCols, after num_vectors: the next tile's, to prefetch
+  const Cell* keys[kKeyTile / VW];
   const Cell* value_starts[kKeyTile / VW];
+  const Cell* ahead[kKeyTile / VW];  // the next tile's keys
   int64_t num_segments;
   bool has_scales;  // gathered, or of no use
   Segment<T> values[kKeyTile / 8 + 3];
 };
+
+// Finds what comes after a located tile: keys of its item, or else of the next one. What does not exist is something else
+// that may be asked for.
+template <class T>
+void look_ahead(const AttentionProblem& p, const WorkItem& item, const WorkItem* next, KeyTile<T>& tile) {
+  for (auto& keys : tile.ahead) keys = tile.keys[0];
+  const bool within = tile.end < item.kv_end;
+  if (!within && next == nullptr) return;
+  const WorkItem& then = within ? item : *next;
+  const int32_t* const table = p.block_tables + then.seq * p.block_table_stride;
+  const int64_t size = p.cache.block_size, first = within ? tile.end : then.kv_begin / VW * VW;
+  const int64_t vectors = min64(kKeyTile / VW, (then.kv_end - first + VW - 1) / VW);
+  for (int64_t i = 0, column = first / size, slot = first % size; i < vectors; ++i, slot += VW) {
+    if (slot >= size) slot = 0, ++column;
+    const int64_t block = column < p.max_blocks ? table[column] : -1;
+    if (block < 0 || block >= p.cache.num_blocks) return;
+    tile.ahead[i] = (const typename T::Cell*)p.cache.k_of(block, then.kv_head) + slot;
+  }
+}
 
 template <class T>
 bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& tile, const Scratch& scratch) {
@@ -114,13 +134,6 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
     if (pairs > 0) tile.values[tile.num_segments++] = {row(t), pairs, (t - tile.base) / T::kPerLane};
     t += pairs * T::kPerLane;
     if (t < last) edge(t, 0x0000ffffu);
-  }
-  for (int64_t i = 0; i < kMaxCols; ++i) {
-    const int64_t t = tile.base + (tile.num_vectors + i) * VW, column = t / size;
-    const int64_t block = t < item.kv_end && column < p.max_blocks ? table[column] : -1;
-    const bool exists = block >= 0 && block < p.cache.num_blocks;
-    const Cell* const next = exists ? (const Cell*)p.cache.k_of(block, item.kv_head) + (t - column * size) : nullptr;
-    tile.keys[tile.num_vectors + i] = exists ? next : tile.keys[0];
   }
   return true;
 }
@@ -236,8 +249,9 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   }
   if (first >= last) return;
   const uint32_t* const queries = s.queries + row * cells * T::kWords;
-  all_scores<T>(queries, cells * T::kWords, count, tile.keys + first, tile.value_starts + first, last - first,
-                p.cache.block_size, cells, s.scores + first * VW, kKeyTile);
+  const bool asks = item.row_end - item.row_begin <= kMaxRows;
+  all_scores<T>(queries, cells * T::kWords, count, tile.keys + first, asks ? tile.value_starts + first : nullptr,
+                last - first, p.cache.block_size, cells, s.scores + first * VW, kKeyTile);
   if constexpr (T::kScaled)  // after the first scores: by then they are there
     if (!tile.has_scales) gather_scales<T>(p, item, tile, s), tile.has_scales = true;
   const bool plain = p.soft_cap == 0 && p.scale > 0 && !T::kScaled;
@@ -260,7 +274,7 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   int64_t segments = tile.num_segments;  // those behind the newest row's keys would count with probability 0
   while (tile.values[segments - 1].a_index * T::kPerLane >= last * VW) --segments;
   all_values<T>(probabilities, kOperands, count, tile.values, segments, dims, s.decay, s.probability_units,
-                s.accumulator + row * dims);
+                s.accumulator + row * dims, asks ? tile.ahead : nullptr, p.cache.block_size);
 }
 
 // A query of an int8 cache: bfloat16 -> 16-bit integers; returns what one of them is worth, NaN or infinite where an
@@ -315,7 +329,8 @@ void write_row(const AttentionProblem& p, const WorkItem& item, const RowCursor&
 }
 
 template <class T>
-bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory, float* partials) {
+bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkItem* next, void* memory,
+                  float* partials) {
   const Scratch s = carve(p, memory);
   const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim;
   gather_queries<T>(p, item, s.queries, p.cache.head_dim / T::kPerLane * T::kWords, s.query_units);
@@ -330,6 +345,7 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, void* memory,
     tile.begin = max64(tile.base, item.kv_begin);
     tile.end = min64(tile.base + kKeyTile, item.kv_end);
     if (!locate_tile<T>(p, item, tile, s)) return false;
+    if (rows <= kMaxRows) look_ahead<T>(p, item, next, tile);
     tile.has_scales = !T::kScaled;
     for (int64_t row = 0; row < rows; row += kPassRows)
       attend_pass<T>(p, item, tile, s, row, min64(kPassRows, rows - row));
@@ -370,12 +386,12 @@ void combine_typed(const AttentionProblem& p, const WorkItem& item, const float*
   }
 }
 
-bool attend(const AttentionProblem& p, const WorkItem& item, void* scratch, float* partials) {
+bool attend(const AttentionProblem& p, const WorkItem& item, const WorkItem* next, void* scratch, float* partials) {
   switch (p.cache.dtype) {
-    case Dtype::kFloat32: return attend_typed<Float32>(p, item, scratch, partials);
-    case Dtype::kBFloat16: return attend_typed<BFloat16>(p, item, scratch, partials);
-    case Dtype::kInt8: return attend_typed<Int8>(p, item, scratch, partials);
-    default: return attend_typed<Float16>(p, item, scratch, partials);
+    case Dtype::kFloat32: return attend_typed<Float32>(p, item, next, scratch, partials);
+    case Dtype::kBFloat16: return attend_typed<BFloat16>(p, item, next, scratch, partials);
+    case Dtype::kInt8: return attend_typed<Int8>(p, item, next, scratch, partials);
+    default: return attend_typed<Float16>(p, item, next, scratch, partials);
   }
 }
 

@@ -141,8 +141,9 @@ struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this
   int64_t row_tile;       // the most rows of an item
   int64_t (*scratch_bytes)(const AttentionProblem&);
-  // False if a block-table entry points outside the cache: nothing is read there.
-  bool (*attend)(const AttentionProblem&, const WorkItem&, void* scratch, float* partials);
+  // False if a block-table entry points outside the cache: nothing is read there. `next`: an item that this thread may
+  // come to next, or null.
+  bool (*attend)(const AttentionProblem&, const WorkItem&, const WorkItem* next, void* scratch, float* partials);
   // Adds up the parts of the rows of one split group; part i starts at partials + i * partial_stride.
   void (*combine)(const AttentionProblem&, const WorkItem& rows, const float* partials, int64_t parts,
                   int64_t partial_stride);

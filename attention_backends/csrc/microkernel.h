@@ -50,27 +50,27 @@ PAGELOOM_INLINE void multiply_accumulate(typename T::Sum (&acc)[R][C], const uin
   }
 }
 
-// Scores of R rows against C vectors of tokens: b[j] points at lane row 0 of token vector j. With few rows this is
-// bound by memory, and pages are too short for the hardware to guess the next one: `ahead` (or null) holds 2 C
-// pointers, the keys that are multiplied next and the values that belong to these keys, both as long as the keys read
-// here.
+// With few rows attention is bound by memory, and pages are too short for the hardware to guess the next one. So while
+// keys are multiplied their values are asked for, and while values are, the keys of the next tile: evenly, since no more
+// than a few dozen lines can be under way. Into the second level: a prefetch to the first one waits for a place there.
+PAGELOOM_INLINE void ask_for(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// Scores of R rows against C vectors of tokens: b[j] points at lane row 0 of token vector j. `values` (or null): of
+// these tokens, to be asked for.
 template <class T, int R, int C>
 void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const* tokens,
-                  const typename T::Cell* const* ahead, int64_t ldb, int64_t count, float* c, int64_t ldc) {
+                  const typename T::Cell* const* values, int64_t ldb, int64_t count, float* c, int64_t ldc) {
   constexpr int64_t kRowBytes = VW * sizeof(typename T::Cell), kLine = kRowBytes < 64 ? 64 / kRowBytes : 1;
   typename T::Sum acc[R][C] = {};
   const typename T::Cell* b[C];
   for (int j = 0; j < C; ++j) b[j] = tokens[j];
-  if (ahead == nullptr) {
+  if (values == nullptr) {
     multiply_accumulate<T, R, C>(acc, a, lda, b, ldb, count);
   } else {
     int64_t d = 0;
     for (; d + kLine <= count; d += kLine) {
 #pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) {
-        __builtin_prefetch(ahead[j] + d * ldb);
-        __builtin_prefetch(ahead[C + j] + d * VW);
-      }
+      for (int j = 0; j < C; ++j) ask_for(values[j] + d * VW);
       multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, kLine);
 #pragma GCC unroll 8
       for (int j = 0; j < C; ++j) b[j] += kLine * ldb;
@@ -84,10 +84,11 @@ void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const*
 }
 
 // C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile. `unit`: of a row of P, where
-// it is integers.
+// it is integers. `ahead` (or null): the next tile's keys by vectors of tokens, to be asked for, whose rows are `ldk` apart.
 template <class T, int R, int C>
 void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, int64_t num_segments, int64_t dim,
-                  int64_t ldb, const float* decay, const float* unit, float* c, int64_t ldc) {
+                  int64_t ldb, const float* decay, const float* unit, float* c, int64_t ldc,
+                  const typename T::Cell* const* ahead, int64_t ldk) {
   typename T::Sum acc[R][C] = {};
   if constexpr (!T::kScaled) {
 #pragma GCC unroll 8
@@ -98,7 +99,20 @@ void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, in
   for (int64_t s = 0; s < num_segments; ++s) {
     const typename T::Cell* b[C];
     for (int j = 0; j < C; ++j) b[j] = segments[s].base + dim + j * VW;
-    multiply_accumulate<T, R, C>(acc, a + segments[s].a_index * T::kWords, lda, b, ldb, segments[s].count);
+    const int64_t index = segments[s].a_index, count = segments[s].count;
+    if (ahead == nullptr) {
+      multiply_accumulate<T, R, C>(acc, a + index * T::kWords, lda, b, ldb, count);
+      continue;
+    }
+    constexpr int64_t kSteps = VW / T::kPerLane;  // of a vector of tokens; C rows of its successor's keys in each
+    for (int64_t d = index; d < index + count; ++d) {
+      const typename T::Cell* const keys = ahead[d / kSteps] + (dim / T::kPerLane + d % kSteps * C) * ldk;
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) ask_for(keys + j * ldk);
+      multiply_accumulate<T, R, C>(acc, a + d * T::kWords, lda, b, ldb, 1);
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) b[j] += ldb;
+    }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i)
@@ -131,23 +145,20 @@ PAGELOOM_INLINE void with_rows(int64_t n, F f) {
   }
 }
 
-// tokens[0 .. num_vectors) are multiplied; the kMaxCols entries after them are keys that come next (any readable
-// address where none do). values[j]: where the values of token vector j start.
+// values[j] (or null): where the values of token vector j start.
 template <class T>
 void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const typename T::Cell* const* tokens,
                 const typename T::Cell* const* values, int64_t num_vectors, int64_t ldb, int64_t count, float* c,
                 int64_t ldc) {
-  const bool memory_bound = rows <= kMaxRows;
   for (int64_t g = 0; g < num_vectors;) {
     const int64_t cols = g + kMaxCols <= num_vectors ? kMaxCols : 1;
-    const typename T::Cell* ahead[2 * kMaxCols];
-    for (int64_t j = 0; j < cols; ++j) ahead[j] = tokens[g + cols + j], ahead[cols + j] = values[g + j];
+    const typename T::Cell* const* const of_these = values != nullptr ? values + g : nullptr;
     for (int64_t r = 0; r < rows; r += kMaxRows) {
       const int64_t n = rows - r < kMaxRows ? rows - r : kMaxRows;
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
         const auto block = cols == kMaxCols ? scores_block<T, R, kMaxCols> : scores_block<T, R, 1>;
-        block(a + r * lda, lda, tokens + g, memory_bound ? ahead : nullptr, ldb, count, c + r * ldc + g * VW, ldc);
+        block(a + r * lda, lda, tokens + g, of_these, ldb, count, c + r * ldc + g * VW, ldc);
       });
     }
     g += cols;
@@ -156,7 +167,8 @@ void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const typename T::
 
 template <class T>
 void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* segments, int64_t num_segments,
-                int64_t dims, const float* decay, const float* unit, float* c) {
+                int64_t dims, const float* decay, const float* unit, float* c, const typename T::Cell* const* ahead,
+                int64_t ldk) {
   for (int64_t d = 0; d < dims;) {
     const bool wide = d + kMaxCols * VW <= dims;
     for (int64_t r = 0; r < rows; r += kMaxRows) {
@@ -164,7 +176,8 @@ void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* 
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
         const auto block = wide ? values_block<T, R, kMaxCols> : values_block<T, R, 1>;
-        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, unit + r, c + r * dims + d, dims);
+        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, unit + r, c + r * dims + d, dims,
+              ahead, ldk);
       });
     }
     d += wide ? kMaxCols * VW : VW;

@@ -34,9 +34,9 @@ void deliver(const AttendStage& stage, SplitGroup& group) {
   group.pending = group.parts;  // for the step's next layer
 }
 
-void attend_item(AttendStage& stage, const WorkItem& item, void* scratch) {
+void attend_item(AttendStage& stage, const WorkItem& item, const WorkItem* next, void* scratch) {
   const AttentionProblem& p = stage.problem;
-  if (!stage.kernels.attend(p, item, scratch, stage.plan.partials()))
+  if (!stage.kernels.attend(p, item, next, scratch, stage.plan.partials()))
     stage.error.store("attention: block_tables names a block outside the KV cache", std::memory_order_relaxed);
   if (item.split_group >= 0) deliver(stage, stage.plan.groups[item.split_group]);
   if (item.shared < 0) return;
@@ -52,7 +52,10 @@ bool attend(Stage& given, int64_t, Turn& turn) {
   void* const scratch = arena.reserve(stage.kernels.scratch_bytes(stage.problem));
   for (int64_t i; (i = stage.next.fetch_add(stage.claim, std::memory_order_relaxed)) < stage.units;) {
     const int64_t end = std::min(i + stage.claim, stage.units);
-    for (int64_t at = i; at < end; ++at) attend_item(stage, stage.plan.items[at], scratch);
+    for (int64_t at = i; at < end; ++at) {
+      const int64_t next = at + 1 < end ? at + 1 : stage.next.load(std::memory_order_relaxed);
+      attend_item(stage, stage.plan.items[at], next < stage.units ? &stage.plan.items[next] : nullptr, scratch);
+    }
     stage.finish(end - i);
     if (!turn.pass()) return false;
   }
@@ -72,9 +75,10 @@ AttendStage::AttendStage(const AttentionProblem& asked, const KernelTable& table
   units = plan.error == nullptr ? static_cast<int64_t>(plan.items.size()) : 0;
   workers = threads_worth(threads, plan.work, units);
   problem.shared = plan.shared.data();
-  // Heads of a sequence lie side by side in its pages: one thread takes them, and its prefetcher has them at hand.
-  const int64_t heads = problem.cache.num_kv_heads;
-  claim = units >= 8 * threads * heads ? heads : 1;
+  // Heads of a sequence lie side by side in its pages: one thread takes them, and its prefetcher has them at hand. Where
+  // there are plenty it takes two sequences', since it can ask for what it knows that it comes to next.
+  const int64_t heads = problem.cache.num_kv_heads, plenty = units / (8 * std::max<int64_t>(threads, 1) * heads);
+  claim = plenty >= 2 ? 2 * heads : plenty == 1 ? heads : 1;
 }
 
 }  // namespace pageloom
