@@ -48,7 +48,7 @@ PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {
 
 // x / (1 + e^-t), where t has the sign of x.
 PAGELOOM_INLINE vf times_sigmoid(vf x, vf t) {
-  const vf e = exp2_neg<true>((t < 0.0f ? t : -t) * 1.4426950408889634f);  // e^-|t|
+  const vf e = exp2_of<true>((t < 0.0f ? t : -t) * 1.4426950408889634f);  // e^-|t|
   const vf numerator = t < 0.0f ? x * e : x;
   return numerator / (1.0f + e);
 }

@@ -119,7 +119,7 @@ PAGELOOM_INLINE void settle() { __asm__ volatile("" ::: "memory"); }
 
 // Lines of [p, p + bytes) into L1. Past the end of the weights it is harmless.
 PAGELOOM_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 }  // namespace

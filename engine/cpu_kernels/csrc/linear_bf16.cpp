@@ -104,7 +104,7 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
   for (; i + kUnroll <= pairs; i += kUnroll) {
     if (i == prefetch.turn) prefetch.ahead += prefetch.jump;
     for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
-      for (int64_t s = 0; s < prefetch.panels; ++s) __builtin_prefetch(prefetch.ahead + s * panel_bytes, 0, 3);
+      for (int64_t s = 0; s < prefetch.panels; ++s) __builtin_prefetch(prefetch.ahead + s * panel_bytes, 0, 2);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
   }

@@ -16,7 +16,7 @@ std::uint64_t read_part(const std::uint64_t* p, std::size_t words) {
   for (std::size_t at = 0; at < part; at += kWords) {
     for (std::size_t stream = 0; stream < kStreams; ++stream) {
       const std::uint64_t* q = p + stream * part + at;
-      for (std::size_t i = 0; i < kWords; i += kLine / 8) __builtin_prefetch(q + i + kAhead);
+      for (std::size_t i = 0; i < kWords; i += kLine / 8) __builtin_prefetch(q + i + kAhead, 0, 2);
       for (std::size_t i = 0; i < kWords; ++i) lanes[i] ^= q[i];
     }
   }
