@@ -9,6 +9,17 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kFloor = -1e30f;  // the running maximum starts here, so that -inf - maximum is never NaN
 
+// Whether scores stay as they are up to the exponential, whose exponents are in units of `factor_of`. Maxima are, too, and
+// subtracted before: a product that is rounded there and fused here would differ by more than 2^7 where scores are huge.
+template <class T>
+PAGELOOM_INLINE bool is_plain(const AttentionProblem& p) {
+  return p.soft_cap == 0 && p.scale > 0 && !T::kScaled;
+}
+template <class T>
+PAGELOOM_INLINE float factor_of(const AttentionProblem& p) {
+  return is_plain<T>(p) ? p.scale * kLog2e : 1.0f;
+}
+
 // Which tokens of a tile a row sees: [low, high), in the vectors [first, last).
 struct Visible {
   int64_t low, high, first, last;
@@ -42,7 +53,7 @@ PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, const Scratch& 
   return reduce_max(top);
 }
 
-// Scores of one row -> probabilities 2^(score * factor - maximum), 0 where it sees nothing; `sums` decay and grow.
+// Scores of one row -> probabilities 2^((score - maximum) * factor), 0 where it sees nothing; `sums` decay and grow.
 template <class T>
 PAGELOOM_INLINE void exponentiate(const Scratch& s, int64_t row, int64_t in_pass, uint32_t* target,
                                   int64_t num_vectors, const Visible& seen, float factor) {
@@ -50,7 +61,7 @@ PAGELOOM_INLINE void exponentiate(const Scratch& s, int64_t row, int64_t in_pass
   const float maximum = s.maximum[row];
   for (int64_t g = 0; g < seen.first; ++g) store_nothing<T>(target, g * VW);
   vf total = {}, largest = {};
-  const auto probability = [&](int64_t g) { return exp2_of<T::kPrecise>(loadf(scores + g * VW) * factor - maximum); };
+  const auto probability = [&](int64_t g) { return exp2_of<T::kPrecise>((loadf(scores + g * VW) - maximum) * factor); };
   int64_t g = seen.first;
   if constexpr (T::kPacked && !T::kScaled) {
     for (; g + 1 < seen.last; g += 2) {
@@ -104,18 +115,18 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
                 last - first, p.cache.block_size, cells, s.scores + first * VW, kKeyTile);
   if constexpr (T::kScaled)  // after the first scores: by then they are there
     if (!tile.has_scales) gather_scales<T>(p, item, tile, s), tile.has_scales = true;
-  const bool plain = p.soft_cap == 0 && p.scale > 0 && !T::kScaled;
-  const float factor = plain ? p.scale * kLog2e : 1.0f;
+  const bool plain = is_plain<T>(p);
+  const float factor = factor_of<T>(p);
   alignas(64) float found[(kPassRows + VW - 1) / VW * VW];
   for (int64_t r = 0; r < count; ++r) {
     const bool any = seen[r].low < seen[r].high;
-    found[r] = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) * factor : kFloor;
+    found[r] = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) : kFloor;
   }
   for (int64_t r = count; r % VW != 0; ++r) found[r] = kFloor;
   for (int64_t r = 0; r < count; r += VW) {
     const vf before = loadf(s.maximum + row + r), top = vmax(before, loadf(found + r));
     storef(s.maximum + row + r, top);
-    storef(s.decay + r, before == top ? splat(1.0f) : exp2_of<T::kPrecise>(before - top));
+    storef(s.decay + r, before == top ? splat(1.0f) : exp2_of<T::kPrecise>((before - top) * factor));
   }
   constexpr int64_t kOperands = T::kPacked ? kKeyTile / 2 : kKeyTile;
   uint32_t* const probabilities = T::kPacked ? s.packed : (uint32_t*)s.scores;
@@ -209,7 +220,7 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkIte
       write_row<T>(p, item, at, row, sum);
     } else {
       memcpy(target, row, dims * sizeof(float));
-      target[dims] = s.maximum[r];
+      target[dims] = s.maximum[r] * factor_of<T>(p);
       target[dims + 1] = sum;
     }
   }

@@ -9,6 +9,7 @@
 namespace pageloom {
 namespace {
 
+constexpr int64_t kSmallItem = 1 << 13;   // lane operations of an item of which a thread takes many at once
 constexpr int64_t kSerialWork = 1 << 15;  // lane operations below which waking threads costs more than it saves
 
 // Grows, never shrinks: one per thread, so that a steady state allocates nothing.
@@ -78,7 +79,7 @@ AttendStage::AttendStage(const AttentionProblem& asked, const KernelTable& table
   // Heads of a sequence lie side by side in its pages: one thread takes them, and its prefetcher has them at hand. Where
   // there are plenty it takes two sequences', since it can ask for what it knows that it comes to next.
   const int64_t heads = problem.cache.num_kv_heads, plenty = units / (8 * std::max<int64_t>(threads, 1) * heads);
-  claim = plenty >= 2 ? 2 * heads : plenty == 1 ? heads : 1;
+  claim = plenty >= 2 && plan.work / units <= kSmallItem ? 2 * heads : plenty >= 1 ? heads : 1;
 }
 
 }  // namespace pageloom

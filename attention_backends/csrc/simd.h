@@ -77,7 +77,7 @@ PAGELOOM_INLINE float reduce_add(vf v) {
 
 #if defined(__AVX512F__)
 // 2^t for t <= 0, or just above by rounding: fit of 2^f over 0 <= f < 1 with 2^0 exact, relative error 3e-6. -inf gives 0,
-// NaN stays NaN.
+// NaN stays NaN; below 2^-126 subnormals, which Intel is slow with unless they are flushed.
 PAGELOOM_INLINE __m512 exp2_short(__m512 t) {
   const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
   __m512 e = _mm512_set1_ps(0.013426686637103558f);
@@ -94,7 +94,10 @@ PAGELOOM_INLINE __m512 exp2_short(__m512 t) {
 template <bool kPrecise>
 PAGELOOM_INLINE vf exp2_of(vf t) {
 #if defined(__AVX512F__)
-  if constexpr (!kPrecise) return (vf)exp2_short((__m512)t);
+  if constexpr (!kPrecise) {  // NaN is not less
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_mov_ps(normal, exp2_short((__m512)t));
+  }
 #endif
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
   vf clamped = vmax(t, splat(-127.0f));

@@ -112,6 +112,26 @@ def test_sharp_softmax_and_large_scores(cpu_backend: Prepared, isa: Isa) -> None
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS[1:] if isa != "amx"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_huge_equal_scores_weigh_all_keys_alike(
+    cpu_backend: Prepared, isa: Isa, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Scores of 1e10 and more: what is subtracted from them must have been rounded as they were."""
+
+    class Huge(Case):
+        def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            q, k, v = super().qkv()
+            return q.fill_(60000.0), k.fill_(60000.0), v
+
+        def prefix(self) -> tuple[torch.Tensor, torch.Tensor]:
+            k, v = super().prefix()
+            return k.fill_(60000.0), v
+
+    assert_matches_oracle(Huge([(1, 40), (40, 90), (1, 700)], dtype=dtype, head_dim=head_dim), cpu_backend(isa))
+
+
 def test_same_bits_on_one_and_on_two_threads(cpu_backend: Prepared) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = Case([(1, 4096), (130, 900), (1, 700)], num_heads=9, num_kv_heads=3, dtype=dtype)
