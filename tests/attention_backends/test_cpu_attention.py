@@ -118,8 +118,8 @@ def test_sharp_softmax_and_large_scores(cpu_backend: Prepared, isa: Isa) -> None
 def test_huge_equal_scores_weigh_all_keys_alike(
     cpu_backend: Prepared, isa: Isa, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Scores of 1e10 and more: what is subtracted from them must have been rounded as they were. (AMX subtracts from a fused
-    product; left out until there is a machine to change it on.)"""
+    """Scores of 1e10 and more: what is subtracted from them must have been rounded as they were. (AMX subtracts from
+    a fused product; it is left out until there is a machine to change it on.)"""
 
     class Huge(Case):
         def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
