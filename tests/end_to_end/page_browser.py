@@ -38,7 +38,7 @@ TEMPLATE = (
 def page_server(directory: Path) -> Iterator[str]:
     """The base URL; who asks needs `KEY`."""
     model = directory / "tiny"
-    save_tiny("Llama", model, vocab_size=259)
+    save_tiny("Llama", model, vocab_size=259, max_position_embeddings=16384)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     key = directory / "key"
     key.write_text(KEY)

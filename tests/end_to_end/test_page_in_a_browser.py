@@ -60,7 +60,11 @@ def test_an_answer_is_streamed_and_is_the_servers(page: Visit, page_base: str) -
 
 def test_pieces_are_shown_as_they_come_and_escape_stops_them(page: Visit, page_base: str) -> None:
     def ask_for_more(route: Route) -> None:
-        asked = {**json.loads(route.request.post_data or ""), "ignore_eos": True, "max_tokens": 900}
+        asked = {
+            **json.loads(route.request.post_data or ""),
+            "ignore_eos": True,
+            "max_tokens": 6000,
+        }  # until it is stopped
         route.continue_(post_data=json.dumps(asked))
 
     page.page.route("**/v1/chat/completions", ask_for_more)

@@ -168,6 +168,7 @@ class Composer extends Component {
         ${
           busy
             ? html`<button
+                key="stop"
                 type="button"
                 class="send stop"
                 aria-label="Stop"
@@ -176,7 +177,7 @@ class Composer extends Component {
               >
                 <${Icon} name="stop" />
               </button>`
-            : html`<button class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || !state.model}>
+            : html`<button key="send" class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || !state.model}>
                 <${Icon} name="send" />
               </button>`
         }
