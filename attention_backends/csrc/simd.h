@@ -89,8 +89,19 @@ PAGELOOM_INLINE __m512 exp2_short(__m512 t) {
 }
 #endif
 
-// 2^t for t <= 0, or just above by rounding; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). Least-squares
-// fit of 2^f over |f| <= 1/2: relative error 2e-9 before rounding, or 3e-6 where the result meets 16-bit values anyway.
+// 2^f for |f| <= 1/2: least-squares fit, relative error 2e-9 before rounding.
+PAGELOOM_INLINE vf exp2_fraction(vf f) {
+  vf p = splat(0.00015345810970757157f);
+  p = p * f + 0.0013399930903688073f;
+  p = p * f + 0.009618489071726799f;
+  p = p * f + 0.05550328642129898f;
+  p = p * f + 0.24022646248340607f;
+  p = p * f + 0.6931471824645996f;
+  return p * f + 1.0f;
+}
+
+// 2^t for t <= 0, or just above by rounding; exactly 0 below 2^-126 (so -inf gives 0, and NaN stays NaN). By
+// exp2_fraction, or with a relative error of 3e-6 where the result meets 16-bit values anyway.
 template <bool kPrecise>
 PAGELOOM_INLINE vf exp2_of(vf t) {
 #if defined(__AVX512F__)
@@ -105,13 +116,7 @@ PAGELOOM_INLINE vf exp2_of(vf t) {
   vf f = clamped - (shifted - magic);
   vf p;
   if constexpr (kPrecise) {
-    p = splat(0.00015345810970757157f);
-    p = p * f + 0.0013399930903688073f;
-    p = p * f + 0.009618489071726799f;
-    p = p * f + 0.05550328642129898f;
-    p = p * f + 0.24022646248340607f;
-    p = p * f + 0.6931471824645996f;
-    p = p * f + 1.0f;
+    p = exp2_fraction(f);
   } else {
     p = splat(0.009570101276040077f);
     p = p * f + 0.05591785907745361f;
@@ -124,6 +129,14 @@ PAGELOOM_INLINE vf exp2_of(vf t) {
   result = t < -126.0f ? splat(0.0f) : result;
   return t == t ? result : t;
 }
+
+#if defined(__AVX512F__)
+// 2^t for any t, with exp2_of<true>'s polynomial: subnormals, 0 and infinity where they are due, NaN stays NaN.
+PAGELOOM_INLINE vf exp2_all(vf t) {
+  const __m512 f = _mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)f), (__m512)(t - (vf)f));
+}
+#endif
 
 // tanh to a few ulp: Cephes' odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 PAGELOOM_INLINE vf tanh_all(vf x) {

@@ -87,11 +87,15 @@ def measured(ops: LinearOps, matrices: Sequence[Matrix]) -> dict[int, float]:
 
 
 def _cpu(ops: LinearOps) -> str:
+    """Clouds give CPUs of several generations one model name."""
+    wanted = ("model name", "cpu family", "model", "stepping")
+    found: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {ops.isas[-1]}"
-    return ops.isas[-1]
+            key, _, value = line.partition(":")
+            if key.strip() in wanted:
+                found.setdefault(key.strip(), value.strip())
+    return ", ".join([*(found[key] for key in wanted if key in found), ops.isas[-1]])
 
 
 def _read(path: Path) -> _File | None:

@@ -48,6 +48,9 @@ PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {
 
 // x / (1 + e^-t), where t has the sign of x.
 PAGELOOM_INLINE vf times_sigmoid(vf x, vf t) {
+#if defined(__AVX512F__)
+  return x / (1.0f + exp2_all(t * -1.4426950408889634f));
+#endif
   const vf e = exp2_of<true>((t < 0.0f ? t : -t) * 1.4426950408889634f);  // e^-|t|
   const vf numerator = t < 0.0f ? x * e : x;
   return numerator / (1.0f + e);
@@ -64,24 +67,18 @@ constexpr int kPanelVectors = (int)(pageloom::kPanel / VW);
 // One row of a whole panel from its sums `v`; pointers at its first output, `bias` and `residual` may be null.
 PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias, const uint16_t* residual, void* out,
                                    pageloom::Gate gate, bool wide) {
+  constexpr int kHalf = kPanelVectors / 2;
   const bool gated = gate != pageloom::Gate::kNone;
   for (int i = 0; i < kPanelVectors; ++i)
     if (bias != nullptr) v[i] += load_bf16(bias + i * VW);
-  if (!gated && !wide && residual == nullptr) {
-    for (int i = 0; i < kPanelVectors; ++i) store_rounded((uint16_t*)out + i * VW, v[i]);
-    return;
-  }
-  for (int i = 0; i < kPanelVectors; ++i) v[i] = round_bf16(v[i]);
-  const int count = gated ? kPanelVectors / 2 : kPanelVectors;
-  if (gated)
-    for (int i = 0; i < kPanelVectors / 2; ++i)
-      v[i] = round_bf16(round_bf16(activated(v[i], gate)) * v[i + kPanelVectors / 2]);
-  for (int i = 0; i < count; ++i) {
-    if (residual != nullptr) v[i] = round_bf16(v[i] + load_bf16(residual + i * VW));
+  for (int i = 0; i < (gated ? kHalf : kPanelVectors); ++i) {
+    vf last = v[i];
+    if (gated) last = round_bf16(activated(round_bf16(v[i]), gate)) * round_bf16(v[i + kHalf]);
+    if (residual != nullptr) last = round_bf16(last) + load_bf16(residual + i * VW);
     if (wide)
-      storef((float*)out + i * VW, v[i]);
+      storef((float*)out + i * VW, round_bf16(last));
     else
-      store_bf16((uint16_t*)out + i * VW, v[i]);
+      store_rounded((uint16_t*)out + i * VW, last);
   }
 }
 
@@ -116,11 +113,12 @@ PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t r
 }
 
 // The common ways in which sums become outputs, for kernels that have code of its own for each.
-enum class Store { kPlain, kResidual, kGated, kAny };
+enum class Store { kPlain, kWide, kResidual, kGated, kAny };
 
 PAGELOOM_INLINE Store store_of(const pageloom::LinearProblem& p) {
-  if (p.bias != nullptr || p.wide || p.n % pageloom::kPanel != 0) return Store::kAny;
-  if (p.gate != pageloom::Gate::kNone) return p.residual == nullptr ? Store::kGated : Store::kAny;
+  if (p.bias != nullptr || p.n % pageloom::kPanel != 0) return Store::kAny;
+  if (p.gate != pageloom::Gate::kNone) return p.residual == nullptr && !p.wide ? Store::kGated : Store::kAny;
+  if (p.wide) return p.residual == nullptr ? Store::kWide : Store::kAny;
   return p.residual == nullptr ? Store::kPlain : Store::kResidual;
 }
 
@@ -135,9 +133,32 @@ PAGELOOM_INLINE void store_panel_values(const pageloom::LinearProblem& p, int64_
     return;
   }
   const int64_t first = panel * (S == Store::kGated ? pageloom::kPanel / 2 : pageloom::kPanel);
-  auto* const out = (uint16_t*)p.out + row * p.out_stride + first;
+  auto* const out = (char*)p.out + (row * p.out_stride + first) * (S == Store::kWide ? 4 : 2);
   const uint16_t* const residual = S == Store::kResidual ? p.residual + row * p.residual_stride + first : nullptr;
-  finish_values(v, nullptr, residual, out, S == Store::kGated ? p.gate : pageloom::Gate::kNone, false);
+  finish_values(v, nullptr, residual, out, S == Store::kGated ? p.gate : pageloom::Gate::kNone, S == Store::kWide);
+}
+
+template <Store S>
+void store_tile_as(const pageloom::LinearProblem& p, int64_t row, int64_t rows, int64_t panel, int64_t panels,
+                   const float* sums) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < panels; ++i, sums += pageloom::kPanel) {
+      vf v[kPanelVectors];
+      for (int j = 0; j < kPanelVectors; ++j) v[j] = loadf(sums + j * VW);
+      store_panel_values<S>(p, row + r, panel + i, v);
+    }
+}
+
+// A tile of `rows` rows and `panels` panels from its sums, float32 [rows][panels][32].
+PAGELOOM_INLINE void store_tile(const pageloom::LinearProblem& p, int64_t row, int64_t rows, int64_t panel,
+                                int64_t panels, const float* sums) {
+  switch (store_of(p)) {
+    case Store::kPlain: return store_tile_as<Store::kPlain>(p, row, rows, panel, panels, sums);
+    case Store::kWide: return store_tile_as<Store::kWide>(p, row, rows, panel, panels, sums);
+    case Store::kResidual: return store_tile_as<Store::kResidual>(p, row, rows, panel, panels, sums);
+    case Store::kGated: return store_tile_as<Store::kGated>(p, row, rows, panel, panels, sums);
+    case Store::kAny: return store_tile_as<Store::kAny>(p, row, rows, panel, panels, sums);
+  }
 }
 
 }  // namespace

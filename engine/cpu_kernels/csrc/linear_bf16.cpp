@@ -33,10 +33,11 @@ PAGELOOM_INLINE int64_t streams_of(const LinearProblem& p, int64_t rows) {
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Cache lines to ask for while a tile computes: `lines` of each panel's stream for kUnroll pairs of inputs.
+// Cache lines to ask for while a tile computes: `lines` of each panel's stream for kUnroll pairs of inputs. Passed by
+// reference: a copy of words that have just been written waits until every store before them is in the cache.
 struct Prefetch {
   const uint8_t* ahead;  // in the first panel
-  int64_t lines, panels;
+  int64_t lines;
   int64_t turn, jump;  // from pair `turn` on, `jump` bytes farther: where the next panels' streams begin
 };
 
@@ -81,11 +82,12 @@ PAGELOOM_INLINE const uint8_t* lanes_at(const uint8_t* w, int64_t panel_bytes, i
   return w + v / kInPanel * panel_bytes + v % kInPanel * PAGELOOM_VECTOR_BYTES;
 }
 
-// sums [R][width] (+)= rows * weights for `pairs` pairs of inputs; V vectors from `w` on.
+// sums [R][width] (+)= rows * weights for `pairs` pairs of inputs; V vectors from `w` on. Asks for lines of `asked`
+// panels, `skip` bytes farther than `prefetch` says.
 template <int R, int V>
 __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int64_t pairs, const uint8_t* w,
-                                             int64_t panel_bytes, Prefetch prefetch, float* sums, int64_t width,
-                                             bool more) {
+                                             int64_t panel_bytes, const Prefetch& prefetch, int64_t skip, int64_t asked,
+                                             float* sums, int64_t width, bool more) {
   vf acc[R][V];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
@@ -100,11 +102,13 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
     for (int v = 0; v < V; ++v) lanes[v] = load_as<vu>(lanes_at<V>(w, panel_bytes, v) + i * kRowBytes);
     multiply_pairs<R, V>(acc, x + 2 * i, stride, lanes);
   };
+  const uint8_t* ahead = prefetch.ahead + skip;
+  const int64_t lines = asked == 0 ? 0 : prefetch.lines, turn = prefetch.turn;
   int64_t i = 0;
   for (; i + kUnroll <= pairs; i += kUnroll) {
-    if (i == prefetch.turn) prefetch.ahead += prefetch.jump;
-    for (int64_t line = 0; line < prefetch.lines; ++line, prefetch.ahead += 64)
-      for (int64_t s = 0; s < prefetch.panels; ++s) __builtin_prefetch(prefetch.ahead + s * panel_bytes, 0, 2);
+    if (i == turn) ahead += prefetch.jump;
+    for (int64_t line = 0; line < lines; ++line, ahead += 64)
+      for (int64_t s = 0; s < asked; ++s) __builtin_prefetch(ahead + s * panel_bytes, 0, 2);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
   }
@@ -115,7 +119,8 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
     for (int v = 0; v < V; ++v) storef(sums + r * width + v * VW, acc[r][v]);
 }
 
-typedef void (*Multiply)(const Input*, int64_t, int64_t, const uint8_t*, int64_t, Prefetch, float*, int64_t, bool);
+typedef void (*Multiply)(const Input*, int64_t, int64_t, const uint8_t*, int64_t, const Prefetch&, int64_t, int64_t,
+                         float*, int64_t, bool);
 #if defined(__AVX512F__)
 constexpr Multiply kWhole[kTileRows][kMaxPanels] = {
     {multiply_tile<1, 2>, multiply_tile<1, 4>, multiply_tile<1, 6>, multiply_tile<1, 8>, multiply_tile<1, 10>,
@@ -149,18 +154,15 @@ void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const
               int64_t panels, const Prefetch& prefetch, float* sums, bool more) {
   const int64_t width = panels * kPanel, together = kMaxPanels > 1 && rows <= 2 ? panels : kTogether;
   for (int64_t panel = 0; panel < panels; panel += together) {
-    Prefetch own = prefetch;
-    own.ahead += panel * panel_bytes;
-    own.panels = min64(together, panels - panel);
-    const uint8_t* const from = w + panel * panel_bytes;
+    const int64_t skip = panel * panel_bytes, count = min64(together, panels - panel);
+    const uint8_t* const from = w + skip;
     float* const to = sums + panel * kPanel;
 #if defined(__AVX512F__)
-    kWhole[rows - 1][own.panels - 1](x, stride, pairs, from, panel_bytes, own, to, width, more);
+    kWhole[rows - 1][count - 1](x, stride, pairs, from, panel_bytes, prefetch, skip, count, to, width, more);
 #else
-    for (int64_t column = 0; column < kPanel; column += kVectors * VW) {
-      kPart[rows - 1](x, stride, pairs, from + column * 4, panel_bytes, own, to + column, width, more);
-      own.lines = 0;
-    }
+    for (int64_t column = 0; column < kPanel; column += kVectors * VW)
+      kPart[rows - 1](x, stride, pairs, from + column * 4, panel_bytes, prefetch, skip, column == 0 ? count : 0,
+                      to + column, width, more);
 #endif
   }
 }
@@ -177,7 +179,7 @@ struct Block {
 // share of the next block.
 Prefetch prefetch_for(const LinearProblem& p, const Block& b, const uint8_t* w, int64_t tile, int64_t tiles) {
   constexpr int64_t kLines = kUnroll * kRowBytes / 64;
-  Prefetch prefetch{nullptr, 0, b.panels, -1, 0};
+  Prefetch prefetch{nullptr, 0, -1, 0};
   if (tile == 0 && !b.warm) {
     prefetch.lines = kLines;
     prefetch.ahead = w + kAheadBytes;
@@ -227,10 +229,7 @@ void multiply_block(const LinearProblem& p, const Operand& x, const Block& b, co
     const Input* const input = tile_input(from, x.stride, count, b.end - b.begin, s.widened, stride);
     multiply(input, stride, count, (b.end - b.begin) / 2, w, p.panel_bytes, b.panels,
              prefetch_for(p, b, w, tile, tiles), sums, b.begin > 0);
-    if (!last) continue;
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t i = 0; i < b.panels; ++i)
-        store_panel_row(p, row + r, b.panel + i, sums + r * width + i * kPanel);
+    if (last) store_tile(p, row, count, b.panel, b.panels, sums);
   }
 }
 

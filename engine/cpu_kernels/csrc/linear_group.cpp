@@ -222,7 +222,7 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
       for (int v = 0; v < kVectors; ++v) storef(&sums[r][lane + v * VW], acc[r][v]);
   }
   settle();
-  for (int r = 0; r < R; ++r) store_panel_row(p, row + r, panel, sums[r]);
+  store_tile(p, row, R, panel, 1, sums[0]);
 }
 
 using Tile = void (*)(const LinearProblem&, const Operand&, int64_t row, int64_t panel, bool first_rows);

@@ -1,5 +1,6 @@
 // Linear layers with int8 weights (one scale an output) and int8 activations (one scale a row). Integer sums are exact,
-// and what follows them is the same sequence of roundings on every ISA: so are the results.
+// and what follows them is the same sequence of roundings on every ISA: so are the results (subnormal ones are 0 where
+// the CPU has an instruction that rounds to bf16).
 //
 // With VNNI activations are offset to unsigned, x + 128, and the panel's sums of weights take 128 * sum(w) back.
 #include "epilogue.h"
@@ -11,11 +12,21 @@ using namespace pageloom;
 
 namespace {
 
-constexpr int64_t kVectors = 2;                   // vectors of outputs that a tile holds for each of its rows
-constexpr int64_t kTileOutputs = kVectors * VW;   // 32 with AVX-512
-constexpr int64_t kTileRows = VW == 16 ? 12 : 4;  // 24 of 32 registers, or 8 of 16
-constexpr int64_t kAhead = 4096;                  // bytes: how far ahead the first tile of rows asks for weights
+constexpr int64_t kVectors = 2;                  // vectors of outputs that a tile holds of a panel for each of its rows
+constexpr int64_t kTileOutputs = kVectors * VW;  // 32 with AVX-512
+constexpr int64_t kOnlyRows = VW == 16 ? 12 : 4;  // of a tile that meets a panel alone: 24 of 32 registers, or 8 of 16
+constexpr int64_t kTogether = VW == 16 ? 2 : 1;   // panels that each of several tiles meets
+constexpr int64_t kTileRows = kOnlyRows / kTogether;
+constexpr int64_t kUnroll = 4;                   // steps of four inputs between two looks at what to prefetch
+constexpr int64_t kLines = kUnroll * kPanel * 4 / 64;  // of a panel that they read
+constexpr int64_t kAhead = 4096;                 // bytes: how far ahead the only tile of rows asks for weights
 constexpr uint8_t kFlip = kVnni ? 0x80 : 0;
+
+// Lines of each of a tile's panels to ask for in every kUnroll steps.
+struct Prefetch {
+  const uint8_t* ahead;
+  int64_t lines;
+};
 
 PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
 #if defined(__AVX512VNNI__)
@@ -25,64 +36,84 @@ PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
 #endif
 }
 
-// Sums of R rows over outputs [0, kTileOutputs) of `weight`; four inputs a step, U steps in flight.
-template <int R, int U>
-PAGELOOM_INLINE void multiply(const uint8_t* weight, const int8_t* x, int64_t stride, int64_t k, bool first_rows,
-                              vi (&total)[R][kVectors]) {
-  vi acc[U][R][kVectors] = {};
-  const auto step = [&](int64_t i, int u) {
-    const uint8_t* const at = weight + i * 4 * kPanel;
-    vi w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = load_as<vi>(at + v * kVectorBytes);
-    if (first_rows) prefetch(at + kAhead, kTileOutputs * 4);
+// Sums of R rows over outputs [0, kTileOutputs) of P panels, the first at `weight`, from `offset` on; U steps in flight.
+template <int R, int P, int U>
+PAGELOOM_INLINE void multiply(const uint8_t* weight, int64_t panel_bytes, const int8_t* x, int64_t stride, int64_t k,
+                              const Prefetch& prefetch, const vi (&offset)[P * kVectors],
+                              vi (&total)[R][P * kVectors]) {
+  constexpr int V = P * kVectors;
+  vi acc[U][R][V] = {};
+#pragma GCC unroll 4
+  for (int v = 0; kVnni && v < V; ++v)
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[0][r][v] = offset[v];
+  const auto step = [&](int64_t i, int u) __attribute__((always_inline)) {
+    vi w[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v)
+      w[v] = load_as<vi>(weight + v / kVectors * panel_bytes + i * 4 * kPanel + v % kVectors * kVectorBytes);
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const vi word = splat_word(load_word(x + r * stride + 4 * i));
-      for (int v = 0; v < kVectors; ++v) acc[u][r][v] = dot(acc[u][r][v], w[v], word);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[u][r][v] = dot(acc[u][r][v], w[v], word);
     }
   };
+  const uint8_t* ahead = prefetch.ahead;
+  const int64_t lines = prefetch.lines;
   int64_t i = 0;
-  for (; i + U <= k / 4; i += U)
-    for (int u = 0; u < U; ++u) step(i + u, u);
+  for (; i + kUnroll <= k / 4; i += kUnroll) {
+    for (int64_t line = 0; line < lines; ++line, ahead += 64)
+      for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * panel_bytes, 0, 2);
+#pragma GCC unroll 4
+    for (int j = 0; j < kUnroll; ++j) step(i + j, j % U);
+  }
   for (; i < k / 4; ++i) step(i, 0);
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
       total[r][v] = acc[0][r][v];
       for (int u = 1; u < U; ++u) total[r][v] += acc[u][r][v];
     }
 }
 
-template <int R>
-void tile(const LinearProblem& p, const Operand& x, int64_t row, int64_t panel, bool first_rows) {
+template <int R, int P>
+void tile(const LinearProblem& p, const Operand& x, int64_t row, int64_t panel, const Prefetch& prefetch) {
   const uint8_t* const weight = p.weight + panel * p.panel_bytes;
-  const uint8_t* const scales = weight + p.k * kPanel;
-  const uint8_t* const weight_sums = scales + kPanel * 4;
   const int8_t* const data = (const int8_t*)x.data + row * x.stride;
-  alignas(64) float sums[R][kPanel];
+  alignas(64) float sums[R][P][kPanel];
   for (int64_t o = 0; o < kPanel; o += kTileOutputs) {
-    vi total[R][kVectors];
-    if (first_rows) {
-      multiply<R, R == 1 ? 4 : R <= 3 ? 2 : 1>(weight + o * 4, data, x.stride, p.k, true, total);
-    } else {
-      multiply<R, R == 1 ? 4 : R <= 3 ? 2 : 1>(weight + o * 4, data, x.stride, p.k, false, total);
+    vi total[R][P * kVectors], offset[P * kVectors];
+    vf scale[P * kVectors];
+    for (int v = 0; v < P * kVectors; ++v) {
+      const uint8_t* const scales = weight + v / kVectors * p.panel_bytes + p.k * kPanel + (o + v % kVectors * VW) * 4;
+      scale[v] = load_as<vf>(scales);
+      offset[v] = kVnni ? -(load_as<vi>(scales + kPanel * 4) << 7) : vi{};
     }
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t lane = o + v * VW;
-      const vf scale = load_as<vf>(scales + lane * 4);
-      const vi correction = kVnni ? load_as<vi>(weight_sums + lane * 4) << 7 : vi{};
-      for (int r = 0; r < R; ++r)
-        storef(&sums[r][lane], to_float(total[r][v] - correction) * (scale * splat(x.scales[row + r])));
+    const Prefetch asked{prefetch.ahead, o == 0 ? prefetch.lines : 0};
+    multiply<R, P, R == 1 ? 4 : R <= 3 ? 2 : 1>(weight + o * 4, p.panel_bytes, data, x.stride, p.k, asked, offset,
+                                                        total);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const vf of_row = splat(x.scales[row + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < P * kVectors; ++v)
+        storef(&sums[r][v / kVectors][o + v % kVectors * VW], to_float(total[r][v]) * (scale[v] * of_row));
     }
   }
   settle();
-  for (int r = 0; r < R; ++r) store_panel_row(p, row + r, panel, sums[r]);
+  store_tile(p, row, R, panel, P, sums[0][0]);
 }
 
-using Tile = void (*)(const LinearProblem&, const Operand&, int64_t row, int64_t panel, bool first_rows);
+using Tile = void (*)(const LinearProblem&, const Operand&, int64_t row, int64_t panel, const Prefetch&);
 #if defined(__AVX512F__)
-constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
-                                    tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+constexpr Tile kOnly[kOnlyRows] = {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>,  tile<5, 1>,  tile<6, 1>,
+                                   tile<7, 1>, tile<8, 1>, tile<9, 1>, tile<10, 1>, tile<11, 1>, tile<12, 1>};
+constexpr Tile kSeveral[kTileRows] = {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>};
 #else
-constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>};
+constexpr Tile kOnly[kOnlyRows] = {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>};
+constexpr const Tile (&kSeveral)[kTileRows] = kOnly;
 #endif
 
 OperandKind operand_kind(const LinearProblem&) { return OperandKind::kInt8PerToken; }
@@ -95,13 +126,21 @@ size_t scratch_bytes(const LinearProblem&) { return 0; }
 
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
              int64_t panel_end, void*) {
-  const int64_t rows = row_end - row_begin, tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    int64_t row = row_begin;
-    for (int64_t t = 0; t < tiles; ++t) {  // of nearly equal size: a last tile of one row would waste the registers
-      const int64_t count = (row_end - row + tiles - t - 1) / (tiles - t);
-      kTiles[count - 1](p, x, row, panel, t == 0);
-      row += count;
+  const int64_t rows = row_end - row_begin;
+  if (rows <= kOnlyRows) {  // asks for what it reads itself
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+      kOnly[rows - 1](p, x, row_begin, panel, {p.weight + panel * p.panel_bytes + kAhead, kLines});
+    return;
+  }
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines = (kLines + tiles - 1) / tiles;
+  for (int64_t panel = panel_begin, panels; panel < panel_end; panel += panels) {
+    panels = panel_end - panel < kTogether ? panel_end - panel : kTogether;
+    const bool more = panel + panels < panel_end;
+    const uint8_t* const next = p.weight + (panel + panels) * p.panel_bytes;
+    for (int64_t t = 0; t < tiles; ++t) {  // of nearly equal size, each asking for its share of the next panels
+      const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+      const Prefetch share{next + t * (p.k / 4 / kUnroll) * lines * 64, more && t * lines < kLines ? lines : 0};
+      (panels == kTogether ? kSeveral : kOnly)[count - 1](p, x, row_begin + row, panel, share);
     }
   }
 }

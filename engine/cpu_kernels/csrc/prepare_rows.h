@@ -199,6 +199,7 @@ PAGELOOM_INLINE void quantise_rows(const pageloom::LinearProblem& p, const pagel
     vu top = {};
     for (int64_t at = 0; at < p.k; at += kRotated) {
       const Rotated x = load_rotated(r, at);
+      for (int64_t i = 0; i < kRotated; i += 32) __builtin_prefetch(r.x + p.x_stride + at + i);  // of the next row
       for (const vf& v : x.v) top = larger(top, (vu)v & 0x7fffffffu);
       if (keep) kept[at / kRotated] = x;
     }
