@@ -130,13 +130,20 @@ PAGELOOM_INLINE vf exp2_of(vf t) {
   return t == t ? result : t;
 }
 
-#if defined(__AVX512F__)
-// 2^t for any t, with exp2_of<true>'s polynomial: subnormals, 0 and infinity where they are due, NaN stays NaN.
+// 2^t for any t, with exp2_fraction: infinity from 128 on, next to 0 below -126, NaN stays NaN.
 PAGELOOM_INLINE vf exp2_all(vf t) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(t));  // a value: contracted with what follows, t - f would be no whole number
   const __m512 f = _mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)f), (__m512)(t - (vf)f));
-}
+#else
+  const float magic = 12582912.0f;  // as in exp2_of
+  const vf low = t < -125.0f ? splat(-125.0f) : t, clamped = low > 128.0f ? splat(128.0f) : low;
+  const vf shifted = clamped + magic, p = exp2_fraction(clamped - (shifted - magic));
+  const vf result = (vf)((vi)p + (((vi)shifted - 1) << 23)) * 2.0f;  // 2^128 has no exponent of its own
+  return t == t ? result : t;
 #endif
+}
 
 // tanh to a few ulp: Cephes' odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
 PAGELOOM_INLINE vf tanh_all(vf x) {

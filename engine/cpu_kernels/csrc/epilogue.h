@@ -46,15 +46,8 @@ PAGELOOM_INLINE void store_rounded(uint16_t* p, vf v) {
 #endif
 }
 
-// x / (1 + e^-t), where t has the sign of x.
-PAGELOOM_INLINE vf times_sigmoid(vf x, vf t) {
-#if defined(__AVX512F__)
-  return x / (1.0f + exp2_all(t * -1.4426950408889634f));
-#endif
-  const vf e = exp2_of<true>((t < 0.0f ? t : -t) * 1.4426950408889634f);  // e^-|t|
-  const vf numerator = t < 0.0f ? x * e : x;
-  return numerator / (1.0f + e);
-}
+// x / (1 + e^-t).
+PAGELOOM_INLINE vf times_sigmoid(vf x, vf t) { return x / (1.0f + exp2_all(t * -1.4426950408889634f)); }
 
 // SiLU, or GELU by its tanh: x / 2 * (1 + tanh(y)) = x / (1 + e^-2y), y = sqrt(2 / pi) * (x + 0.044715 x^3).
 PAGELOOM_INLINE vf activated(vf x, pageloom::Gate gate) {

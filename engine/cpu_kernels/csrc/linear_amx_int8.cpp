@@ -114,7 +114,7 @@ PAGELOOM_INLINE bool takes_tiles(const LinearProblem& p) { return p.rows >= kMin
 OperandKind operand_kind(const LinearProblem&) { return OperandKind::kInt8PerToken; }
 
 void prepare(const LinearProblem& p, const Operand& target, int64_t row_begin, int64_t row_end) {
-  if (!takes_tiles(p)) return linear_int8_avx512vnni()->prepare(p, target, row_begin, row_end);
+  if (!takes_tiles(p)) return linear_int8_avx512bf16()->prepare(p, target, row_begin, row_end);
   quantise_rows(p, target, row_begin, row_end, 0);
 }
 
@@ -123,7 +123,7 @@ size_t scratch_bytes(const LinearProblem&) { return sizeof(Scratch); }
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
              int64_t panel_end, void* memory) {
   if (!takes_tiles(p))
-    return linear_int8_avx512vnni()->compute(p, x, row_begin, row_end, panel_begin, panel_end, memory);
+    return linear_int8_avx512bf16()->compute(p, x, row_begin, row_end, panel_begin, panel_end, memory);
   const Store store = store_of(p);
   const auto compute_rows = store == Store::kPlain      ? compute_panels<Store::kPlain>
                             : store == Store::kResidual ? compute_panels<Store::kResidual>

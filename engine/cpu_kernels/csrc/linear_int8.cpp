@@ -1,6 +1,6 @@
 // Linear layers with int8 weights (one scale an output) and int8 activations (one scale a row). Integer sums are exact,
-// and what follows them is the same sequence of roundings on every ISA: so are the results (subnormal ones are 0 where
-// the CPU has an instruction that rounds to bf16).
+// and what follows them is the same sequence of roundings on every ISA: so are the results, but where something that is
+// rounded to bf16 is subnormal: the instruction that rounds, where there is one, makes it 0.
 //
 // With VNNI activations are offset to unsigned, x + 128, and the panel's sums of weights take 128 * sum(w) back.
 #include "epilogue.h"
@@ -12,14 +12,14 @@ using namespace pageloom;
 
 namespace {
 
-constexpr int64_t kVectors = 2;                  // vectors of outputs that a tile holds of a panel for each of its rows
-constexpr int64_t kTileOutputs = kVectors * VW;  // 32 with AVX-512
-constexpr int64_t kOnlyRows = VW == 16 ? 12 : 4;  // of a tile that meets a panel alone: 24 of 32 registers, or 8 of 16
-constexpr int64_t kTogether = VW == 16 ? 2 : 1;   // panels that each of several tiles meets
-constexpr int64_t kTileRows = kOnlyRows / kTogether;
-constexpr int64_t kUnroll = 4;                   // steps of four inputs between two looks at what to prefetch
+constexpr int64_t kVectors = 2;                        // of outputs: what a tile holds of a panel for each of its rows
+constexpr int64_t kTileOutputs = kVectors * VW;        // 32 with AVX-512
+constexpr int64_t kOnlyRows = VW == 16 ? 12 : 4;       // of a tile that meets a panel alone: 24 of 32 registers, or 8 of 16
+constexpr int64_t kTogether = VW == 16 ? 2 : 1;        // panels that each of several tiles meets
+constexpr int64_t kTileRows = kOnlyRows / kTogether;   // of each of them
+constexpr int64_t kUnroll = 4;                         // steps of four inputs between two looks at what to prefetch
 constexpr int64_t kLines = kUnroll * kPanel * 4 / 64;  // of a panel that they read
-constexpr int64_t kAhead = 4096;                 // bytes: how far ahead the only tile of rows asks for weights
+constexpr int64_t kAhead = 4096;                       // bytes: how far ahead the only tile of rows asks for weights
 constexpr uint8_t kFlip = kVnni ? 0x80 : 0;
 
 // Lines of each of a tile's panels to ask for in every kUnroll steps.
@@ -36,7 +36,8 @@ PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
 #endif
 }
 
-// Sums of R rows over outputs [0, kTileOutputs) of P panels, the first at `weight`, from `offset` on; U steps in flight.
+// Sums of R rows over outputs [0, kTileOutputs) of P panels, the first at `weight`, starting at `offset`; U steps in
+// flight.
 template <int R, int P, int U>
 PAGELOOM_INLINE void multiply(const uint8_t* weight, int64_t panel_bytes, const int8_t* x, int64_t stride, int64_t k,
                               const Prefetch& prefetch, const vi (&offset)[P * kVectors],
@@ -44,7 +45,7 @@ PAGELOOM_INLINE void multiply(const uint8_t* weight, int64_t panel_bytes, const 
   constexpr int V = P * kVectors;
   vi acc[U][R][V] = {};
 #pragma GCC unroll 4
-  for (int v = 0; kVnni && v < V; ++v)
+  for (int v = 0; v < V; ++v)
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[0][r][v] = offset[v];
   const auto step = [&](int64_t i, int u) __attribute__((always_inline)) {
@@ -92,8 +93,8 @@ void tile(const LinearProblem& p, const Operand& x, int64_t row, int64_t panel, 
       offset[v] = kVnni ? -(load_as<vi>(scales + kPanel * 4) << 7) : vi{};
     }
     const Prefetch asked{prefetch.ahead, o == 0 ? prefetch.lines : 0};
-    multiply<R, P, R == 1 ? 4 : R <= 3 ? 2 : 1>(weight + o * 4, p.panel_bytes, data, x.stride, p.k, asked, offset,
-                                                        total);
+    constexpr int kInFlight = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    multiply<R, P, kInFlight>(weight + o * 4, p.panel_bytes, data, x.stride, p.k, asked, offset, total);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const vf of_row = splat(x.scales[row + r]);
