@@ -58,9 +58,7 @@ CASES = [
     Case("priority", COMPLETIONS, _completion(priority=2**64), 400, "priority"),
     Case("n", COMPLETIONS, _completion(n=10**9), 400, "n"),
     Case("seed", COMPLETIONS, _completion(seed=2**70), 400, "seed"),
-    Case(
-        "number of a schema", COMPLETIONS, _completion(guided_json={"minimum": -(2**63) - 1}), 400, "structured_outputs"
-    ),
+    Case("number of a schema", COMPLETIONS, _completion(guided_json={"minimum": -(2**63) - 1}), 400, "guided_json"),
     Case("prompts", COMPLETIONS, _completion(prompt=["x"] * 5000), 400, "prompt"),
     Case("token ids", COMPLETIONS, _completion(prompt=[2**40]), 400, "prompt"),
     Case("a long text", COMPLETIONS, _completion(prompt="x " * 5_000_000), 400, "prompt"),
