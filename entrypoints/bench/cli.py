@@ -72,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_model(latency)
     _shape_options(latency, input_len=32, output_len=128)
     latency.add_argument("--batch-size", type=_count, default=8)
-    latency.add_argument("--warmup", type=int, default=2)
-    latency.add_argument("--reps", type=_count, default=5)
+    latency.add_argument("--warmup", "--num-iters-warmup", type=int, default=2, help="repeats that are not counted")
+    latency.add_argument("--reps", "--num-iters", type=_count, default=5, help="repeats; the median is printed")
     add_engine_options(latency)
     latency.set_defaults(parser=latency)
 

@@ -165,7 +165,7 @@ def test_latency_and_throughput_run_in_process(
 ) -> None:
     shape = ["--input-len", "12", "--output-len", "5", "--reps", "2"]
     common = [*offline(offline_model, tmp_path), *shape]
-    assert main(["latency", *common, "--batch-size", "3", "--warmup", "1", "--no-progress"]) == 0
+    assert main(["latency", *common, "--batch-size", "3", "--num-iters-warmup", "1", "--no-progress"]) == 0
     (latency,) = results_of(capsys)
     assert latency["repeats"] == 2 and 0 < latency["p10_latency_s"] <= latency["p99_latency_s"]
     assert main(["throughput", *common, "--num-prompts", "7", "--range-ratio", "0.5"]) == 0
