@@ -87,7 +87,7 @@ def measured(ops: LinearOps, matrices: Sequence[Matrix]) -> dict[int, float]:
 
 
 def _cpu(ops: LinearOps) -> str:
-    """Clouds give CPUs of several generations one model name."""
+    """What tells one kind of CPU from another: clouds give several generations one model name."""
     wanted = ("model name", "cpu family", "model", "stepping")
     found: dict[str, str] = {}
     with suppress(OSError):
