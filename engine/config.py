@@ -165,6 +165,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     debug_sync: Annotated[
         bool, _about("fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)")
     ] = False
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        _about(
+            "who computes the model: a family of the engine's own (native), or the transformers library's module with "
+            "the engine's attention; auto: native where there is a family"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], _about("dummy: random weights of the model's shape, for benchmarks")
     ] = "auto"
@@ -215,6 +222,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     load_format: Literal["auto", "dummy"]
     quantization: Quantization = "none"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

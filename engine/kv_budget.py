@@ -9,7 +9,7 @@ import msgspec
 
 from engine.config import EngineArgs, EngineConfig
 from engine.layer_groups import LayerGroup, group_layers, most_blocks
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
 from engine.sizes import size_text
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
-def kv_bytes_per_token(spec: DecoderSpec, dtype: str) -> int:
+def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     """Bytes of keys and values that one token keeps over all layers (int8: with its float32 scales)."""
     scale_bytes = 4 if dtype == "int8" else 0
-    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * DTYPE_BYTES[dtype] + scale_bytes)
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in model.layers)
 
 
 class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Of one sequence that may grow to `longest` tokens, computed in steps of up to `step_tokens`."""
 
-    spec: DecoderSpec
+    model: ModelFacts
     dtype: str
     block_size: int
     step_tokens: int
@@ -37,13 +37,13 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        return group_layers([layer.window for layer in self.spec.layers], self.longest)
+        return group_layers([layer.window for layer in self.model.layers], self.longest)
 
     @property
     def block_bytes(self) -> int:
         """Of a block of any group."""
         largest = max(len(group.layers) for group in self.groups)
-        of_layers = kv_bytes_per_token(self.spec, self.dtype) * self.block_size * largest // self.spec.num_layers
+        of_layers = kv_bytes_per_token(self.model, self.dtype) * self.block_size * largest // self.model.num_layers
         return of_layers + self.draft_bytes * self.block_size
 
     def blocks_of(self, tokens: int) -> int:
@@ -59,7 +59,7 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shortened_context(
-    args: EngineArgs, model: ModelDescription, config: EngineConfig, draft: DecoderSpec | None = None
+    args: EngineArgs, model: ModelDescription, config: EngineConfig, draft: ModelFacts | None = None
 ) -> str | None:
     """What to tell a user whose `kv_cache_memory` cut the context below what the model was made for; None: it did
     not. `draft`: of a draft's layers."""
@@ -67,7 +67,7 @@ def shortened_context(
     if memory is None or args.max_model_len is not None or context >= model.max_position:
         return None
     sizes = SequenceSizes(
-        spec=model.spec,
+        model=model.facts,
         dtype=config.cache.dtype,
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,

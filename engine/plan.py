@@ -156,7 +156,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
 def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: SequenceSizes) -> None:
     plan.dtype, plan.quantization, plan.kv_cache_dtype = config.model.dtype, config.model.quantization, sizes.dtype
     plan.weight_bytes, plan.kv_cache_bytes = ledger.weight_bytes, ledger.kv_bytes
-    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.spec, sizes.dtype) + sizes.draft_bytes
+    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.model, sizes.dtype) + sizes.draft_bytes
     plan.num_blocks, plan.block_size, plan.max_model_len = ledger.num_blocks, ledger.block_size, ledger.max_model_len
     plan.sequences = round(ledger.num_blocks / ledger.sequence_blocks, 1)
     plan.table = ledger.table()
@@ -167,26 +167,26 @@ class _Fit:
 
     def __init__(self, args: EngineArgs, machine: Machine, total: int, free: int) -> None:
         self._args, self._machine, self._total, self._free = args, machine, total, free
-        self._model = describe(args.model)
+        self._model = describe(args.model, args.model_impl)
         self._header = read_gguf_header(args.model) if self._model.source == "gguf" else None
         kind = "cuda" if args.device != "cpu" and machine.cuda else "cpu"
-        self._draft = describe_draft(speculation_of(args, kind), self._model.spec)
+        self._draft = describe_draft(speculation_of(args, kind), self._model.facts)
 
     def of(self, args: EngineArgs) -> tuple[EngineConfig, MemoryLedger, SequenceSizes]:
         """Raises `ConfigError` where they do not hold together, or do not fit."""
-        config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.spec)
+        config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.facts)
         sizes = _sizes(config, self._model, self._draft)
         report = self._report(config, sizes)
         ledger = memory_ledger(load=report, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
         return config, ledger, sizes
 
     def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:
-        scheduler, length, spec = config.scheduler, config.model.max_model_len, self._model.spec
+        scheduler, length, facts = config.scheduler, config.model.max_model_len, self._model.facts
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"
         weights = self.weights(config.model.dtype, config.model.quantization)
         activations = estimate_activation_bytes(
-            spec, dtype_bytes, scheduler.max_num_batched_tokens, scheduler.max_sampled
+            facts, dtype_bytes, scheduler.max_num_batched_tokens, scheduler.max_sampled
         )
         groups = sizes.groups
         if self._draft is not None:
@@ -207,6 +207,8 @@ class _Fit:
         """Their bytes, under settings ("auto" among them) or as they were resolved."""
         on_cpu = self._args.device == "cpu" or not self._machine.cuda
         packs = on_cpu and dtype in ("auto", "bfloat16")
+        if self._model.spec is None:  # by the library's module: dense
+            return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
         if quantization in ("auto", "gguf") and packs and self._header is not None:
             return gguf_weight_bytes(self._header.tensors, self._model.spec)
         kind: Literal["int8", "int4", "none"] = (
@@ -249,12 +251,12 @@ class _Fit:
 
 def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescription | None) -> SequenceSizes:
     return SequenceSizes(
-        spec=model.spec,
+        model=model.facts,
         dtype=config.cache.dtype,
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=config.model.max_model_len,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.spec, config.cache.dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts, config.cache.dtype),
     )
 
 

@@ -51,8 +51,8 @@ from engine.errors import ConfigError
 from engine.hub import local_models
 from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, shortened_context
 from engine.machine import Machine, probe_machine
+from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
-from engine.models.spec import DecoderSpec
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
@@ -67,22 +67,22 @@ CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 
 
 def resolve(
-    args: EngineArgs, model: ModelDescription, machine: Machine, draft: DecoderSpec | None = None
+    args: EngineArgs, model: ModelDescription, machine: Machine, draft: ModelFacts | None = None
 ) -> EngineConfig:
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together. `draft`: of
     a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
-    vocab_size = model.spec.vocab_size
+    vocab_size = model.facts.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
-    step_tokens = _step_tokens(args, kind, model.spec, dtype)
+    step_tokens = _step_tokens(args, kind, model.facts, dtype)
     quantization = _quantization(args, dtype, kind, model.source)
-    _check_weights_fit(model.spec, quantization, dtype, _device_bytes(kind, machine))
+    _check_weights_fit(model.facts, quantization, dtype, _device_bytes(kind, machine))
     sizes = SequenceSizes(
-        spec=model.spec,
+        model=model.facts,
         dtype=kv_dtype,
         block_size=block_size,
         step_tokens=step_tokens,
@@ -104,6 +104,7 @@ def resolve(
             seed=args.seed,
             load_format=args.load_format,
             quantization=quantization,
+            model_impl=args.model_impl,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine),
         scheduler=_scheduler(args, kind, max_model_len, step_tokens, vocab_size, machine),
@@ -136,14 +137,14 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     kind = check_settings(args, machine)
     check_files(args)
     args = local_models(args, machine)
-    read = describe(_absolute(args.model, machine))
-    draft = describe_draft(_speculation(args, kind, machine), read.spec)
+    read = describe(_absolute(args.model, machine), args.model_impl)
+    draft = describe_draft(_speculation(args, kind, machine), read.facts)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = resolve(args, description, machine, None if draft is None else draft.spec)
+    config = resolve(args, description, machine, None if draft is None else draft.facts)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
-    if (warning := shortened_context(args, description, config, None if draft is None else draft.spec)) is not None:
+    if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:
         logger.warning("%s", warning)
     return description, config
 
@@ -259,16 +260,16 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 _LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "gguf": 0.25}
 
 
-def _check_weights_fit(spec: DecoderSpec, quantization: Quantization, dtype: str, device_bytes: int) -> None:
+def _check_weights_fit(facts: ModelFacts, quantization: Quantization, dtype: str, device_bytes: int) -> None:
     """A model that is far too large is refused here by its dimensions, before its memory is taken."""
     each = _LEAST_WEIGHT_BYTES.get(quantization, DTYPE_BYTES[dtype])
-    embeddings = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
-    needed = int((spec.linear_weights + embeddings) * each)
+    embeddings = facts.vocab_size * (facts.final_size)
+    needed = int((facts.linear_weights + embeddings) * each)
     if needed > device_bytes:
         raise ConfigError(
             f"the weights alone take at least {size_text(needed)}, and the device has {size_text(device_bytes)}: the "
-            f"model says num_hidden_layers={spec.num_layers}, hidden_size={spec.hidden_size}, "
-            f"intermediate_size={spec.intermediate_size}, vocab_size={spec.vocab_size}; choose a smaller model, or "
+            f"model says num_hidden_layers={facts.num_layers}, hidden_size={facts.hidden_size}, "
+            f"intermediate_size={facts.intermediate_size}, vocab_size={facts.vocab_size}; choose a smaller model, or "
             "quantization='int4' (CPU)"
         )
 
@@ -277,20 +278,20 @@ _CPU_STEP_OPERATIONS = {"bfloat16": 600e9, "float32": 150e9}
 _CPU_STEP_TOKENS = (256, 512, 1024, 2048)
 
 
-def _cpu_step_tokens(spec: DecoderSpec, dtype: str) -> int:
+def _cpu_step_tokens(facts: ModelFacts, dtype: str) -> int:
     """Tokens of a step by its work: a multiplication and an addition for each weight and token."""
-    budget = _CPU_STEP_OPERATIONS[dtype] / (2 * spec.linear_weights)
+    budget = _CPU_STEP_OPERATIONS[dtype] / (2 * facts.linear_weights)
     return max(tokens for tokens in _CPU_STEP_TOKENS if tokens <= max(budget, _CPU_STEP_TOKENS[0]))
 
 
-def _step_tokens(args: EngineArgs, kind: Kind, spec: DecoderSpec, dtype: str) -> int:
+def _step_tokens(args: EngineArgs, kind: Kind, facts: ModelFacts, dtype: str) -> int:
     seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens is not None and tokens < seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
             "each running sequence needs one token of a step"
         )
-    return tokens or max(_cpu_step_tokens(spec, dtype) if kind == "cpu" else 8192, seqs or 0)
+    return tokens or max(_cpu_step_tokens(facts, dtype) if kind == "cpu" else 8192, seqs or 0)
 
 
 def _scheduler(

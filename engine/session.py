@@ -84,8 +84,7 @@ class Session:
 
     def resolve_pooling(self, params: PoolingParams | None) -> ResolvedPooling:
         """Raises `InvalidRequestError`."""
-        spec = self.model.spec
-        return resolve_pooling(params, self.model.pooling, spec.embedding_size or spec.hidden_size)
+        return resolve_pooling(params, self.model.pooling, self.model.facts.final_size)
 
     def truncated(self, token_ids: list[int], params: PoolingParams | None) -> list[int]:
         """As `PoolingParams.truncate_prompt_tokens` wants it."""

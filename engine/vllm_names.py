@@ -36,7 +36,6 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "limit_mm_per_prompt": ({},),
     "max_parallel_loading_workers": (),
     "mm_processor_kwargs": ({},),
-    "model_impl": ("auto", "vllm"),
     "pipeline_parallel_size": (1,),
     "show_hidden_metrics_for_version": (),
     "skip_tokenizer_init": (False,),
@@ -70,7 +69,6 @@ INSTEAD = {
     "max_lora_rank": "adapters are not supported yet",
     "max_seq_len_to_capture": "use max_model_len and graphs",
     "mm_processor_kwargs": "only text is read",
-    "model_impl": "models run natively",
     "num_gpu_blocks_override": "use kv_cache_memory",
     "otlp_traces_endpoint": "it is engine-serve's",
     "pipeline_parallel_size": "it is not supported yet",
@@ -89,6 +87,7 @@ INSTEAD = {
 VALUES = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"bfloat16": "bf16", "fp8_e4m3": "fp8"},
+    "model_impl": {"vllm": "native"},
     "load_format": {"gguf": "auto", "hf": "auto", "safetensors": "auto"},
 }
 """of settings that have the same name, where they have another here"""

@@ -164,9 +164,9 @@ def timed_executor(config: EngineConfig) -> Executor:
 
     def load(config: EngineConfig) -> ModelRunner:
         torch.set_num_threads(settings["threads"])
-        spec = msgspec.structs.replace(describe(config.model.path).spec, vocab_size=NARROW_VOCAB)
+        facts = msgspec.structs.replace(describe(config.model.path).facts, vocab_size=NARROW_VOCAB)
         model, backend = StandIn(settings["compute_s"]), ReferenceBackend()
-        parts = RunnerParts(model=model, spec=spec, dtype=torch.float32, backend=backend, weight_bytes=0)
+        parts = RunnerParts(model=model, facts=facts, dtype=torch.float32, backend=backend, weight_bytes=0)
         runner = TimedRunner.load(config, lambda _: parts)
         mark_end_of(runner._step_sampler, "run", marks)
         return runner

@@ -17,8 +17,8 @@ from torch import nn
 
 from engine.models.layers import NORMS, Embedding, LayerNorm, Linear, RMSNorm, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
-from engine.models.rope import rope_table
-from engine.models.spec import DecoderSpec
+from engine.models.rope import RopeTable
+from engine.models.spec import DecoderSpec, LayerSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
@@ -47,27 +47,25 @@ class DecoderLayer(nn.Module):
     down_proj: AnyLinear
     rotation: HeadRotation | None
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+        hidden, mixer, mlp, dim = spec.hidden_size, layer.mixer, layer.mlp, layer.mixer.head_dim
         norm = NORMS[spec.norm]
         around = spec.norm_placement == "around"
         self.norms_first = spec.norm_placement != "after"
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.heads = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
         self.head_dim = dim
         self.input_norm = norm(hidden, spec.norm_eps, dtype, device)
-        self.qkv_proj = Linear(hidden, sum(self.heads) * dim, spec.qkv_bias, dtype, device)
-        self.q_norm = norm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.k_norm = norm(dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.sinks = parameter((spec.num_heads,), torch.float32, device) if spec.sinks else None
+        self.qkv_proj = Linear(hidden, mixer.qkv_size, mixer.qkv_bias, dtype, device)
+        self.q_norm = norm(dim, spec.norm_eps, dtype, device) if mixer.qk_norm else None
+        self.k_norm = norm(dim, spec.norm_eps, dtype, device) if mixer.qk_norm else None
+        self.sinks = parameter((mixer.num_heads,), torch.float32, device) if mixer.sinks else None
         """for whoever supplies attention"""
-        self.o_proj = Linear(spec.num_heads * dim, hidden, spec.o_bias, dtype, device)
+        self.o_proj = Linear(mixer.q_size, hidden, mixer.o_bias, dtype, device)
         self.attention_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
         self.mlp_norm = norm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up_proj = Linear(
-            hidden, (1 + spec.gated) * inner, spec.mlp_bias, dtype, device, spec.activation, spec.gated
-        )
-        self.down_proj = Linear(inner, hidden, spec.mlp_bias, dtype, device)
+        self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, mlp.activation, mlp.gated)
+        self.down_proj = Linear(mlp.intermediate_size, hidden, mlp.bias, dtype, device)
         self.mlp_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
         self.rotation = None
 
@@ -120,8 +118,6 @@ class Decoder(nn.Module):
     """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients."""
 
     attend: Attend
-    rope: torch.Tensor | None
-    local_rope: torch.Tensor | None
     embed_tokens: Embedding | PackedEmbedding
     project_in: AnyLinear | None
     project_out: AnyLinear | None
@@ -153,7 +149,7 @@ class Decoder(nn.Module):
         self._first_position = spec.position_offset or 0
         if spec.position_offset is not None:
             self.embed_positions = Embedding(spec.max_position + spec.position_offset, hidden, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(spec, dtype, device) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in spec.layers)
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
         self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
         self.lm_head = Linear(
@@ -161,10 +157,8 @@ class Decoder(nn.Module):
         )
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        for name, rope in (("rope", spec.rope), ("local_rope", spec.local_rope)):
-            table = None if rope is None else rope_table(rope, max_position or spec.max_position).to(device)
-            self.register_buffer(name, table, persistent=False)
-        self._is_local = [spec.local_rope is not None and layer.window is not None for layer in spec.layers]
+        self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
+        self._rope_of = [layer.mixer.rope for layer in spec.layers]
         self.set_attention(_attention_not_set)
 
     def set_attention(self, attend: Attend) -> None:
@@ -179,12 +173,13 @@ class Decoder(nn.Module):
         their order. One tensor, because that is what a compiled program returns and a graph keeps.
         """
         hidden = self._embedded(input_ids, positions)
-        rope, local_rope = self._rows(self.rope, positions), self._rows(self.local_rope, positions)
+        ropes = [rope(positions, self.dtype) for rope in self.ropes]
         shown = []
         for index, layer in enumerate(self.layers):
             if index in self.shown_layers:
                 shown.append(hidden)
-            hidden = layer(hidden, local_rope if self._is_local[index] else rope, self.attend, index)
+            rope = self._rope_of[index]
+            hidden = layer(hidden, None if rope is None else ropes[rope], self.attend, index)
         last = hidden if self.norm is None else self.norm(hidden)
         return torch.cat((last, *shown), dim=-1) if shown else last
 
@@ -197,9 +192,6 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions + self._first_position)
         return hidden
-
-    def _rows(self, table: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
-        return None if table is None else table[positions].to(self.dtype)
 
     def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of what `forward` returns → what the head is given: [rows, embedding_size], transformers'

@@ -11,6 +11,8 @@ import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
+from engine.models.facts import ModelFacts
+from engine.models.families.common import check_ranges
 from engine.models.families.registry import find_family
 from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
@@ -21,6 +23,8 @@ from engine.models.spec import DecoderSpec
 
 ModelDType = Literal["bfloat16", "float16", "float32"]
 _DTYPES = ("bfloat16", "float16", "float32")
+ModelImpl = Literal["auto", "native", "transformers"]
+"""who computes a model: a family of ours, or the transformers library's own module"""
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +32,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["hf", "gguf"]
     hf_config: dict[str, object]
     """config.json, or what it would be for a GGUF file"""
-    spec: DecoderSpec
+    spec: DecoderSpec | None
+    """which a family made of it; None: the transformers library's own module serves"""
+    facts: ModelFacts
     eos_token_ids: tuple[int, ...]
     """every id that ends a generation, without repeats"""
     bos_token_id: int | None
@@ -45,8 +51,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     `engine.resolve.resolve_here` puts what the user wants in their place and checks the ranges."""
 
 
-def describe(path: str) -> ModelDescription:
-    """Describe a Hugging Face directory or one `.gguf` file.
+def describe(path: str, model_impl: ModelImpl = "auto") -> ModelDescription:
+    """Describe a Hugging Face directory or one `.gguf` file. "auto": by a family of ours, else by the transformers
+    library, whose import takes seconds; GGUF files by a family alone.
 
     Raises ConfigError when the path is neither or its config is malformed, UnsupportedModelError (with the list of
     what is supported) for a model that no family covers, WeightsError for a damaged GGUF file.
@@ -56,7 +63,10 @@ def describe(path: str) -> ModelDescription:
         header = read_gguf_header(location)
         config = hf_config_of(header)
         pooling = pooling_of_gguf(header.metadata)
-        return _described(path, "gguf", (path, config), (path, generation_config_of(header)), dtype_of(header), pooling)
+        if model_impl == "transformers":
+            raise UnsupportedModelError(f"{path}: model_impl='transformers' reads no GGUF files; use 'auto'")
+        generation_read = (path, generation_config_of(header))
+        return _described(path, "gguf", (path, config), generation_read, dtype_of(header), pooling, "native")
     config_file, generation_file = location / "config.json", location / "generation_config.json"
     if not config_file.is_file():
         raise ConfigError(f"model: {path} is neither a directory with a config.json nor a .gguf file")
@@ -64,7 +74,7 @@ def describe(path: str) -> ModelDescription:
     generation = read_json_object(generation_file, CONFIG_BYTES) if generation_file.is_file() else {}
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     read, generation_read = (str(config_file), config), (str(generation_file), generation)
-    return _described(path, "hf", read, generation_read, dtype, pooling_of(location))
+    return _described(path, "hf", read, generation_read, dtype, pooling_of(location), model_impl)
 
 
 _Read = tuple[str, Mapping[str, object]]
@@ -78,6 +88,7 @@ def _described(
     generation_read: _Read,
     dtype: object,
     pooling: PoolingDefaults,
+    model_impl: ModelImpl,
 ) -> ModelDescription:
     (config_file, config), (generation_file, generation) = config_read, generation_read
     for key in ("quantization_config", "compression_config"):
@@ -93,9 +104,7 @@ def _described(
             f"{config_file}: dtype {shown(dtype)} is not supported; supported are {', '.join(_DTYPES)}"
         )
     with _errors_name(config_file):
-        family, generates = find_family(config)
-        generates = generates and not pooling.declared
-        spec = family.spec(config if generates else {**config, "tie_word_embeddings": True})
+        spec, facts, generates = _computed(path, config, model_impl, pooling.declared)
         starts, ends = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
     with _errors_name(generation_file):
         starts = _token_ids(generation, "bos_token_id") or starts
@@ -106,16 +115,43 @@ def _described(
         source=source,
         hf_config=dict(config),
         spec=spec,
+        facts=facts,
         # Configs of small models often keep ids of the family's large vocabulary; no such token can come.
-        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < spec.vocab_size)),
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < facts.vocab_size)),
         bos_token_id=starts[0] if starts else None,
         default_dtype=cast(ModelDType, stored),
-        max_position=spec.max_position,
-        vocab_size=spec.vocab_size,
+        max_position=facts.max_position,
+        vocab_size=facts.vocab_size,
         pooling=pooling,
         generates=generates,
         generation_defaults=defaults,
     )
+
+
+def _computed(
+    path: str, config: Mapping[str, object], model_impl: ModelImpl, embeds: bool
+) -> tuple[DecoderSpec | None, ModelFacts, bool]:
+    """The spec, where a family of ours computes the model; its facts; whether it generates. `embeds`: by its own
+    account."""
+    reason = ""
+    if model_impl != "transformers":
+        try:
+            family, generates = find_family(config)
+            generates = generates and not embeds
+            spec = family.spec(config if generates else {**config, "tie_word_embeddings": True})
+            return spec, spec.facts, generates
+        except UnsupportedModelError as error:
+            if model_impl == "native":
+                raise
+            reason = f"{error}; and not through transformers: "
+    check_ranges(config)
+    from engine.models.fallback.facts import read_facts
+
+    try:
+        facts, generates = read_facts(path)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{reason}{error}") from error
+    return None, facts, generates and not embeds
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from engine.config import SpeculationConfig
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.models.description import ModelDescription, describe
 from engine.models.eagle_spec import EagleSpec, read_eagle_spec
+from engine.models.facts import ModelFacts
 from engine.models.spec import DecoderSpec
 
 
@@ -20,10 +21,14 @@ class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spec(self) -> DecoderSpec:
         """Of its layers."""
-        if self.model is not None:
-            return self.model.spec
-        assert self.head is not None
-        return self.head.layer
+        if self.head is not None:
+            return self.head.layer
+        assert self.model is not None and self.model.spec is not None
+        return self.model.spec
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.spec.facts
 
     @property
     def shown_layers(self) -> tuple[int, ...]:
@@ -31,7 +36,7 @@ class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.head is None else self.head.shown_layers
 
 
-def describe_draft(config: SpeculationConfig, target: DecoderSpec) -> DraftDescription | None:
+def describe_draft(config: SpeculationConfig, target: ModelFacts) -> DraftDescription | None:
     """None: drafts come from elsewhere. Raises ConfigError, UnsupportedModelError or WeightsError for what is no draft
     of this target."""
     if config.method not in ("draft_model", "eagle3") or config.model is None:
@@ -39,7 +44,7 @@ def describe_draft(config: SpeculationConfig, target: DecoderSpec) -> DraftDescr
     try:
         if config.method == "eagle3":
             return DraftDescription(path=config.model, head=read_eagle_spec(config.model, target))
-        draft = describe(config.model)
+        draft = describe(config.model, "native")
     except (ConfigError, UnsupportedModelError, WeightsError) as error:
         raise type(error)(f"speculative_config: {error}") from error
     if draft.vocab_size != target.vocab_size:

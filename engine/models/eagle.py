@@ -8,17 +8,18 @@ from torch import nn
 from engine.models.decoder import AnyLinear, Attend, DecoderLayer
 from engine.models.eagle_spec import NUM_SHOWN, EagleSpec
 from engine.models.layers import NORMS, Linear, RMSNorm
-from engine.models.rope import rope_table
+from engine.models.rope import RopeTable
 
 
 class EagleLayer(DecoderLayer):
     """A decoder layer whose attention sees, beside what it adds to, the embedding of the next token."""
 
     def __init__(self, spec: EagleSpec, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec.layer, dtype, device)
+        layer = spec.layer.layers[0]
+        super().__init__(spec.layer, layer, dtype, device)
         hidden = spec.layer.hidden_size
         self.hidden_norm = NORMS["rms"](hidden, spec.layer.norm_eps, dtype, device)
-        self.qkv_proj = Linear(2 * hidden, sum(self.heads) * self.head_dim, spec.layer.qkv_bias, dtype, device)
+        self.qkv_proj = Linear(2 * hidden, layer.mixer.qkv_size, layer.mixer.qkv_bias, dtype, device)
         self._norm_before_residual = spec.norm_before_residual
 
     def guess(
@@ -39,7 +40,6 @@ class EagleHead(nn.Module):
 
     fc: AnyLinear
     lm_head: AnyLinear
-    rope: torch.Tensor
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class EagleHead(nn.Module):
         self.lm_head = Linear(layer.hidden_size, spec.draft_vocab_size, False, dtype, device)
         self.target_ids: torch.Tensor | None = None
         """int64 [draft_vocab_size], ascending: the target's id of each token; None: the same"""
-        assert layer.rope is not None
-        self.register_buffer("rope", rope_table(layer.rope, max_position).to(device), persistent=False)
+        (rope,) = layer.ropes
+        self.rope = RopeTable(rope, max_position, device)
 
     def fuse(self, shown: torch.Tensor) -> torch.Tensor:
         """What the target shows of each token, [tokens, 3 * target_hidden_size] → [tokens, hidden_size]."""
@@ -75,7 +75,7 @@ class EagleHead(nn.Module):
         """`hidden` [tokens, hidden_size]: fused, or what this returned for the token before. int64 [tokens]: `next_ids`
         of the tokens behind those at `positions`. Returns [tokens, hidden_size], from which the token behind the next
         one is guessed. `index`: of the layer, for `attend`."""
-        rope = self.rope[positions].to(self.dtype)
+        rope = self.rope(positions, self.dtype)
         return self.layer.guess(self.embed_tokens(next_ids), hidden, rope, attend, index)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
-from engine.models.families.common import Config, Rows, decoder_spec, flag, integer
+from engine.models.facts import ModelFacts
+from engine.models.families.common import Config, Rows, decoder_spec, flag, integer, llama_layer_rows
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
 
@@ -34,7 +35,7 @@ class EagleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """the residual of its layer is what it is shown after the norm, not before"""
 
 
-def eagle_spec(config: Config, target: DecoderSpec) -> EagleSpec:
+def eagle_spec(config: Config, target: ModelFacts) -> EagleSpec:
     """Raises ConfigError, UnsupportedModelError."""
     if config.get("architectures") != [ARCHITECTURE]:
         found = shown(config.get("architectures"))
@@ -86,7 +87,7 @@ def _shown_layers(config: Config, num_layers: int) -> tuple[int, int, int]:
     return low, middle, high
 
 
-def read_eagle_spec(directory: str, target: DecoderSpec) -> EagleSpec:
+def read_eagle_spec(directory: str, target: ModelFacts) -> EagleSpec:
     """Raises ConfigError, UnsupportedModelError naming the file."""
     file = Path(directory) / "config.json"
     if not file.is_file():
@@ -100,29 +101,11 @@ def read_eagle_spec(directory: str, target: DecoderSpec) -> EagleSpec:
 def eagle_weight_rows(spec: EagleSpec) -> dict[str, Rows]:
     """Names in public checkpoints → places in `engine.models.eagle.EagleHead`; without the embedding, which a
     checkpoint may have or leave to the target, and the tables of its vocabulary."""
-    layer = spec.layer
-    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    hidden, inner = layer.hidden_size, layer.intermediate_size
+    hidden = spec.layer.hidden_size
     rows = {
         "fc.weight": Rows("fc.weight", 0, hidden),
         "norm.weight": Rows("norm.weight", 0, hidden),
         "lm_head.weight": Rows("lm_head.weight", 0, spec.draft_vocab_size),
+        "midlayer.hidden_norm.weight": Rows("layer.hidden_norm.weight", 0, hidden),
     }
-    for source, target in (
-        ("hidden_norm", "hidden_norm"),
-        ("input_layernorm", "input_norm"),
-        ("post_attention_layernorm", "mlp_norm"),
-    ):
-        rows[f"midlayer.{source}.weight"] = Rows(f"layer.{target}.weight", 0, hidden)
-    for source, target, start, count, bias in (
-        ("self_attn.q_proj", "qkv_proj", 0, q, layer.qkv_bias),
-        ("self_attn.k_proj", "qkv_proj", q, kv, layer.qkv_bias),
-        ("self_attn.v_proj", "qkv_proj", q + kv, kv, layer.qkv_bias),
-        ("self_attn.o_proj", "o_proj", 0, hidden, layer.o_bias),
-        ("mlp.gate_proj", "gate_up_proj", 0, inner, layer.mlp_bias),
-        ("mlp.up_proj", "gate_up_proj", inner, inner, layer.mlp_bias),
-        ("mlp.down_proj", "down_proj", 0, hidden, layer.mlp_bias),
-    ):
-        for part in ("weight", "bias") if bias else ("weight",):
-            rows[f"midlayer.{source}.{part}"] = Rows(f"layer.{target}.{part}", start, count)
-    return rows
+    return rows | llama_layer_rows(spec.layer, 0, "midlayer", "layer")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from engine.models.spec import RopeSpec
 
@@ -39,6 +40,20 @@ def rope_table(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     frequencies, attention_factor = inverse_frequencies(rope)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+
+
+class RopeTable(nn.Module):
+    """`rope_table` of the positions that a model can reach, computed and no part of a checkpoint."""
+
+    table: torch.Tensor
+
+    def __init__(self, rope: RopeSpec, num_positions: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("table", rope_table(rope, num_positions).to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """int64 [tokens] → [tokens, rotary_dim]."""
+        return self.table[positions].to(dtype)
 
 
 def _llama3(rope: RopeSpec, frequencies: torch.Tensor, factor: float, original: int) -> torch.Tensor:

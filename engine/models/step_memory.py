@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
 
 _LOGITS_COPIES = 3
 """float32 logits, what sampling masks them into, and one temporary of the same size"""
 
 
-def estimate_activation_bytes(spec: DecoderSpec, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
+def estimate_activation_bytes(model: ModelFacts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
     """Upper estimate of a step's peak in bytes, from shapes alone (CPU, where a dummy step at full budget takes
     seconds).
 
@@ -16,13 +16,10 @@ def estimate_activation_bytes(spec: DecoderSpec, dtype_bytes: int, max_tokens: i
     rotated q and k, attention output) and the MLP (residual, normed input, merged gate and up, their product, the
     output and its norm); norms work in float32. The logits of `max_samples` positions come on top, float32.
     """
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = 2 * spec.hidden_size + (q + 2 * kv) + (q + kv) + q
-    outputs = 2 if spec.norm_placement == "before" else 3
-    mlp = (1 + outputs) * spec.hidden_size + (3 if spec.gated else 2) * spec.intermediate_size
-    norm = 4 * spec.hidden_size * 2
-    per_token = max(attention, mlp) * dtype_bytes + norm
-    return max_tokens * per_token + logits_bytes(spec.vocab_size, max_samples)
+    heads = max((3 * layer.num_heads + 3 * layer.num_kv_heads) * layer.head_dim for layer in model.layers)
+    norm = 4 * model.hidden_size * 2
+    per_token = max(2 * model.hidden_size + heads, model.mlp_values) * dtype_bytes + norm
+    return max_tokens * per_token + logits_bytes(model.vocab_size, max_samples)
 
 
 def logits_bytes(vocab_size: int, max_samples: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.models.spec import DecoderSpec
+from engine.models.facts import HeadsSpec, ModelFacts
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.step import StepPlan
 
@@ -90,7 +90,7 @@ class StepWork:
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        model: ModelFacts,
         weights: ModelWeights,
         *,
         block_size: int,
@@ -98,7 +98,7 @@ class StepWork:
         attention_dtype: str,
     ) -> None:
         """`kv_token_bytes`: keys and values of one token over all layers. `attention_dtype`: of scores and values."""
-        self._spec = spec
+        self._model = model
         self._weights = weights
         self._block_size = block_size
         self._kv_token_bytes = kv_token_bytes
@@ -119,7 +119,7 @@ class StepWork:
             work[MODEL] = _sum(w.work(tokens) for w in self._weights.model)
         if samples:
             work[LOGITS] = _sum(w.work(samples) for w in self._weights.logits)
-            work[SAMPLING] = Work(samples * self._spec.vocab_size * _LOGIT_BYTES)
+            work[SAMPLING] = Work(samples * self._model.vocab_size * _LOGIT_BYTES)
         return work
 
     def _follow(self, plan: StepPlan) -> None:
@@ -135,16 +135,22 @@ class StepWork:
     def _attention(self, plan: StepPlan) -> Work:
         """Each key and value that some query sees is read once a step, each new one written; every query multiplies
         with every key it sees, twice (scores, values)."""
-        spec = self._spec
-        per_layer = self._kv_token_bytes / spec.num_layers
+        per_layer = self._kv_token_bytes / self._model.num_layers
         work = Work(plan.num_tokens * self._kv_token_bytes)
-        windows: dict[int | None, int] = {}
-        for layer in spec.layers:
-            windows[layer.window] = windows.get(layer.window, 0) + 1
-        for window, layers in windows.items():
-            pairs = sum(_pairs(row.computed, row.query_len, window) for row in plan.rows.each())
-            ops = {self._attention_dtype: 4.0 * spec.num_heads * spec.head_dim * pairs}
-            work.add(Work(self._tokens_read(plan, window) * per_layer, ops), layers)
+        kinds: dict[HeadsSpec, int] = {}
+        for layer in self._model.layers:
+            kind = HeadsSpec(
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                scale=layer.scale,
+                window=layer.window,
+            )
+            kinds[kind] = kinds.get(kind, 0) + 1
+        for layer, count in kinds.items():
+            pairs = sum(_pairs(row.computed, row.query_len, layer.window) for row in plan.rows.each())
+            ops = {self._attention_dtype: 4.0 * layer.num_heads * layer.head_dim * pairs}
+            work.add(Work(self._tokens_read(plan, layer.window) * per_layer, ops), count)
         return work
 
     def _tokens_read(self, plan: StepPlan, window: int | None) -> int:

@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.drafts import DraftDescription, check_length, describe_draft
 from engine.models.eagle import EagleHead
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
+from engine.models.fallback.model import FallbackModel
 from engine.runner.draft_model import DraftModelProposer
 from engine.runner.eagle import EagleProposer
 from engine.runner.proposals import Proposer
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DraftParts:
     model: Decoder | EagleHead
-    spec: DecoderSpec
+    facts: ModelFacts
     """of its layers"""
     weight_bytes: int
     """less what it shares with the target"""
 
 
-def draft_of(config: EngineConfig, target: DecoderSpec) -> DraftDescription | None:
+def draft_of(config: EngineConfig, target: ModelFacts) -> DraftDescription | None:
     """Raises what `describe_draft` and `check_length` do."""
     draft = describe_draft(config.scheduler.speculation, target)
     if draft is not None:
@@ -42,7 +43,7 @@ def draft_of(config: EngineConfig, target: DecoderSpec) -> DraftDescription | No
     return draft
 
 
-def check_backend(backend: AttentionBackend, draft: DecoderSpec, target: DecoderSpec, device: torch.device) -> None:
+def check_backend(backend: AttentionBackend, draft: ModelFacts, target: ModelFacts, device: torch.device) -> None:
     """Raises ConfigError: it must be told what only the device knows when drafts are made, or its kernels are built for
     the target's heads and do not serve the draft's."""
     if backend.needs_host_lengths and device.type != "cpu":
@@ -51,29 +52,34 @@ def check_backend(backend: AttentionBackend, draft: DecoderSpec, target: Decoder
             "of drafts from a model are the device's; set attention_backend='cuda', or use method 'ngram'"
         )
     dims = backend.capabilities().head_dims
-    if draft.head_dim == target.head_dim or (device.type == "cpu" and (dims is None or draft.head_dim in dims)):
+    drafted, served = ({layer.head_dim for layer in model.layers} for model in (draft, target))
+    if drafted <= served or (device.type == "cpu" and (dims is None or drafted <= dims)):
         return
     raise ConfigError(
-        f"speculative_config: model: its heads have {draft.head_dim} dimensions, and attention backend "
-        f"{backend.name!r} serves those of the target, {target.head_dim}"
+        f"speculative_config: model: its heads have {_listed(drafted)} dimensions, and attention backend "
+        f"{backend.name!r} serves those of the target, {_listed(served)}"
     )
 
 
+def _listed(sizes: set[int]) -> str:
+    return " and ".join(str(size) for size in sorted(sizes))
+
+
 def load_draft(
-    config: EngineConfig, description: DraftDescription, target: Decoder, packer: Packer | None
+    config: EngineConfig, description: DraftDescription, target: Decoder | FallbackModel, packer: Packer | None
 ) -> DraftParts:
     """Raises WeightsError."""
-    dtype, device = target.dtype, target.norm.weight.device if target.norm is not None else torch.device("cpu")
+    dtype, device = target.dtype, next(target.parameters()).device
     length = config.model.max_model_len
     if description.model is not None:
         model = Decoder(description.spec, dtype=dtype, device=device, max_position=length)
         weight_bytes = load_weights(
             model, description.model, load_format=config.model.load_format, seed=config.model.seed, packer=packer
         )
-        return DraftParts(model, description.spec, weight_bytes)
-    assert description.head is not None
+        return DraftParts(model, description.facts, weight_bytes)
+    assert description.head is not None and isinstance(target, Decoder)
     head = EagleHead(description.head, target.embed_tokens, dtype=dtype, max_position=length, device=device)
-    return DraftParts(head, description.spec, load_eagle(head, description.path, packer))
+    return DraftParts(head, description.facts, load_eagle(head, description.path, packer))
 
 
 def draft_proposer(draft: DraftParts, passes: DraftPasses, first_layer: int) -> Proposer:

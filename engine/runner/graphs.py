@@ -18,7 +18,7 @@ from compilation.graphs.graph_set import GraphSet
 from compilation.graphs.memory import estimate_graph_bytes
 from compilation.interface import CompiledModel
 from engine.config import EngineConfig
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
 from engine.models.step_memory import estimate_activation_bytes
 from engine.runner.loading import graph_mode
 
@@ -49,17 +49,17 @@ def make_dispatcher(config: EngineConfig, backend: AttentionBackend, error: Exce
     )
 
 
-def graph_activation_bytes(dispatcher: Dispatcher, spec: DecoderSpec, dtype_bytes: int) -> int:
+def graph_activation_bytes(dispatcher: Dispatcher, model: ModelFacts, dtype_bytes: int) -> int:
     """Peak of the program, without logits, at the largest size to be captured."""
     largest = max((*dispatcher.piecewise_sizes, *dispatcher.full_sizes), default=0)
-    return estimate_activation_bytes(spec, dtype_bytes, largest, max_samples=0)
+    return estimate_activation_bytes(model, dtype_bytes, largest, max_samples=0)
 
 
-def graphs_estimate(dispatcher: Dispatcher, spec: DecoderSpec, dtype_bytes: int) -> int:
+def graphs_estimate(dispatcher: Dispatcher, model: ModelFacts, dtype_bytes: int) -> int:
     """What all graphs together will take; a line of the memory ledger."""
     return estimate_graph_bytes(
-        graph_activation_bytes(dispatcher, spec, dtype_bytes),
-        spec.num_layers + 1,
+        graph_activation_bytes(dispatcher, model, dtype_bytes),
+        model.num_layers + 1,
         len(dispatcher.piecewise_sizes),
         len(dispatcher.full_sizes),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from attention_backends.interface import AttentionBackend
 from attention_backends.registry import NoBackendError, select
@@ -21,13 +22,16 @@ from engine.cpu_kernels.streams import Matrix, choose_streams
 from engine.errors import ConfigError
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.description import describe
+from engine.models.description import ModelDescription, describe
+from engine.models.drafts import DraftDescription
+from engine.models.facts import ModelFacts
+from engine.models.fallback.model import FallbackModel
 from engine.models.linear_choice import choose_linears
 from engine.models.packed import PackedLinear
-from engine.models.spec import DecoderSpec
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
-from engine.weights.loader import load_weights
+from engine.weights.fallback_loader import load_fallback
+from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 
 logger = logging.getLogger(__name__)
@@ -91,17 +95,17 @@ def _packer(config: EngineConfig) -> Packer | None:
 @dataclass(frozen=True)
 class RunnerParts:
     model: CausalModel
-    spec: DecoderSpec
+    facts: ModelFacts
     dtype: torch.dtype
     """of weights and activations"""
     backend: AttentionBackend
     weight_bytes: int
     sinks: tuple[torch.Tensor, ...] = ()
-    """each layer's, where the spec has them"""
+    """of each layer that has them"""
     draft: DraftParts | None = None
 
 
-def _choose_streams(packer: Packer | None, model: Decoder, config: EngineConfig) -> None:
+def _choose_streams(packer: Packer | None, model: nn.Module, config: EngineConfig) -> None:
     if packer is None:
         return
     layers = [each for each in model.modules() if isinstance(each, PackedLinear) and each.format == Format.BFLOAT16]
@@ -115,6 +119,14 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
+def head_size(model: ModelFacts) -> int:
+    """Raises ConfigError: layers have heads of several sizes, and a backend is built for one."""
+    sizes = sorted({layer.head_dim for layer in model.layers})
+    if len(sizes) != 1:
+        raise ConfigError(f"layers have heads of {sizes} dimensions: attention of several sizes is not supported yet")
+    return sizes[0]
+
+
 def load_parts(config: EngineConfig) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend.
 
@@ -124,54 +136,70 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     device = device_of(config)
     if device.type == "cuda":
         check_device(config, device)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    description = describe(config.model.path)
-    spec = description.spec
-    draft = draft_of(config, spec)
-    layers = [*spec.layers, *(() if draft is None else draft.spec.layers)]
+    description = describe(config.model.path, config.model.model_impl)
+    facts = description.facts
+    draft = draft_of(config, facts)
+    if draft is not None and draft.shown_layers and description.spec is None:
+        raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
     # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds.
-    try:
-        selection = select(
-            device=device,
-            dtype=dtype,
-            head_dim=spec.head_dim,
-            block_size=config.cache.block_size,
-            needs_window=any(layer.window is not None for layer in layers),
-            needs_soft_cap=spec.soft_cap is not None or (draft is not None and draft.spec.soft_cap is not None),
-            name=config.device.attention_backend,
-            cache_dir=Path(config.compile.cache_dir),
-            kv_dtype=getattr(torch, config.cache.dtype),
-            needs_sinks=spec.sinks,
-        )
-    except NoBackendError as error:
-        raise ConfigError(str(error)) from error
-    if draft is not None:
-        check_backend(selection.backend, draft.spec, spec, device)
-    graphs = graph_mode(config.compile.graphs, config.compile.mode, selection.backend)
-    shown_layers = () if draft is None else draft.shown_layers
-    model = Decoder(
-        spec, dtype=dtype, device=device, max_position=config.model.max_model_len, shown_layers=shown_layers
-    )
+    backend = _backend(config, facts, draft, device)
+    graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None
-    weight_bytes = load_weights(
-        model,
-        description,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        packer=packer,
-    )
+    model, sinks = _filled(config, description, () if draft is None else draft.shown_layers, packer)
     _choose_streams(packer, model, config)
     draft_parts = None if draft is None else load_draft(config, draft, model, packer)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
-    sinks = tuple(layer.sinks for layer in model.layers if isinstance(layer, DecoderLayer) and layer.sinks is not None)
     return RunnerParts(
         model=model,
-        spec=spec,
+        facts=facts,
         dtype=dtype,
-        backend=selection.backend,
-        weight_bytes=weight_bytes,
+        backend=backend,
+        weight_bytes=weight_bytes(model),
         sinks=sinks,
         draft=draft_parts,
     )
+
+
+def _backend(
+    config: EngineConfig, facts: ModelFacts, draft: DraftDescription | None, device: torch.device
+) -> AttentionBackend:
+    layers = [*facts.layers, *(() if draft is None else draft.facts.layers)]
+    try:
+        selection = select(
+            device=device,
+            dtype=getattr(torch, config.model.dtype),
+            head_dim=head_size(facts),
+            block_size=config.cache.block_size,
+            needs_window=any(layer.window is not None for layer in layers),
+            needs_soft_cap=any(layer.soft_cap is not None for layer in layers),
+            name=config.device.attention_backend,
+            cache_dir=Path(config.compile.cache_dir),
+            kv_dtype=getattr(torch, config.cache.dtype),
+            needs_sinks=any(layer.sinks for layer in layers),
+        )
+    except NoBackendError as error:
+        raise ConfigError(str(error)) from error
+    if draft is not None:
+        check_backend(selection.backend, draft.facts, facts, device)
+    return selection.backend
+
+
+def _filled(
+    config: EngineConfig, description: ModelDescription, shown_layers: Sequence[int], packer: Packer | None
+) -> tuple[Decoder | FallbackModel, tuple[torch.Tensor, ...]]:
+    """The model with its weights, and the sinks of its attention."""
+    settings, device = config.model, device_of(config)
+    dtype, length = getattr(torch, settings.dtype), settings.max_model_len
+    dummy = settings.load_format == "dummy"
+    if description.spec is None:
+        fallback = load_fallback(
+            description, dtype=dtype, device=device, max_position=length, dummy=dummy, seed=settings.seed
+        )
+        return fallback, fallback.sinks
+    model = Decoder(description.spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
+    load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer)
+    sinks = (layer.sinks for layer in model.layers if isinstance(layer, DecoderLayer))
+    return model, tuple(each for each in sinks if each is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.machine import main_memory
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
 from engine.models.step_memory import estimate_activation_bytes, logits_bytes
 from engine.runner.drafts import DraftParts
 from engine.runner.loading import CausalModel, RunnerParts
@@ -15,21 +15,21 @@ def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, 
     """A step's peak in bytes, a draft's included: measured on a CUDA device, else estimated."""
     size = parts.dtype.itemsize
     if device.type == "cuda":
-        own = measure_activation_bytes(parts.model, parts.spec, device, max_tokens, max_samples)
+        own = measure_activation_bytes(parts.model, parts.facts, device, max_tokens, max_samples)
     else:
-        own = estimate_activation_bytes(parts.spec, size, max_tokens, max_samples)
+        own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples)
     return own if parts.draft is None else own + _draft_bytes(parts.draft, size, max_tokens, max_samples)
 
 
 def _draft_bytes(draft: DraftParts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
     """With what the target shows it, and what a head keeps of every row."""
-    spec = draft.spec
-    shown = 4 * spec.hidden_size * dtype_bytes * (max_tokens + max_samples)
-    return shown + estimate_activation_bytes(spec, dtype_bytes, max_tokens, max_samples)
+    facts = draft.facts
+    shown = 4 * facts.hidden_size * dtype_bytes * (max_tokens + max_samples)
+    return shown + estimate_activation_bytes(facts, dtype_bytes, max_tokens, max_samples)
 
 
 def measure_activation_bytes(
-    model: CausalModel, spec: DecoderSpec, device: torch.device, max_tokens: int, max_samples: int
+    model: CausalModel, facts: ModelFacts, device: torch.device, max_tokens: int, max_samples: int
 ) -> int:
     """Peak of a real step at the full budget on a CUDA device, with attention left out: its workspace is the backend's.
 
@@ -45,7 +45,7 @@ def measure_activation_bytes(
         model.compute_logits(hidden[:max_samples])
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
-    return max(peak, 0) + logits_bytes(spec.vocab_size, min(max_samples, max_tokens))
+    return max(peak, 0) + logits_bytes(facts.vocab_size, min(max_samples, max_tokens))
 
 
 def _fill_with_zero(out: torch.Tensor) -> None:

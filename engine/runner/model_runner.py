@@ -74,7 +74,7 @@ class ModelRunner:
         rows, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         self._config = config
         self._device = device = device_of(config)
-        self._spec, self._dtype, self._dtype_bytes = parts.spec, parts.dtype, parts.dtype.itemsize
+        self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
         self._model = parts.model
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
@@ -86,15 +86,15 @@ class ModelRunner:
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
-        self._groups = group_layers([layer.window for layer in parts.spec.layers], config.model.max_model_len)
-        layers = attention_layers(parts.spec, parts.sinks)
+        self._groups = group_layers([layer.window for layer in parts.facts.layers], config.model.max_model_len)
+        layers = attention_layers(parts.facts, parts.sinks)
         if parts.draft is not None:
-            behind = attention_layers(parts.draft.spec)
+            behind = attention_layers(parts.draft.facts)
             layers, self._groups = [*layers, *behind], with_layers_behind(self._groups, len(behind))
         self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)
-        self._sampler = Sampler(rows, parts.spec.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
+        self._sampler = Sampler(rows, parts.facts.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
         # One host buffer more than steps in flight, so that none is waited for.
         depth = config.scheduler.steps_in_flight + 1 if self._streams.queued else 1
@@ -102,7 +102,7 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.spec.vocab_size)
+        self._step_sampler = StepSampler(parts.model, self._sampler, self._table, self._kernels, parts.facts.vocab_size)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -127,7 +127,7 @@ class ModelRunner:
             return StepDrafts(proposer_of(config.scheduler.speculation, table, Path(config.compile.cache_dir)))
         group = full_group(self._groups)
         passes = DraftPasses(table, self._sampler, self._kernels, attention, config.cache.block_size, group)
-        return StepDrafts(draft_proposer(parts.draft, passes, parts.spec.num_layers))
+        return StepDrafts(draft_proposer(parts.draft, passes, parts.facts.num_layers))
 
     def _load_report(self, parts: RunnerParts, memory_before: tuple[int, int]) -> LoadReport:
         config = self._config
@@ -139,7 +139,7 @@ class ModelRunner:
             + self._batches.size_bytes
             + self._sampler.max_workspace_bytes
             + self._attention.workspace_bytes(config.scheduler.max_sampled),
-            graph_bytes=graphs_estimate(self._dispatcher, parts.spec, self._dtype_bytes),
+            graph_bytes=graphs_estimate(self._dispatcher, parts.facts, self._dtype_bytes),
             block_bytes=self._attention.block_bytes(config.cache.block_size),
             windows=tuple(group.window for group in self._groups),
             device_bytes_total=memory_before[0],
@@ -388,7 +388,7 @@ class ModelRunner:
             self._capturer or CudaCapturer(self._device),
             self._before_capture,
             lambda: device_memory(self._device)[1],
-            first_bytes=2 * graph_activation_bytes(self._dispatcher, self._spec, self._dtype_bytes),
+            first_bytes=2 * graph_activation_bytes(self._dispatcher, self._facts, self._dtype_bytes),
         )
 
     def _before_capture(self, route: Route, size: int) -> None:

@@ -16,26 +16,28 @@ import torch
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, NativeLayer
 from engine.errors import EngineError
 from engine.layer_groups import LayerGroup
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
 
 
-def attention_layers(spec: DecoderSpec, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
-    """What the backend must know of each layer. `sinks`: each layer's, float32 [num_heads], where the spec has them;
-    raises ValueError if they are missing."""
-    if len(sinks) != (spec.num_layers if spec.sinks else 0):
-        raise ValueError(f"{spec.family}: {len(sinks)} layers' sinks for {spec.num_layers} layers, sinks={spec.sinks}")
+def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
+    """What the backend must know of each layer. `sinks`: float32 [num_heads], of each layer that has them, in order;
+    raises ValueError if they are not as many."""
+    wanted = sum(layer.sinks for layer in model.layers)
+    if len(sinks) != wanted:
+        raise ValueError(f"{model.family}: sinks of {len(sinks)} layers are given, {wanted} layers have them")
+    given = iter(sinks)
     return [
         AttentionLayer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scale=layer.scale,
             window=layer.window,
-            soft_cap=spec.soft_cap,
-            sinks=sinks[index] if sinks else None,
+            soft_cap=layer.soft_cap,
+            sinks=next(given) if layer.sinks else None,
         )
-        for index, layer in enumerate(spec.layers)
+        for layer in model.layers
     ]
 
 

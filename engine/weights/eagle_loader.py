@@ -11,6 +11,7 @@ from engine.models.eagle import EagleHead
 from engine.models.eagle_spec import eagle_weight_rows
 from engine.models.layers import Embedding, Linear
 from engine.models.packed import HeadRotation
+from engine.weights.loader import weight_bytes
 from engine.weights.safetensors_source import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ def load_eagle(head: EagleHead, directory: str, packer: Packer | None = None) ->
         _take_vocabulary(head, source)
     if packer is not None:
         _pack(head, packer)
-    tensors = [*head.parameters(), *(buffer for buffer in head.buffers() if buffer is not head.rope)]
-    lent = {id(t) for t in (*head.embed_tokens.parameters(), *head.embed_tokens.buffers())} if is_lent else set()
-    return sum(tensor.nbytes for tensor in tensors if id(tensor) not in lent)
+    lent = [*head.embed_tokens.parameters(), *head.embed_tokens.buffers()] if is_lent else []
+    return weight_bytes(head) - sum(tensor.nbytes for tensor in lent)
 
 
 def _read(source: SafetensorsSource, name: str, place: torch.Tensor) -> None:
@@ -89,5 +89,5 @@ def _pack(head: EagleHead, packer: Packer) -> None:
         layer = getattr(owner, name)
         assert isinstance(layer, Linear)
         setattr(owner, name, packer.pack_linear(layer, [], None))
-    spec = head.spec.layer
-    head.layer.rotation = HeadRotation(packer.ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    mixer = head.spec.layer.layers[0].mixer
+    head.layer.rotation = HeadRotation(packer.ops, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)

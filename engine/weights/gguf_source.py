@@ -10,8 +10,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
 from engine.errors import WeightsError
+from engine.models.facts import ModelFacts
 from engine.models.gguf_header import TensorExtent, read_gguf_header
-from engine.models.spec import DecoderSpec
 from engine.weights.gguf_dequant import dequantize_into
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight"})
@@ -26,15 +26,15 @@ class GgufSource:
     Raises WeightsError for a damaged file: every tensor is checked to lie within it before any is read.
     """
 
-    def __init__(self, path: str, spec: DecoderSpec, names: list[str]) -> None:
+    def __init__(self, path: str, facts: ModelFacts, names: list[str]) -> None:
         header = read_gguf_header(path)
         self._path = path
-        self._spec = spec
+        self._heads = facts.layers[0]
         arch_name = header.text("general.architecture") or ""
         self._interleaved = arch_name in _INTERLEAVED_ROPE
         self._norms_with_one = arch_name in _NORMS_WITH_ONE
         architectures = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
-        name_map = get_tensor_name_map(architectures.get(arch_name, MODEL_ARCH.LLAMA), spec.num_layers)
+        name_map = get_tensor_name_map(architectures.get(arch_name, MODEL_ARCH.LLAMA), facts.num_layers)
         hf_name_of = {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
         self._extents: dict[str, TensorExtent] = {
             hf_name_of.get(name, name): extent
@@ -79,9 +79,9 @@ class GgufSource:
     def _interleaved_heads(self, name: str) -> int | None:
         """How many heads' rows llama.cpp has re-ordered in this tensor; None: none."""
         if self._interleaved and ".self_attn.q_proj." in name:
-            return self._spec.num_heads
+            return self._heads.num_heads
         if self._interleaved and ".self_attn.k_proj." in name:
-            return self._spec.num_kv_heads
+            return self._heads.num_kv_heads
         return None
 
     def __enter__(self) -> GgufSource:

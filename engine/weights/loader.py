@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
 from engine.errors import WeightsError
 from engine.models.decoder import Decoder
@@ -16,6 +17,7 @@ from engine.models.description import ModelDescription
 from engine.models.families.common import Family, Rows
 from engine.models.families.registry import family_named
 from engine.models.layers import Linear
+from engine.models.rope import RopeTable
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.safetensors_source import SafetensorsSource
@@ -44,16 +46,16 @@ def load_weights(
     layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
     """
-    family = family_named(description.spec.family)
+    family = family_named(model.spec.family)
     rows = family.weight_rows(model.spec)
     if load_format == "dummy":
-        _fill_randomly(model, seed)
+        fill_randomly(model, seed)
         if packer is not None:
             _pack(model, None, rows, packer)
     else:
         source: WeightSource
         if description.source == "gguf":
-            source = GgufSource(description.path, model.spec, list(rows))
+            source = GgufSource(description.path, model.spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
         with source, torch.no_grad():
@@ -72,9 +74,9 @@ def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> di
     return {name.removeprefix(family.prefix): row for name, row in rows.items()}
 
 
-def weight_bytes(model: Decoder) -> int:
+def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, dense and packed; tied ones once, tables that are computed not at all."""
-    computed = {id(model.rope), id(model.local_rope)}
+    computed = {id(rope.table) for rope in model.modules() if isinstance(rope, RopeTable)}
     buffers = [buffer for buffer in model.buffers() if id(buffer) not in computed]
     return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
 
@@ -161,7 +163,8 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more} {'are' if len(names) > 1 else 'is'}"
 
 
-def _fill_randomly(model: Decoder, seed: int) -> None:
+def fill_randomly(model: nn.Module, seed: int) -> None:
+    """Small weights that depend on `seed` alone."""
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if name.endswith("norm.weight"):

@@ -87,11 +87,11 @@ class Packer:
 
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
-        spec = model.spec
-        for layer in model.layers:
+        for layer, spec in zip(model.layers, model.spec.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            if spec.rope is not None:
-                layer.rotation = HeadRotation(self._ops, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            mixer = spec.mixer
+            if mixer.rope is not None:
+                layer.rotation = HeadRotation(self._ops, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)

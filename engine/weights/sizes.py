@@ -59,30 +59,30 @@ def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> in
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of all but the tables."""
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    heads = spec.num_heads * spec.head_dim
-    for _ in range(spec.num_layers):
-        yield (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden
-        yield hidden, heads
-        yield (1 + spec.gated) * spec.intermediate_size, hidden
-        yield hidden, spec.intermediate_size
+    for layer in spec.layers:
+        yield layer.mixer.qkv_size, hidden
+        yield hidden, layer.mixer.q_size
+        yield layer.mlp.first_size, hidden
+        yield hidden, layer.mlp.intermediate_size
     if width != hidden:
         yield hidden, width
         yield width, hidden
 
 
 def _norm_values(spec: DecoderSpec) -> int:
-    each = (4 if spec.norm_placement == "around" else 2) * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
-    values = spec.num_layers * each + spec.hidden_size * spec.final_norm
+    norms = spec.num_layers * (4 if spec.norm_placement == "around" else 2) + spec.final_norm
+    of_heads = sum(2 * layer.mixer.head_dim for layer in spec.layers if layer.mixer.qk_norm)
+    values = norms * spec.hidden_size + of_heads
     return values * (2 if spec.norm == "layer" else 1)
 
 
 def _vector_values(spec: DecoderSpec) -> int:
     """Biases, and learned positions."""
     hidden = spec.hidden_size
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    mlp = (1 + spec.gated) * spec.intermediate_size + hidden
-    biases = qkv * spec.qkv_bias + hidden * spec.o_bias + mlp * spec.mlp_bias
-    values = spec.num_layers * biases
+    values = 0
+    for layer in spec.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias + (mlp.first_size + hidden) * mlp.bias
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden
     return values
@@ -90,4 +90,4 @@ def _vector_values(spec: DecoderSpec) -> int:
 
 def _sink_bytes(spec: DecoderSpec) -> int:
     """float32 in any case."""
-    return 4 * spec.num_heads * spec.num_layers * spec.sinks
+    return sum(4 * layer.mixer.num_heads for layer in spec.layers if layer.mixer.sinks)

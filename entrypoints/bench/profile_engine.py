@@ -17,14 +17,15 @@ from engine.core.client import InProcessClient
 from engine.errors import EngineError
 from engine.executor.inline import make_executor
 from engine.llm import LLM
-from engine.models.spec import DecoderSpec
+from engine.models.facts import ModelFacts
+from engine.models.rope import RopeTable
 from engine.observability.step_profile import Recorder
 from engine.observability.step_work import Ceilings, ModelWeights, StepWork, Weight
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
 from entrypoints.bench.profile_device import CudaClock, measure_ceilings
 
-_TABLES = ("embed_tokens", "rope")
+_TABLES = ("embed_tokens", "ropes")
 """of these a token reads one row"""
 _LOGITS = "lm_head"
 _QUANTISED_BELOW = 0.75
@@ -54,8 +55,8 @@ class ProfiledEngine:
         self.llm.shutdown()
 
     @property
-    def spec(self) -> DecoderSpec:
-        return self._loaded()[1].spec
+    def facts(self) -> ModelFacts:
+        return self._loaded()[1].facts
 
     def step_work(self) -> StepWork:
         """For the steps from now on; the engine must be idle. Pieces are known once a watched step has run."""
@@ -63,7 +64,7 @@ class ProfiledEngine:
         weights = list(_weights(parts))
         block_size = self.llm.config.cache.block_size
         return StepWork(
-            parts.spec,
+            parts.facts,
             ModelWeights(
                 pieces=self._pieces,
                 model=[weight for weight in weights if not weight.name.startswith(_LOGITS)],
@@ -147,14 +148,14 @@ def _tensors(parts: RunnerParts | None) -> Iterator[tuple[Weight, torch.Tensor]]
 
 
 def _weight(name: str, tensor: torch.Tensor, module: nn.Module, parts: RunnerParts) -> Weight:
-    rows = next((_rows(tensor, parts.spec, table) for table in _TABLES if table in name.split(".")), None)
+    rows = next((_rows(tensor, parts.facts, table) for table in _TABLES if table in name.split(".")), None)
     shape: tuple[int, ...]
     n, k = getattr(module, "n", None), getattr(module, "k", None)
     if isinstance(n, int) and isinstance(k, int):  # packed: its shape says nothing of the matrix
         shape = (n, k) if name.endswith(".weight") else ()
     else:
         shape = tuple(tensor.shape) if tensor.dim() == 2 else ()
-    if len(shape) != 2 or name.split(".")[-1] == "rope":
+    if len(shape) != 2 or isinstance(module, RopeTable):
         return Weight(name=name, size_bytes=tensor.nbytes, rows=rows)
     ops = 2.0 * shape[0] * shape[1]
     dtype = _multiplied_in(tensor.nbytes, ops, parts.dtype)
@@ -166,16 +167,15 @@ def _multiplied_in(size_bytes: int, ops: float, dtype: torch.dtype) -> str:
     return "int8" if size_bytes < _QUANTISED_BELOW * ops / 2 * dtype.itemsize else _name(dtype)
 
 
-def _rows(tensor: torch.Tensor, spec: DecoderSpec, table: str) -> int:
-    return tensor.shape[0] if table == "rope" else spec.vocab_size
+def _rows(tensor: torch.Tensor, model: ModelFacts, table: str) -> int:
+    return tensor.shape[0] if table == "ropes" else model.vocab_size
 
 
 def _unembedding(weights: list[Weight], parts: RunnerParts) -> list[Weight]:
     """The matrix that makes logits; with tied embeddings it is the table of tokens, read whole."""
     own = [weight for weight in weights if weight.name.startswith(_LOGITS)]
     tied = [weight for weight in weights if weight.name.startswith(_TABLES[0])]
-    spec = parts.spec
-    ops = 2.0 * spec.vocab_size * spec.hidden_size
+    ops = 2.0 * parts.facts.vocab_size * parts.facts.hidden_size
     return [
         Weight(
             name=weight.name,

@@ -99,15 +99,15 @@ class Model:
 
     def _attend(self, layer: int, step: int, r: NativeRows) -> None:
         assert step == STEP.data_ptr()
-        spec = self.decoder.spec
+        mixer = self.decoder.spec.layers[layer].mixer
         places = [
-            (r.q, r.q_stride, spec.num_heads),
-            (r.k, r.k_stride, spec.num_kv_heads),
-            (r.v, r.v_stride, spec.num_kv_heads),
-            (r.out, r.out_stride, spec.num_heads),
+            (r.q, r.q_stride, mixer.num_heads),
+            (r.k, r.k_stride, mixer.num_kv_heads),
+            (r.v, r.v_stride, mixer.num_kv_heads),
+            (r.out, r.out_stride, mixer.num_heads),
         ]
         q, k, v, out = (
-            rows_at(address, stride, r.rows, heads * spec.head_dim).view(r.rows, heads, spec.head_dim)
+            rows_at(address, stride, r.rows, heads * mixer.head_dim).view(r.rows, heads, mixer.head_dim)
             for address, stride, heads in places
         )
         self.calls += 1

@@ -19,7 +19,7 @@ LENGTHS = (1100, 40)
 def test_greedy_tokens_equal_transformers_past_the_window() -> None:
     """Chunks of 512 tokens and all prompts at once; which text it is does not matter, but that it is one does."""
     path = gemma3_path()
-    windows = [layer.window for layer in describe(path).spec.layers]
+    windows = [layer.window for layer in describe(path).facts.layers]
     assert windows == ([512] * 5 + [None]) * 3
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

@@ -53,16 +53,17 @@ def test_log_probabilities_stay_close_to_those_of_a_bf16_cache(model_path: Path)
 
 
 def test_a_block_takes_what_the_ledger_is_told(model_path: Path) -> None:
-    spec = describe(str(model_path)).spec
+    facts = describe(str(model_path)).facts
+    heads = facts.layers[0]
     sizes = {}
     for dtype in (torch.bfloat16, torch.int8):
         backend = CpuBackend()
-        backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, spec.head_dim))
-        attention = PagedAttention(backend, attention_layers(spec), dtype)
+        backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, heads.head_dim))
+        attention = PagedAttention(backend, attention_layers(facts), dtype)
         attention.allocate(3, 0, 16, torch.device("cpu"))
         sizes[dtype] = attention.block_bytes(16)
-        assert sizes[dtype] == 16 * kv_bytes_per_token(spec, str(dtype).removeprefix("torch."))
-    assert sizes[torch.int8] == sizes[torch.bfloat16] // 2 + 2 * spec.num_layers * spec.num_kv_heads * 16 * 4
+        assert sizes[dtype] == 16 * kv_bytes_per_token(facts, str(dtype).removeprefix("torch."))
+    assert sizes[torch.int8] == sizes[torch.bfloat16] // 2 + 2 * facts.num_layers * heads.num_kv_heads * 16 * 4
 
 
 def test_a_float32_model_is_refused(model_path: Path) -> None:

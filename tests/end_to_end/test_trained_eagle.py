@@ -40,18 +40,18 @@ RATE = 3e-3
 
 def head_config() -> dict[str, Any]:
     spec = describe(smollm2_path()).spec
-    assert spec.rope is not None
+    layer, (rope,) = spec.layers[0], spec.ropes
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
+        "intermediate_size": layer.mlp.intermediate_size,
+        "num_attention_heads": layer.mixer.num_heads,
+        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "head_dim": layer.mixer.head_dim,
         "num_hidden_layers": 1,
         "vocab_size": spec.vocab_size,
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope.theta,
+        "rope_theta": rope.theta,
     }
 
 
@@ -79,7 +79,7 @@ class Texts:
 
     def __init__(self, prompts: list[list[int]]) -> None:
         description = describe(smollm2_path())
-        layers = eagle_spec(head_config(), description.spec).shown_layers
+        layers = eagle_spec(head_config(), description.facts).shown_layers
         model = Decoder(description.spec, dtype=torch.bfloat16, max_position=1024, shown_layers=layers)
         load_weights(model, description, packer=Packer(load_linear_ops(default_cache_dir()), "none"))
         self.tokens = [torch.tensor(prompt) for prompt in prompts]

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.models.decoder import Decoder
+from engine.models.facts import ModelFacts
 from engine.models.spec import DecoderSpec
 
 
 class DenseAttention:
     """Appends each call's k, v to what its layer has seen, and attends causally within the layer's window."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
-        self.spec = spec
-        self.keys: list[list[torch.Tensor]] = [[] for _ in spec.layers]
-        self.values: list[list[torch.Tensor]] = [[] for _ in spec.layers]
+    def __init__(self, model: DecoderSpec | ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> None:
+        """`sinks`: of the layers that have them."""
+        self.layers = (model.facts if isinstance(model, DecoderSpec) else model).layers
+        self.keys: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        self.values: list[list[torch.Tensor]] = [[] for _ in self.layers]
+        given = iter(sinks)
+        self.sinks = [next(given) if layer.sinks else None for layer in self.layers]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         self.keys[layer].append(k.clone())
         self.values[layer].append(v.clone())
-        groups = self.spec.num_heads // self.spec.num_kv_heads
+        heads = self.layers[layer]
+        groups = heads.num_heads // heads.num_kv_heads
         keys = torch.cat(self.keys[layer]).repeat_interleave(groups, dim=1)
         values = torch.cat(self.values[layer]).repeat_interleave(groups, dim=1)
         key_at = torch.arange(keys.shape[0])[None]
         query_at = torch.arange(keys.shape[0] - q.shape[0], keys.shape[0])[:, None]
         visible = key_at <= query_at
-        window = self.spec.layers[layer].window
-        if window is not None:
-            visible &= key_at > query_at - window
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * self.spec.scale
-        if self.spec.soft_cap is not None:
-            scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
-        weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+        if heads.window is not None:
+            visible &= key_at > query_at - heads.window
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * heads.scale
+        if heads.soft_cap is not None:
+            scores = heads.soft_cap * torch.tanh(scores / heads.soft_cap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if (sinks := self.sinks[layer]) is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[0]]
         out.copy_(torch.einsum("hqk,khd->qhd", weights, values.float()))
 
 

@@ -151,8 +151,8 @@ def test_what_is_accepted_can_be_computed_with(case: str, tmp_path: Path) -> Non
             assert CONFIG_RANGES["num_hidden_layers"].holds(spec.num_layers), (path, value)
             assert CONFIG_RANGES["max_position_embeddings"].holds(spec.max_position), (path, value)
             assert all(0 <= token < spec.vocab_size for token in description.eos_token_ids)
-            for rope in (spec.rope, spec.local_rope):
-                assert rope is None or rope_table(rope, 3).isfinite().all(), (path, value)
+            for rope in spec.ropes:
+                assert rope_table(rope, 3).isfinite().all(), (path, value)
 
 
 def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:

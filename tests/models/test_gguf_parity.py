@@ -61,7 +61,7 @@ def llama3_model(factor: float, original: int) -> PreTrainedModel:
 def test_llama3_frequencies_are_recovered_from_the_divisors_that_llama_cpp_stores(tmp_path: Path) -> None:
     origin = llama3_model(32.0, 8192)
     path = write_gguf(origin, tmp_path / "model.gguf")
-    rope = describe(path).spec.rope
+    (rope,) = describe(path).spec.ropes
     assert rope.kind == "llama3"
     assert rope.params["factor"] == 32.0
     torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)
@@ -98,11 +98,11 @@ def test_gemma_27b_scales_queries_by_its_width(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 62, "hidden_size": 32, "query_pre_attn_scalar": 8})
     path = write_gguf(AutoModelForCausalLM.from_config(config), tmp_path / "model.gguf")
-    assert describe(path).spec.scale == 8**-0.5
+    assert describe(path).facts.layers[0].scale == 8**-0.5
 
 
 def test_linear_rope_is_read(tmp_path: Path) -> None:
     origin = make_model("llama_linear_rope")
     path = write_gguf(origin, tmp_path / "model.gguf")
-    assert describe(path).spec.rope.kind == "linear"
+    assert describe(path).spec.ropes[0].kind == "linear"
     torch.testing.assert_close(logits_of_file(path), hf_logits(origin, PROMPT), rtol=1e-4, atol=1e-4)

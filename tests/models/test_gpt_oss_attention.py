@@ -78,10 +78,10 @@ def test_an_attention_block_equals_transformers() -> None:
     references = [reference_layer(index) for index in range(2)]
     model = filled(references)
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-    assert [layer.window for layer in model.spec.layers] == [WINDOW, None]
+    assert [layer.window for layer in model.spec.facts.layers] == [WINDOW, None]
     sinks = [layer.sinks for layer in layers if layer.sinks is not None]
     chosen = select("cpu", torch.float32, 32, BLOCK, True, False, name="reference", needs_sinks=True).backend
-    attention = PagedAttention(chosen, attention_layers(model.spec, sinks), torch.float32)
+    attention = PagedAttention(chosen, attention_layers(model.spec.facts, sinks), torch.float32)
     attention.allocate(TOKENS // BLOCK + 1, 0, BLOCK, torch.device("cpu"))
     attention.begin_step([one_prompt()])
     assert model.rope is not None
@@ -154,4 +154,4 @@ def test_a_runner_gives_the_backend_each_layers_sinks(model_path: Path) -> None:
 def test_sinks_cannot_be_forgotten() -> None:
     spec = gpt_oss_attention_spec(CONFIG.to_dict())
     with pytest.raises(ValueError, match="sinks"):
-        attention_layers(spec)
+        attention_layers(spec.facts)

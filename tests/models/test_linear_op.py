@@ -19,23 +19,18 @@ from engine.models import linear_op
 from engine.models.decoder import Decoder
 from engine.models.kernels import BUCKETS, MAX_ROWS, TILES, LinearKernels, Plan, encode
 from engine.models.layers import Linear
-from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
 
 ATTENTION = "pageloom::attention"
+MIXER = MixerSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, qkv_bias=True, rope=0)
 SPEC = DecoderSpec(
     family="test",
     vocab_size=96,
     hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    layers=(LayerSpec(),) * 5,
-    rope=RopeSpec(rotary_dim=8),
+    layers=(LayerSpec(mixer=MIXER, mlp=MlpSpec(intermediate_size=48)),) * 5,
+    ropes=(RopeSpec(rotary_dim=8),),
     norm_eps=1e-5,
-    qkv_bias=True,
     max_position=64,
-    scale=8**-0.5,
 )
 MATVEC = Plan(TILES[0])
 MATMUL = Plan(next(tile for tile in TILES if tile.kind == "matmul"), 2)

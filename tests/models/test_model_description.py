@@ -128,10 +128,10 @@ def test_max_window_layers_count_from_the_first_layer(tmp_path: Path) -> None:
         max_window_layers=3,
     ).to_dict()
     del config["layer_types"]
-    windows = [layer.window for layer in describe(written(tmp_path, config)).spec.layers]
+    windows = [layer.window for layer in describe(written(tmp_path, config)).facts.layers]
     assert windows == [None, None, None, 8]
     config["use_sliding_window"] = False
-    assert all(layer.window is None for layer in describe(written(tmp_path, config)).spec.layers)
+    assert all(layer.window is None for layer in describe(written(tmp_path, config)).facts.layers)
 
 
 def test_yarn_reaches_the_stretched_length(tmp_path: Path) -> None:

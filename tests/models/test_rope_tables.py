@@ -32,13 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_table_equals_transformers(kind: str, head_dim: int) -> None:
     config = LlamaConfig(**{**SHAPE, "max_position_embeddings": 1024}, head_dim=head_dim, rope_parameters=KINDS[kind])
     theirs = LlamaRotaryEmbedding(config)
-    spec = llama_spec(config.to_dict())
-    frequencies, attention_factor = inverse_frequencies(spec.rope)
+    (rope,) = llama_spec(config.to_dict()).ropes
+    frequencies, attention_factor = inverse_frequencies(rope)
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=0, atol=0)
     assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     positions = torch.arange(1024)
     cos, sin = theirs(torch.zeros(1, dtype=torch.float32), positions[None])
-    table = rope_table(spec.rope, 1024)
+    table = rope_table(rope, 1024)
     assert table.shape == (1024, head_dim)
     half = head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)

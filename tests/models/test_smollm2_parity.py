@@ -58,7 +58,7 @@ def test_description_equals_the_config_that_transformers_derives(reference: PreT
         "bos_token_id",
     ):
         assert description.hf_config[key] == getattr(theirs, key), key
-    assert description.spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert description.spec.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert description.eos_token_ids == (2,)
     assert description.default_dtype == "bfloat16"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.observability.step_work import Ceilings, ModelWeights, StepWork, Weight, Work
 from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes
@@ -16,19 +16,17 @@ from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, 
 BLOCK = 4
 KV_BYTES = 10.0
 WINDOWS = (None, 5, None)
+MLP = MlpSpec(intermediate_size=12)
 SPEC = DecoderSpec(
     family="llama",
     vocab_size=50,
     hidden_size=8,
-    intermediate_size=12,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    layers=tuple(LayerSpec(window=window) for window in WINDOWS),
-    rope=RopeSpec(rotary_dim=4),
+    layers=tuple(
+        LayerSpec(mixer=MixerSpec(num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5, window=window), mlp=MLP)
+        for window in WINDOWS
+    ),
     norm_eps=1e-5,
     max_position=64,
-    scale=0.5,
 )
 TABLE = Weight(name="embed_tokens.weight", size_bytes=800, ops_per_token=800.0, ops_dtype="f", rows=50)
 MATRIX = Weight(name="layers.0.o_proj.weight", size_bytes=300, ops_per_token=64.0, ops_dtype="f")
@@ -39,7 +37,7 @@ CEILINGS = Ceilings(read_bytes_per_s=100.0, main_memory_bytes_per_s=50.0, ops_pe
 
 def step_work() -> StepWork:
     weights = ModelWeights(pieces={"piece 0": [MATRIX, NORM]}, model=[TABLE, MATRIX, NORM], logits=[HEAD])
-    return StepWork(SPEC, weights, block_size=BLOCK, kv_token_bytes=3 * KV_BYTES, attention_dtype="f")
+    return StepWork(SPEC.facts, weights, block_size=BLOCK, kv_token_bytes=3 * KV_BYTES, attention_dtype="f")
 
 
 def row(index: int, computed: int, query_len: int, samples: bool = True) -> ScheduledRow:

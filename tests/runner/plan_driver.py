@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from attention_backends.interface import AttentionBackend
 from attention_backends.reference import ReferenceBackend
@@ -25,7 +26,7 @@ from engine.config import (
 )
 from engine.layer_groups import first_kept
 from engine.models.decoder import Decoder
-from engine.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
 from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import PendingResult
@@ -45,19 +46,16 @@ from engine.step import (
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, BUDGET, MAX_LEN = 4, 128, 4, 24, 60
 GONE = -1
+MIXER = MixerSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=0)
+MLP = MlpSpec(intermediate_size=48)
 SPEC = DecoderSpec(
     family="llama",
     vocab_size=97,
     hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    layers=(LayerSpec(), LayerSpec(window=9)),
-    rope=RopeSpec(rotary_dim=8),
+    layers=(LayerSpec(mixer=MIXER, mlp=MLP), LayerSpec(mixer=replace(MIXER, window=9), mlp=MLP)),
+    ropes=(RopeSpec(rotary_dim=8),),
     norm_eps=1e-5,
     max_position=64,
-    scale=8**-0.5,
 )
 
 
@@ -123,7 +121,9 @@ def tiny_runner(
 ) -> ModelRunner:
     def parts(_: EngineConfig) -> RunnerParts:
         attention = backend or ReferenceBackend()
-        return RunnerParts(model=tiny_decoder(), spec=SPEC, dtype=torch.float32, backend=attention, weight_bytes=1)
+        return RunnerParts(
+            model=tiny_decoder(), facts=SPEC.facts, dtype=torch.float32, backend=attention, weight_bytes=1
+        )
 
     settings = config(cache_dir, mode, rows, budget, graphs, debug_sync)
     runner = ModelRunner.load(settings, parts, streams=streams, capturer=capturer)

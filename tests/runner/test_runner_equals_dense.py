@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_driver import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, SPEC, PlanDriver, Sequence, tiny_decoder, tiny_runner
+from plan_driver import BLOCK_SIZE, MAX_LEN, MIXER, NUM_BLOCKS, SPEC, PlanDriver, Sequence, tiny_decoder, tiny_runner
 
 from engine.errors import EngineError
 from engine.models.decoder import Decoder
@@ -24,10 +24,10 @@ def dense_logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
     at = torch.arange(n)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-        window = SPEC.layers[layer].window or n
+        window = SPEC.layers[layer].mixer.window or n
         hidden = (at[None] > at[:, None]) | (at[None] <= at[:, None] - window)
-        heads = SPEC.num_heads // SPEC.num_kv_heads
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * SPEC.scale
+        heads = MIXER.num_heads // MIXER.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * MIXER.scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(heads, 1)))
 
@@ -213,7 +213,7 @@ def test_warm_up_leaves_every_row_free_and_changes_no_token(tmp_path: Path) -> N
 def test_the_report_counts_one_block_over_the_layers_of_a_group(tmp_path: Path) -> None:
     runner = tiny_runner(tmp_path)
     assert runner.report.windows == (None, 9)
-    expected = 2 * BLOCK_SIZE * SPEC.num_kv_heads * SPEC.head_dim * 4
+    expected = 2 * BLOCK_SIZE * MIXER.num_kv_heads * MIXER.head_dim * 4
     assert runner.report.block_bytes == expected
     assert sum(c.nbytes for c in runner._attention._kv_caches) == NUM_BLOCKS * expected
     assert 0 < runner.report.device_bytes_free <= runner.report.device_bytes_total

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_device import FakeCapturer as ArenaCapturer
 from fake_graphs import CaptureSafeReference, FakeCapturer
-from plan_driver import NUM_BLOCKS, SPEC, PlanDriver, tiny_runner
+from plan_driver import MIXER, NUM_BLOCKS, PlanDriver, tiny_runner
 from test_runner_equals_dense import GREEDY, dense_greedy, dense_logits, sequences, start, tiny_decoder
 
 from attention_backends.reference import ReferenceBackend
@@ -209,8 +209,8 @@ def test_attention_zeroes_the_tail_of_a_padded_step(tmp_path: Path) -> None:
     attention = runner._attention
     buffers = runner._batches.buffers
     runner.execute(start(runner, [1, 2, 3], [0])).wait()
-    out = torch.full((8, SPEC.num_heads, SPEC.head_dim), torch.nan)
-    q, k = torch.randn_like(out), torch.randn(8, SPEC.num_kv_heads, SPEC.head_dim)
+    out = torch.full((8, MIXER.num_heads, MIXER.head_dim), torch.nan)
+    q, k = torch.randn_like(out), torch.randn(8, MIXER.num_kv_heads, MIXER.head_dim)
     attention.attend(q, k, k, out, 0)
     assert out.isfinite().all() and out[:3].any() and not out[3:].any()
     attention.attend(q[:3], k[:3], k[:3], unpadded := torch.empty_like(out[:3]), 0)

@@ -105,14 +105,14 @@ def test_a_changed_byte_never_escapes_as_another_exception(at: int, value: int, 
     try:
         read_gguf_header(changed)
         description = describe(str(changed))
-        spec = description.spec
+        facts = description.facts
         sizes = (
-            spec.max_position,
-            spec.intermediate_size,
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
+            facts.max_position,
+            facts.intermediate_size,
+            facts.hidden_size,
+            facts.layers[0].num_heads,
+            facts.layers[0].num_kv_heads,
+            facts.layers[0].head_dim,
         )
         if max(sizes) < 3000:  # a larger model would only be refused after its memory was taken
             load(changed)

@@ -147,7 +147,7 @@ def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: Lin
             return None if "v_proj" in name or "up_proj" in name else super().encoded(name)
 
     rows = loader.family_named(description.spec.family).weight_rows(model.spec)
-    with Mixed(path, model.spec, list(rows)) as source, torch.no_grad():
+    with Mixed(path, model.spec.facts, list(rows)) as source, torch.no_grad():
         loader._fill(model, source, rows, Packer(ops, "gguf"))
     joined = model.layers[0].qkv_proj
     assert isinstance(joined, JoinedLinear)

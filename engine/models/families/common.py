@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_RANGES
 from engine.models.json_file import shown
-from engine.models.spec import Activation, DecoderSpec, LayerSpec, RopeSpec
+from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
 
 Config = Mapping[str, object]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
@@ -86,6 +87,14 @@ def _check_range(key: str, value: float) -> None:
         raise ConfigError(f"{key} must be in {allowed}, found {shown(value)}")
 
 
+def check_ranges(config: Config) -> None:
+    """Raises ConfigError for any number that is out of bounds."""
+    for key in CONFIG_RANGES:
+        value = config.get(key)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_range(key, value)
+
+
 def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
@@ -121,11 +130,19 @@ def decoder_spec(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    local_rope: Config | None = None,
+    activation: Activation | None = None,
     tied: bool = False,
     default_head_dim: int | None = None,
     default_kv_heads: int | None = None,
 ) -> DecoderSpec:
-    """The spec of a pre-norm RMSNorm, gated, RoPE decoder; `tied`: where the config says nothing of embeddings.
+    """The spec of a pre-norm RMSNorm, gated, RoPE decoder, whose layers differ in their windows alone.
+
+    `scale`, `activation`: None for head_dim ** -0.5, and what `hidden_act` says. `local_rope`: what layers with a
+    window have in the place of the config's rope. `tied`: where the config says nothing of embeddings.
 
     Raises ConfigError, UnsupportedModelError.
     """
@@ -139,25 +156,39 @@ def decoder_spec(
         raise ConfigError(f"head_dim {head_dim} is odd")
     trained_positions = integer(config, "max_position_embeddings")
     rope = rope_spec(config, head_dim, trained_positions)
+    max_position = _reachable_positions(rope, trained_positions)
+    ropes = [rope]
+    if local_rope is not None:
+        ropes.append(rope_spec(local_rope, head_dim, max_position))
+    mlp = MlpSpec(
+        intermediate_size=integer(config, "intermediate_size"),
+        activation=activation or activation_of(config, "hidden_act", "silu"),
+        bias=mlp_bias,
+    )
+    mixer = MixerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+    )
+    layers = []
+    for window in windows:
+        which = 0 if window is None or local_rope is None else 1
+        layers.append(LayerSpec(mixer=replace(mixer, window=window, rope=which), mlp=mlp))
     return DecoderSpec(
         family=family,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=integer(config, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        layers=tuple(LayerSpec(window=window) for window in windows),
-        rope=rope,
+        layers=tuple(layers),
+        ropes=tuple(ropes),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
-        activation=activation_of(config, "hidden_act", "silu"),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
-        max_position=_reachable_positions(rope, trained_positions),
-        scale=head_dim**-0.5,
+        max_position=max_position,
     )
 
 
@@ -243,40 +274,47 @@ _NORMS_AROUND = (
 
 def llama_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     """The names that Llama gave and the other families kept. Q, K and V share one parameter, gate and up another."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-
-    def norm(parameter: str, count: int) -> Rows:
-        return Rows(parameter, 0, count, "less one" if spec.norm == "rms_one_plus" else "as it is")
-
     rows = {
         "model.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
-        "model.norm.weight": norm("norm.weight", hidden),
+        "model.norm.weight": _norm(spec, "norm.weight", spec.hidden_size),
     }
     if not spec.tie_embeddings:
         rows["lm_head.weight"] = Rows("lm_head.weight", 0, spec.vocab_size)
-    linears = [
-        ("self_attn.q_proj", "qkv_proj", 0, q, spec.qkv_bias),
-        ("self_attn.k_proj", "qkv_proj", q, kv, spec.qkv_bias),
-        ("self_attn.v_proj", "qkv_proj", q + kv, kv, spec.qkv_bias),
-        ("self_attn.o_proj", "o_proj", 0, hidden, spec.o_bias),
-        ("mlp.gate_proj", "gate_up_proj", 0, inner, spec.mlp_bias),
-        ("mlp.up_proj", "gate_up_proj", inner, inner, spec.mlp_bias),
-        ("mlp.down_proj", "down_proj", 0, hidden, spec.mlp_bias),
-    ]
-    names = _NORMS_AROUND if spec.norm_placement == "around" else _NORMS_BEFORE
-    norms = [(source, target, hidden) for source, target in names]
-    if spec.qk_norm:
-        norms += [(f"self_attn.{name}", name, spec.head_dim) for name in ("q_norm", "k_norm")]
     for layer in range(spec.num_layers):
-        for source, target, start, count, bias in linears:
-            for part in ("weight", "bias") if bias else ("weight",):
-                rows[f"model.layers.{layer}.{source}.{part}"] = Rows(f"layers.{layer}.{target}.{part}", start, count)
-        if spec.sinks:
-            rows[f"model.layers.{layer}.self_attn.sinks"] = Rows(f"layers.{layer}.sinks", 0, spec.num_heads)
-        for source, target, count in norms:
-            rows[f"model.layers.{layer}.{source}.weight"] = norm(f"layers.{layer}.{target}.weight", count)
+        rows |= llama_layer_rows(spec, layer, f"model.layers.{layer}", f"layers.{layer}")
     return rows
+
+
+def llama_layer_rows(spec: DecoderSpec, layer: int, source: str, target: str) -> dict[str, Rows]:
+    """Of one layer: names that begin with `source` in the checkpoint, `target` in the module."""
+    mixer, mlp, hidden = spec.layers[layer].mixer, spec.layers[layer].mlp, spec.hidden_size
+    q, kv, inner = mixer.q_size, mixer.kv_size, mlp.intermediate_size
+    linears = [
+        ("self_attn.q_proj", "qkv_proj", 0, q, mixer.qkv_bias),
+        ("self_attn.k_proj", "qkv_proj", q, kv, mixer.qkv_bias),
+        ("self_attn.v_proj", "qkv_proj", q + kv, kv, mixer.qkv_bias),
+        ("self_attn.o_proj", "o_proj", 0, hidden, mixer.o_bias),
+        ("mlp.gate_proj", "gate_up_proj", 0, inner, mlp.bias),
+        ("mlp.up_proj", "gate_up_proj", inner, inner, mlp.bias),
+        ("mlp.down_proj", "down_proj", 0, hidden, mlp.bias),
+    ]
+    rows = {}
+    for name, parameter, start, count, bias in linears:
+        for part in ("weight", "bias") if bias else ("weight",):
+            rows[f"{source}.{name}.{part}"] = Rows(f"{target}.{parameter}.{part}", start, count)
+    if mixer.sinks:
+        rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
+    names = _NORMS_AROUND if spec.norm_placement == "around" else _NORMS_BEFORE
+    norms = [(name, parameter, hidden) for name, parameter in names]
+    if mixer.qk_norm:
+        norms += [(f"self_attn.{name}", name, mixer.head_dim) for name in ("q_norm", "k_norm")]
+    for name, parameter, count in norms:
+        rows[f"{source}.{name}.weight"] = _norm(spec, f"{target}.{parameter}.weight", count)
+    return rows
+
+
+def _norm(spec: DecoderSpec, parameter: str, count: int) -> Rows:
+    return Rows(parameter, 0, count, "less one" if spec.norm == "rms_one_plus" else "as it is")
 
 
 def _option(parameters: Config, key: str) -> float:

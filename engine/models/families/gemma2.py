@@ -20,7 +20,15 @@ from engine.models.families.common import (
 from engine.models.spec import DecoderSpec
 
 
-def gemma_spec(config: Config, family: str, windows: list[int | None], *, qk_norm: bool = False) -> DecoderSpec:
+def gemma_spec(
+    config: Config,
+    family: str,
+    windows: list[int | None],
+    *,
+    qk_norm: bool = False,
+    soft_cap: float | None = None,
+    local_rope: Config | None = None,
+) -> DecoderSpec:
     """What Gemma 2 and 3 have in common."""
     refuse(config, {"use_bidirectional_attention": "attention is causal"})
     bias = flag(config, "attention_bias")
@@ -31,6 +39,10 @@ def gemma_spec(config: Config, family: str, windows: list[int | None], *, qk_nor
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=qk_norm,
+        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=soft_cap,
+        local_rope=local_rope,
+        activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         default_head_dim=256,
         default_kv_heads=4,
@@ -39,16 +51,14 @@ def gemma_spec(config: Config, family: str, windows: list[int | None], *, qk_nor
         spec,
         norm="rms_one_plus",
         norm_placement="around",
-        activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=spec.hidden_size**0.5,
-        scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
     )
 
 
 def gemma2_spec(config: Config) -> DecoderSpec:
+    soft_cap = optional_number(config, "attn_logit_softcapping", 50.0)
     return msgspec.structs.replace(
-        gemma_spec(config, "gemma2", alternating_windows(config, 4096, period=2)),
-        soft_cap=optional_number(config, "attn_logit_softcapping", 50.0),
+        gemma_spec(config, "gemma2", alternating_windows(config, 4096, period=2), soft_cap=soft_cap),
         logit_cap=optional_number(config, "final_logit_softcapping", 30.0),
     )
 

@@ -16,7 +16,6 @@ from engine.models.families.common import (
     llama_weight_rows,
     optional_number,
     refuse,
-    rope_spec,
 )
 from engine.models.families.gemma2 import gemma_spec
 from engine.models.json_file import shown
@@ -28,12 +27,14 @@ def gemma3_spec(config: Config) -> DecoderSpec:
     windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 6))
     full, local = _rope_parameters(config)
     everywhere = {**config, "rope_scaling": None}
-    spec = gemma_spec({**everywhere, "rope_parameters": full}, "gemma3_text", windows, qk_norm=True)
-    return msgspec.structs.replace(
-        spec,
-        local_rope=rope_spec({**everywhere, "rope_parameters": local}, spec.head_dim, spec.max_position),
-        logit_cap=optional_number(config, "final_logit_softcapping"),
+    spec = gemma_spec(
+        {**everywhere, "rope_parameters": full},
+        "gemma3_text",
+        windows,
+        qk_norm=True,
+        local_rope={**everywhere, "rope_parameters": local},
     )
+    return msgspec.structs.replace(spec, logit_cap=optional_number(config, "final_logit_softcapping"))
 
 
 def _rope_parameters(config: Config) -> tuple[Config, Config]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.models.families.common import Config, Family, Rows, activation_of, flag, integer, number, refuse
-from engine.models.spec import DecoderSpec, LayerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 
 def gpt2_spec(config: Config) -> DecoderSpec:
@@ -19,31 +19,35 @@ def gpt2_spec(config: Config) -> DecoderSpec:
     if hidden_size % num_heads:
         raise ConfigError(f"n_embd {hidden_size} is not a multiple of {num_heads} heads")
     head_dim = hidden_size // num_heads
+    mixer = MixerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0,
+        qkv_bias=True,
+        o_bias=True,
+    )
+    mlp = MlpSpec(
+        intermediate_size=integer(config, "n_inner", 4 * hidden_size),
+        activation=activation_of(config, "activation_function", "gelu_new"),
+        gated=False,
+        bias=True,
+    )
     return DecoderSpec(
         family="gpt2",
         vocab_size=integer(config, "vocab_size", 50257),
         hidden_size=hidden_size,
-        intermediate_size=integer(config, "n_inner", 4 * hidden_size),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        layers=(LayerSpec(),) * integer(config, "n_layer", 12),
+        layers=(LayerSpec(mixer=mixer, mlp=mlp),) * integer(config, "n_layer", 12),
         position_offset=0,
         norm="layer",
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        activation=activation_of(config, "activation_function", "gelu_new"),
-        gated=False,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         max_position=integer(config, "n_positions", 1024),
-        scale=head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0,
     )
 
 
 def gpt2_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden, inner = spec.hidden_size, spec.layers[0].mlp.intermediate_size
     rows = {
         "transformer.wte.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
         "transformer.wpe.weight": Rows("embed_positions.weight", 0, spec.max_position),

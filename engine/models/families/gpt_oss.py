@@ -3,8 +3,6 @@ so a whole model is refused."""
 
 from __future__ import annotations
 
-import msgspec
-
 from engine.errors import UnsupportedModelError
 from engine.models.families.common import Config, Family, alternating_windows, decoder_spec, flag, llama_weight_rows
 from engine.models.spec import DecoderSpec
@@ -23,16 +21,16 @@ def gpt_oss_attention_spec(config: Config) -> DecoderSpec:
     """Right for attention and the norm before it; the MLP is none of GPT-OSS's."""
     bias = flag(config, "attention_bias", True)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or _ROPE
-    spec = decoder_spec(
+    return decoder_spec(
         {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, **config, "rope_scaling": rope},
         "gpt_oss",
         windows=alternating_windows(config, 128, period=2),
         qkv_bias=bias,
         o_bias=bias,
+        sinks=True,
         default_head_dim=64,
         default_kv_heads=8,
     )
-    return msgspec.structs.replace(spec, sinks=True)
 
 
 def gpt_oss_spec(config: Config) -> DecoderSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.common import Config, Family, Rows, activation_of, flag, integer
-from engine.models.spec import DecoderSpec, LayerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 
 def opt_spec(config: Config) -> DecoderSpec:
@@ -17,34 +17,40 @@ def opt_spec(config: Config) -> DecoderSpec:
     embedding_size = integer(config, "word_embed_proj_dim", hidden_size)
     norms_first = flag(config, "do_layer_norm_before", True)
     bias = flag(config, "enable_bias", True)
+    head_dim = hidden_size // num_heads
+    mixer = MixerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    mlp = MlpSpec(
+        intermediate_size=integer(config, "ffn_dim", 3072),
+        activation=activation_of(config, "activation_function", "relu"),
+        gated=False,
+        bias=bias,
+    )
     return DecoderSpec(
         family="opt",
         vocab_size=integer(config, "vocab_size", 50272),
         hidden_size=hidden_size,
-        intermediate_size=integer(config, "ffn_dim", 3072),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        layers=(LayerSpec(),) * integer(config, "num_hidden_layers", 12),
+        layers=(LayerSpec(mixer=mixer, mlp=mlp),) * integer(config, "num_hidden_layers", 12),
         position_offset=2,
         norm="layer",
         norm_placement="before" if norms_first else "after",
         final_norm=norms_first and not flag(config, "_remove_final_layer_norm"),
         norm_eps=1e-5,
-        activation=activation_of(config, "activation_function", "relu"),
-        gated=False,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         embedding_size=embedding_size if embedding_size != hidden_size else None,
         max_position=integer(config, "max_position_embeddings", 2048),
-        scale=(hidden_size // num_heads) ** -0.5,
     )
 
 
 def opt_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
-    hidden, inner, width = spec.hidden_size, spec.intermediate_size, spec.embedding_size
+    hidden, width = spec.hidden_size, spec.embedding_size
+    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
     rows = {
         "model.decoder.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
         "model.decoder.embed_positions.weight": Rows("embed_positions.weight", 0, spec.max_position + 2),
@@ -57,13 +63,13 @@ def opt_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     if spec.final_norm:
         rows |= {f"model.decoder.final_layer_norm.{p}": Rows(f"norm.{p}", 0, hidden) for p in ("weight", "bias")}
     parts = [
-        ("self_attn.q_proj", "qkv_proj", 0, hidden, spec.qkv_bias),
-        ("self_attn.k_proj", "qkv_proj", hidden, hidden, spec.qkv_bias),
-        ("self_attn.v_proj", "qkv_proj", 2 * hidden, hidden, spec.qkv_bias),
-        ("self_attn.out_proj", "o_proj", 0, hidden, spec.o_bias),
+        ("self_attn.q_proj", "qkv_proj", 0, hidden, mixer.qkv_bias),
+        ("self_attn.k_proj", "qkv_proj", hidden, hidden, mixer.qkv_bias),
+        ("self_attn.v_proj", "qkv_proj", 2 * hidden, hidden, mixer.qkv_bias),
+        ("self_attn.out_proj", "o_proj", 0, hidden, mixer.o_bias),
         ("self_attn_layer_norm", "input_norm", 0, hidden, True),
-        ("fc1", "gate_up_proj", 0, inner, spec.mlp_bias),
-        ("fc2", "down_proj", 0, hidden, spec.mlp_bias),
+        ("fc1", "gate_up_proj", 0, mlp.intermediate_size, mlp.bias),
+        ("fc2", "down_proj", 0, hidden, mlp.bias),
         ("final_layer_norm", "mlp_norm", 0, hidden, True),
     ]
     for layer in range(spec.num_layers):

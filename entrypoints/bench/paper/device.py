@@ -55,7 +55,7 @@ class Device:
             async_scheduling=False,
         )
         description, self.config = resolve_here(args)
-        self.layers = description.spec.num_layers
+        self.layers = description.facts.num_layers
         self.steps: list[Step] = []
         self._rows: set[int] = set()
         """known to the device"""

@@ -12,7 +12,6 @@ import msgspec
 
 from engine.models.description import ModelDescription
 from engine.models.gguf_header import read_gguf_header
-from engine.models.spec import DecoderSpec
 from entrypoints.server.context import ServerContext
 
 _NEVER = "9999-12-31T23:59:59Z"
@@ -108,19 +107,19 @@ class Models:
 
     async def shown(self) -> Shown:
         files = await self._read()
-        spec, engine, details = self._model.spec, self._context.engine, self._details(files)
+        facts, engine, details = self._model.facts, self._context.engine, self._details(files)
         family = details.family
         info: dict[str, str | int] = {
             "general.architecture": family,
             "general.basename": self._context.served_name,
-            "general.parameter_count": _parameters(spec),
-            f"{family}.attention.head_count": spec.num_heads,
-            f"{family}.attention.head_count_kv": spec.num_kv_heads,
-            f"{family}.block_count": spec.num_layers,
+            "general.parameter_count": facts.parameters,
+            f"{family}.attention.head_count": facts.layers[0].num_heads,
+            f"{family}.attention.head_count_kv": facts.layers[0].num_kv_heads,
+            f"{family}.block_count": facts.num_layers,
             f"{family}.context_length": engine.max_model_len,
-            f"{family}.embedding_length": spec.hidden_size,
-            f"{family}.feed_forward_length": spec.intermediate_size,
-            f"{family}.vocab_size": spec.vocab_size,
+            f"{family}.embedding_length": facts.hidden_size,
+            f"{family}.feed_forward_length": facts.intermediate_size,
+            f"{family}.vocab_size": facts.vocab_size,
         }
         defaults = self._model.generation_defaults
         names = {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
@@ -148,13 +147,13 @@ class Models:
         return ["completion", *(name for name, able in told.items() if able)]
 
     def _details(self, files: Files) -> Details:
-        config, spec = self._context.engine.config.model, self._model.spec
-        family = str(self._model.hf_config.get("model_type") or spec.family)
+        config, facts = self._context.engine.config.model, self._model.facts
+        family = str(self._model.hf_config.get("model_type") or facts.family)
         stored = files.quantization or _DTYPES[self._model.default_dtype]
         run_as = config.quantization.upper() if config.quantization in ("int8", "int4") else stored
         form = "gguf" if self._model.source == "gguf" else "safetensors"
-        size, context = _shortened(_parameters(spec)), self._context.engine.max_model_len
-        return Details(form, family, [family], size, run_as, context, spec.hidden_size)
+        size, context = _shortened(facts.parameters), self._context.engine.max_model_len
+        return Details(form, family, [family], size, run_as, context, facts.hidden_size)
 
     def _digest(self, files: Files) -> str:
         return hashlib.sha256(repr((self._context.served_name, self._context.fingerprint, files)).encode()).hexdigest()
@@ -187,11 +186,6 @@ def _file_type(number: int | None) -> str | None:
     if number is None or number not in {int(each) for each in LlamaFileType}:
         return None
     return str(LlamaFileType(number).name).removeprefix("MOSTLY_").removeprefix("ALL_")
-
-
-def _parameters(spec: DecoderSpec) -> int:
-    embedding = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
-    return spec.linear_weights + embedding * (1 if spec.tie_embeddings else 2)
 
 
 def _shortened(count: int) -> str:

@@ -1,0 +1,48 @@
+"""What planners, the runner and attention must know of a model, however it is computed. Torch-free."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's attention as a KV cache and an attention backend see it. Scores are `scale * q.k`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """usually head_dim ** -0.5"""
+    window: int | None = None
+    """a query at position p sees keys in (p - window, p]; None: all of [0, p]"""
+    soft_cap: float | None = None
+    sinks: bool = False
+    """a learned logit of each head joins the softmax (GPT-OSS)"""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    family: str
+    vocab_size: int
+    hidden_size: int
+    """of a token's state between two layers"""
+    final_size: int
+    """of a token's last state, from which logits are made and prompts pooled"""
+    layers: tuple[HeadsSpec, ...]
+    """of every layer that keeps keys and values"""
+    intermediate_size: int
+    """of the widest MLP"""
+    mlp_values: int
+    """of one token, alive at once where an MLP is widest"""
+    linear_weights: int
+    """weights that every token is multiplied with: all layers' matrices, without biases and the unembedding"""
+    tie_embeddings: bool
+    max_position: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices."""
+        return self.linear_weights + self.vocab_size * self.final_size * (1 if self.tie_embeddings else 2)
