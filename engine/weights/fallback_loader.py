@@ -35,16 +35,20 @@ def load_fallback(
         whole = module_of(config, "cpu", dtype)
         fill_randomly(whole, seed)
     else:
-        with quiet():
-            whole, found = AutoModelForCausalLM.from_pretrained(
-                description.path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+        try:
+            with quiet():
+                whole, found = AutoModelForCausalLM.from_pretrained(
+                    description.path,
+                    config=config,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # they are told below
+                    output_loading_info=True,
+                )
+        except Exception as error:
+            raise WeightsError(f"{description.path}: the library does not read its weights: {error}") from error
         _check(description, found)
     model = FallbackModel(whole.to(device).eval().requires_grad_(False), layers, max_position)
     model.check_token_wise(description.vocab_size)

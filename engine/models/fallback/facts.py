@@ -13,11 +13,14 @@ from torch import nn
 from engine.errors import UnsupportedModelError
 from engine.models.facts import ModelFacts
 from engine.models.fallback.probe import SeenLayer, probe
+from engine.models.fallback.rotation import fix_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel")
+_LEAST = 1
+"""positions, where nothing is computed"""
 _RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"})
 """kinds of layers in a config's `layer_types`"""
 
@@ -59,6 +62,8 @@ def module_of(config: PreTrainedConfig, device: str = "meta", dtype: torch.dtype
             whole: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedModelError(f"its module cannot be built: {_first(error)}") from error
+    for module in whole.modules():
+        fix_rope(module, _LEAST)
     name = type(whole).__name__
     if whole._is_stateful:
         raise UnsupportedModelError(f"layers of {name} keep a recurrent state, and only keys and values are kept here")

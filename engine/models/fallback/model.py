@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from engine.errors import UnsupportedModelError
 from engine.models.fallback.experts import EXPERTS
 from engine.models.fallback.probe import SeenLayer
+from engine.models.fallback.rotation import fix_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ class FallbackModel(nn.Module):
         for index, layer in enumerate(layers):
             whole.get_submodule(layer.name).pageloom_layer = index
         for module in self.modules():
-            _fix_rope(module, max_position)
+            fix_rope(module, max_position)
         sinks = [whole.get_parameter(layer.sinks) for layer in layers if layer.sinks is not None]
         self.sinks = tuple(parameter.detach().float() for parameter in sinks)
         """of each layer that has them, for whoever supplies attention"""
@@ -79,12 +80,11 @@ class FallbackModel(nn.Module):
         kept = self.attend
         self.set_attention(_no_attention)
         with torch.inference_mode():
-            found = self(places % vocab_size, places)[4].float()
-            ids = (5 * places + 3) % vocab_size
-            ids[1] = 4 % vocab_size
-            again = self(ids, places + 3)[1].float()
+            ids, others = (7 * places + 11) % vocab_size, (5 * places + 13) % vocab_size
+            others[1] = ids[4]
+            found, again = self(ids, places)[4], self(others, places + 3)[1]
             default: torch.Tensor = self.body(
-                input_ids=places[None] % vocab_size, use_cache=False, attend=self.attend
+                input_ids=ids[None], use_cache=False, attend=self.attend
             ).last_hidden_state[0, 4]
         self.set_attention(kept)
         if max((found - other).abs().max() for other in (again, default)) > _TOLERANCE[self.dtype] * found.abs().max():
@@ -160,18 +160,3 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     rows = heads[0].transpose(0, 1)
     no_gaps = rows.stride(2) == 1 and statically_known_true(rows.stride(1) == rows.size(2))
     return rows if no_gaps else rows.contiguous()
-
-
-def _fix_rope(module: Any, max_position: int) -> None:
-    """Rules that look at the positions of a batch (`dynamic`, `longrope`) become those of the longest sequence that can
-    come: a token's rotation must not depend on its neighbours, or cached keys would not fit."""
-    kind = getattr(module, "rope_type", None)
-    if kind not in ("dynamic", "longrope"):
-        return
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](
-        module.config, module.inv_freq.device, seq_len=max_position
-    )
-    module.inv_freq.copy_(frequencies)
-    module.rope_type = "default"
