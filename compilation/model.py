@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def compile_model(
     settings: CompileSettings,
     stop: threading.Event | None = None,
     fuse: FuseSteps | None = None,
+    fold: Callable[[Traced], None] | None = None,
 ) -> CompiledModel:
     """Compile `module` for every number of tokens (dimension 0 of all inputs; `example_inputs` may have any, 1
     included).
@@ -60,8 +61,8 @@ def compile_model(
     Calls of `split_ops` ("namespace::name") become calls of the function bound under the same name, with the op's own
     arguments. Weights are held by reference: writes into them are seen, replacing a parameter object is not. Inputs of
     `run` must have the dtypes, devices, contiguity and trailing shapes of the examples. Mode "none" returns the module
-    itself. `fuse` may have steps of `run` computed together. Once `stop` is set, the compilation ends at its next part
-    with CompileStoppedError (`compilation.behind`).
+    itself. `fold` may change the graph before it is split, `fuse` have steps of `run` computed together. Once `stop` is
+    set, the compilation ends at its next part with CompileStoppedError (`compilation.behind`).
 
     Raises CompileError if the module cannot be traced, split or compiled, or if the cache directory is not trusted.
     """
@@ -74,6 +75,8 @@ def compile_model(
         store = ArtifactStore(settings.cache_dir)
         builder = _Builder(store, settings, example_inputs[0].device if example_inputs else torch.device("cpu"), stop)
         traced = builder.trace(module, example_inputs)
+        if fold is not None:
+            fold(traced)
         steps = split(traced, split_ops)
         pieces = [step for step in steps if isinstance(step, Piece)]
         kinds = {piece: structural_hash(piece.module.graph) for piece in pieces}

@@ -26,7 +26,7 @@ _MATRIX, _ROTATION = range(2)
 _LINE = 64
 """bytes: places in scratch memory start at multiples"""
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})
-_VIEWS = frozenset({"flatten", "unflatten", "view", "reshape", "split", "chunk", "getitem"})
+_VIEWS = frozenset({"flatten", "unflatten", "view", "reshape", "split", "chunk", "narrow", "getitem"})
 
 Reference = tuple[int, int]
 """a value, and its first column that is meant"""

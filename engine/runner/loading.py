@@ -196,7 +196,13 @@ def _filled(
     dummy = settings.load_format == "dummy"
     if description.spec is None:
         fallback = load_fallback(
-            description, dtype=dtype, device=device, max_position=length, dummy=dummy, seed=settings.seed
+            description,
+            dtype=dtype,
+            device=device,
+            max_position=length,
+            dummy=dummy,
+            seed=settings.seed,
+            packer=packer,
         )
         return fallback, fallback.sinks
     model = Decoder(description.spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)

@@ -25,6 +25,7 @@ from compilation.interface import CompiledModel, CompileReport, CompileSettings,
 from compilation.model import compile_model
 from compilation.module_calls import traces_hold
 from engine.config import EngineConfig
+from engine.cpu_kernels.folding import fold
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.layer_groups import full_group, group_layers, with_layers_behind
@@ -367,6 +368,7 @@ class ModelRunner:
                 settings,
                 stop,
                 self._fuse_steps(),
+                fold if self._device.type == "cpu" else None,
             )
 
     def _fuse_steps(self) -> FuseSteps | None:

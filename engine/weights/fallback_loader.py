@@ -3,7 +3,7 @@ in every version, then packed where that serves."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,11 @@ from engine.errors import WeightsError
 from engine.models.description import ModelDescription
 from engine.models.fallback.facts import module_of, probed, quiet, read_config
 from engine.models.fallback.model import ATTENTION, FallbackModel, attention
+from engine.weights.fallback_packing import pack_library_model
 from engine.weights.loader import fill_randomly
+
+if TYPE_CHECKING:
+    from engine.weights.packing import Packer
 
 _SHOWN = 5
 
@@ -24,6 +28,7 @@ def load_fallback(
     max_position: int,
     dummy: bool,
     seed: int,
+    packer: Packer | None = None,
 ) -> FallbackModel:
     """Raises UnsupportedModelError, or WeightsError for a checkpoint that does not fit its config."""
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -50,8 +55,13 @@ def load_fallback(
         except Exception as error:
             raise WeightsError(f"{description.path}: the library does not read its weights: {error}") from error
         _check(description, found)
-    model = FallbackModel(whole.to(device).eval().requires_grad_(False), layers, max_position)
+    whole = whole.to(device).eval().requires_grad_(False)
+    if packer is not None:
+        pack_library_model(whole, packer)
+    model = FallbackModel(whole, layers, max_position)
     model.check_token_wise(description.vocab_size)
+    if (unembedding := whole.get_output_embeddings()) is not None:
+        model.find_plain_head(unembedding)
     return model
 
 

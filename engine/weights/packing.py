@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -51,6 +52,13 @@ class _Encoded:
         if self.rows.dtype == torch.uint8:
             return pack_gguf(self.rows, self.format)
         return pack_int8(self.rows) if self.format is Format.INT8 else pack_int4(self.rows)
+
+
+class Tables(Protocol):
+    """What a model has of embedding and unembedding."""
+
+    embed_tokens: Embedding | PackedEmbedding
+    lm_head: Linear | PackedLinear
 
 
 class Packer:
@@ -97,7 +105,7 @@ class Packer:
                 module.rows = RowNorm(self._ops)
 
     def pack_tables(
-        self, model: Decoder, embedding_part: Part, head_part: Part | None, source: WeightSource | None
+        self, model: Tables, embedding_part: Part, head_part: Part | None, source: WeightSource | None
     ) -> None:
         """Embedding and unembedding; `head_part` None: they are tied, and share one packed matrix. An embedding of its
         own stays dense, but for the blocks of a GGUF file."""

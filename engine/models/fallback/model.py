@@ -39,6 +39,8 @@ class FallbackModel(nn.Module):
         positions that can come."""
         super().__init__()
         self.dtype: torch.dtype = whole.dtype
+        self._size = int(whole.config.hidden_size)
+        self._plain_head: nn.Module | None = None
         self.body = cast(nn.Module, whole.base_model)
         self.head = _without_body(whole)
         whole.set_attn_implementation(ATTENTION)
@@ -69,8 +71,22 @@ class FallbackModel(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of what `forward` returns → float32 [rows, vocab_size]."""
+        if self._plain_head is not None:
+            return cast(torch.Tensor, self._plain_head(hidden)).float()
+        return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """With all that the model's family does around the unembedding."""
         logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
+
+    def find_plain_head(self, unembedding: nn.Module) -> None:
+        """Spares each step the library's way to the logits where it leads to `unembedding` alone."""
+        hidden = torch.randn(2, self._size, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(next(self.parameters()))
+        with torch.inference_mode():
+            if torch.equal(self._logits(hidden), unembedding(hidden).float()):
+                self._plain_head = unembedding
 
     def check_token_wise(self, vocab_size: int) -> None:
         """Raises UnsupportedModelError where a token's state depends on anything but its id and position although
