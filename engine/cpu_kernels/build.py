@@ -26,6 +26,10 @@ def sources() -> NativeSources:
         "prepare_rows.h",
         "binding.h",
         "tape.h",
+        "linear_work.h",
+        "experts.h",
+        "experts_schedule.h",
+        "expert_batch.h",
     )
     shared = ("crew.h", "lent_threads.h", "native_call.h", "simd.h", "stages.h", "torch_abi.h")
     return NativeSources(
@@ -36,13 +40,18 @@ def sources() -> NativeSources:
             Unit(CSRC / "linear_int8.cpp", (*_QUANTISED_ISAS, "avx512bf16")),  # rounds its outputs
             Unit(CSRC / "binding.cpp", optimise="-O1"),
             Unit(CSRC / "tape_binding.cpp", optimise="-O1"),
+            Unit(CSRC / "experts_binding.cpp", optimise="-O1"),
             Unit(CSRC / "linear_amx.cpp", ("amx",), optimise="-O2"),
             Unit(CSRC / "linear_bf16.cpp", ("portable", "avx2", "avx512", "avx512bf16"), "-O2", always=("avx512",)),
             Unit(CSRC / "rotate_heads.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
+            Unit(CSRC / "combine_rows.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "linear_amx_group.cpp", ("amx",)),
             Unit(CSRC / "linear_amx_int8.cpp", ("amx",)),
             Unit(CSRC / "linear_decode.cpp", optimise="-O2"),
             Unit(CSRC / "linear_schedule.cpp", optimise="-O2"),
+            Unit(CSRC / "experts_schedule.cpp", optimise="-O2"),
+            Unit(CSRC / "expert_sort.cpp", optimise="-O2"),
+            Unit(CSRC / "route.cpp", optimise="-O2"),
             Unit(CSRC / "linear_embedding.cpp", optimise="-O2"),
             Unit(CSRC / "tape.cpp", optimise="-O2"),
             Unit(CSRC / "linear_isa.cpp", optimise="-O2"),

@@ -85,8 +85,14 @@ class LinearOps:
     residual) → bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before. Without
     a rope only those, and a residual added to rows that are normed whole.
     Weights of norms are bfloat16 (normalised, rounded, weighted) or float32 (normalised, weighted, rounded).
-    packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k]. RuntimeError where an argument does
-    not fit.
+    packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k].
+    packed_experts(x bf16 [tokens, k], ids int32 [tokens, top_k], weights float32 [tokens, top_k], gate_up, down, n_inner,
+    gate_up_format, down_format, gate_up_bias, down_bias, residual, gate, limit, alpha, isa) → bf16 [tokens, k]: residual +
+    the sum of weights · down(activation(gate x) · up x) of the experts that a token chose (`experts.py` packs them; gate 3:
+    GPT-OSS' clamped SwiGLU, which limit and alpha are for). An expert that nobody chose is not read.
+    route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) → ids
+    int32 [tokens, top_k], best first, equal scores by index; weights float32 [tokens, top_k]. Kinds: `experts.Routing`.
+    RuntimeError where an argument does not fit.
     """
 
     isas: tuple[str, ...]
@@ -94,6 +100,8 @@ class LinearOps:
     packed_linear: OpOverload
     rotate_heads: OpOverload
     packed_embedding: OpOverload
+    packed_experts: OpOverload
+    route: OpOverload
     choose_streams: Callable[[int], int]
     """how many panels of bfloat16 weights one row meets at once, 1 to 8, in layers that are run, or put on a tape, from
     then on (`streams.py`)"""
@@ -114,6 +122,8 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         torch.library.register_fake(f"{namespace}::packed_linear", _fake_linear)
         torch.library.register_fake(f"{namespace}::rotate_heads", _fake_rotation)
         torch.library.register_fake(f"{namespace}::packed_embedding", _fake_embedding)
+        torch.library.register_fake(f"{namespace}::packed_experts", _fake_experts)
+        torch.library.register_fake(f"{namespace}::route", _fake_route)
     supported = ops.supported_isas()
     isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
     return LinearOps(
@@ -121,6 +131,8 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.packed_linear.default,
         ops.rotate_heads.default,
         ops.packed_embedding.default,
+        ops.packed_experts.default,
+        ops.route.default,
         ops.choose_streams.default,
     )
 
@@ -157,3 +169,37 @@ def _fake_rotation(
 
 def _fake_embedding(ids: torch.Tensor, weight: torch.Tensor, n: int, k: int, format: int) -> torch.Tensor:
     return ids.new_empty((ids.size(0), k), dtype=torch.bfloat16)
+
+
+def _fake_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    n_inner: int,
+    gate_up_format: int,
+    down_format: int,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gate: int,
+    limit: float,
+    alpha: float,
+    isa: int,
+) -> torch.Tensor:
+    return x.new_empty((x.size(0), x.size(1)))
+
+
+def _fake_route(
+    logits: torch.Tensor,
+    kind: int,
+    top_k: int,
+    normalise: bool,
+    bias: torch.Tensor | None,
+    groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.size(0), top_k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)

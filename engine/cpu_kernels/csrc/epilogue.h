@@ -55,18 +55,38 @@ PAGELOOM_INLINE vf activated(vf x, pageloom::Gate gate) {
   return times_sigmoid(x, x * (1.5957691216057308f + 0.07135481627136f * (x * x)));
 }
 
+// A gate and what it takes.
+struct Gating {
+  pageloom::Gate kind;
+  float limit, alpha;
+};
+
+constexpr Gating kNoGate = {pageloom::Gate::kNone, 0.0f, 0.0f};
+
+PAGELOOM_INLINE Gating gating_of(const pageloom::LinearProblem& p) { return {p.gate, p.gate_limit, p.gate_alpha}; }
+
+// activation(gate) * up from values that were rounded; not rounded itself. NaN stays NaN in all of them.
+PAGELOOM_INLINE vf gated(vf gate, vf up, const Gating& g) {
+  if (g.kind != pageloom::Gate::kClampedSwiGLU) return round_bf16(activated(gate, g.kind)) * up;
+  const vf limit = splat(g.limit);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return round_bf16(times_sigmoid(gate, gate * g.alpha)) * round_bf16(up + 1.0f);
+}
+
 constexpr int kPanelVectors = (int)(pageloom::kPanel / VW);
 
 // One row of a whole panel from its sums `v`; pointers at its first output, `bias` and `residual` may be null.
 PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias, const uint16_t* residual, void* out,
-                                   pageloom::Gate gate, bool wide) {
+                                   const Gating& gating, bool wide) {
   constexpr int kHalf = kPanelVectors / 2;
-  const bool gated = gate != pageloom::Gate::kNone;
+  const bool has_gate = gating.kind != pageloom::Gate::kNone;
   for (int i = 0; i < kPanelVectors; ++i)
     if (bias != nullptr) v[i] += load_bf16(bias + i * VW);
-  for (int i = 0; i < (gated ? kHalf : kPanelVectors); ++i) {
+  for (int i = 0; i < (has_gate ? kHalf : kPanelVectors); ++i) {
     vf last = v[i];
-    if (gated) last = round_bf16(activated(round_bf16(v[i]), gate)) * round_bf16(v[i + kHalf]);
+    if (has_gate) last = gated(round_bf16(v[i]), round_bf16(v[i + kHalf]), gating);
     if (residual != nullptr) last = round_bf16(last) + load_bf16(residual + i * VW);
     if (wide)
       storef((float*)out + i * VW, round_bf16(last));
@@ -76,10 +96,10 @@ PAGELOOM_INLINE void finish_values(vf (&v)[kPanelVectors], const uint16_t* bias,
 }
 
 PAGELOOM_INLINE void finish_row(const float* sums, const uint16_t* bias, const uint16_t* residual, void* out,
-                                pageloom::Gate gate, bool wide) {
+                                const Gating& gating, bool wide) {
   vf v[kPanelVectors];
   for (int i = 0; i < kPanelVectors; ++i) v[i] = loadf(sums + i * VW);
-  finish_values(v, bias, residual, out, gate, wide);
+  finish_values(v, bias, residual, out, gating, wide);
 }
 
 // `sums`: float32 [32], 64-byte aligned, of row `row` and the outputs of panel `panel`. Rounding points are those of
@@ -93,7 +113,7 @@ PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t r
   const uint16_t* residual = p.residual == nullptr ? nullptr : p.residual + row * p.residual_stride + panel * outputs;
   char* const out = (char*)p.out + (row * p.out_stride + panel * outputs) * size;
   if (valid >= kPanel) {
-    finish_row(sums, bias, residual, out, p.gate, p.wide);
+    finish_row(sums, bias, residual, out, gating_of(p), p.wide);
     return;
   }
   uint16_t some_bias[kPanel] = {}, some_residual[kPanel] = {};  // gated layers have whole panels only
@@ -101,7 +121,7 @@ PAGELOOM_INLINE void store_panel_row(const pageloom::LinearProblem& p, int64_t r
   if (residual != nullptr) memcpy(some_residual, residual, valid * 2);
   float whole[kPanel];
   finish_row(sums, bias == nullptr ? nullptr : some_bias, residual == nullptr ? nullptr : some_residual, whole,
-             pageloom::Gate::kNone, p.wide);
+             kNoGate, p.wide);
   memcpy(out, whole, valid * size);
 }
 
@@ -128,7 +148,7 @@ PAGELOOM_INLINE void store_panel_values(const pageloom::LinearProblem& p, int64_
   const int64_t first = panel * (S == Store::kGated ? pageloom::kPanel / 2 : pageloom::kPanel);
   auto* const out = (char*)p.out + (row * p.out_stride + first) * (S == Store::kWide ? 4 : 2);
   const uint16_t* const residual = S == Store::kResidual ? p.residual + row * p.residual_stride + first : nullptr;
-  finish_values(v, nullptr, residual, out, S == Store::kGated ? p.gate : pageloom::Gate::kNone, S == Store::kWide);
+  finish_values(v, nullptr, residual, out, S == Store::kGated ? gating_of(p) : kNoGate, S == Store::kWide);
 }
 
 template <Store S>

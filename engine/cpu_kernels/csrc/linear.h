@@ -33,8 +33,9 @@ inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
 enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kRotate = 7 };
 
-// What a gated layer makes of its gate: its activation, or the layer is not gated.
-enum class Gate : int32_t { kNone = 0, kSiLU = 1, kGeluTanh = 2 };
+// What a gated layer makes of its gate: its activation, or the layer is not gated. kClampedSwiGLU is GPT-OSS': the gate at
+// most `limit`, up within +-limit; gate * sigmoid(alpha * gate) * (up + 1).
+enum class Gate : int32_t { kNone = 0, kSiLU = 1, kGeluTanh = 2, kClampedSwiGLU = 3 };
 
 // RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + head_dim / 2). Before it an RMSNorm of each head
 // where there are weights (with the problem's norm_eps, rounded as engine.models.layers.RMSNorm). Sums in float32.
@@ -61,6 +62,7 @@ struct LinearProblem {
   const uint16_t* residual;     // bf16 [rows][outputs], added to the rounded product, or null
   int64_t residual_stride;
   Gate gate;   // not kNone: outputs are activation(gate) * up, n / 2 of them
+  float gate_limit, gate_alpha;  // of kClampedSwiGLU
   bool wide;   // out is float32, holding the values rounded to bf16
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;

@@ -1,5 +1,5 @@
 // Which kernels this CPU runs. Units of an ISA or a format that this build leaves out are weak symbols, hence null.
-#include "linear_schedule.h"
+#include "experts_schedule.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -22,6 +22,10 @@ PAGELOOM_WEAK_LINEAR(avx512)
 PAGELOOM_WEAK_LINEAR(avx512vnni)
 PAGELOOM_WEAK_LINEAR(avx512bf16)
 PAGELOOM_WEAK_LINEAR(amx)
+extern CombineRows combine_rows_portable() PAGELOOM_WEAK;
+extern CombineRows combine_rows_avx2() PAGELOOM_WEAK;
+extern CombineRows combine_rows_avx512() PAGELOOM_WEAK;
+extern CombineRows combine_rows_avx512bf16() PAGELOOM_WEAK;
 
 namespace {
 
@@ -148,6 +152,20 @@ const LinearKernels* kernels_of(Format format, int64_t isa) {
   const auto index = static_cast<int32_t>(format);
   if (index < 0 || index >= kFormats || isa < kAuto || isa > kWidest) return nullptr;
   return isa == kAuto ? table().fastest[index] : table().widest[isa][index];
+}
+
+const LinearKernels* expert_kernels_of(Format format, int64_t isa) {
+  // With tiles, many rows of the group formats are multiplied as bf16 and few as int8 (linear_amx_group.cpp).
+  const bool by_rows = format != Format::kBFloat16 && format != Format::kInt8;
+  return kernels_of(format, by_rows && (isa == kAuto || isa > kAvx512Bf16) ? int64_t{kAvx512Bf16} : isa);
+}
+
+CombineRows combine_rows_of(int64_t isa) {
+  const auto best = [&](int64_t of) { return (isa == kAuto || isa >= of) && isa_available(of); };
+  if (combine_rows_avx512bf16 != nullptr && best(kAvx512Bf16)) return combine_rows_avx512bf16();
+  if (combine_rows_avx512 != nullptr && best(kAvx512)) return combine_rows_avx512();
+  if (combine_rows_avx2 != nullptr && best(kAvx2)) return combine_rows_avx2();
+  return combine_rows_portable();
 }
 
 }  // namespace pageloom

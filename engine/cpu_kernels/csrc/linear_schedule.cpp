@@ -6,86 +6,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <type_traits>
+
+#include "linear_work.h"
 
 namespace pageloom {
 namespace {
 
-// Estimated nanoseconds of a core, only to decide whether another one is worth waking.
-constexpr int64_t kSerialNs = 6000;
-constexpr int64_t kBytesPerNs = 24, kProductsPerNs = 100;
-constexpr int64_t kOwnRowsElements = 1 << 13;  // rows this small are prepared by each thread for itself
-constexpr int64_t kPrepareRows = 8;            // rows that a thread prepares at once where they are shared
-constexpr int64_t kMinChunkRows = 64;          // where rows are split as well as panels
-constexpr int64_t kRotateElements = 1 << 14;   // fewer elements of heads are rotated by one thread
-constexpr int64_t kChunkElements = 3 << 17;    // inputs of a chunk of rows: they stay in the cache of their thread
-constexpr int64_t kStreamedRows = 2;    // of so few, weights are all that counts:
-constexpr int64_t kStreamedPanels = 8;  // claims are of about as many panels, in whole sets of streams
-constexpr int64_t kUnitsPerThread = 6;         // what there should be at least, for a balance
-constexpr int64_t kClaimNs = 100000;           // what a thread holds at most, where a unit is not more
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Grows, never shrinks: one per thread and use, so that a steady state allocates nothing.
-class Arena {
- public:
-  char* reserve(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(new char[bytes + bytes / 4 + 64]);
-      size_ = bytes + bytes / 4;
-    }
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  int64_t size_ = 0;
-};
-
-// Prepared rows in one piece of memory: data, then scales, then sums, each 64-byte aligned.
-struct OperandLayout {
-  OperandKind kind;
-  int64_t stride = 0, data = 0, scales = 0, sums = 0;
-
-  OperandLayout(const LinearProblem& p, OperandKind operand_kind) : kind(operand_kind) {
-    const int64_t size = kind == OperandKind::kBFloat16 ? 2 : 1, groups = ceil_div(p.k, kGroup);
-    stride = aligned(p.k * size);
-    if (stride % 1024 == 0) stride += 64;  // else the same columns of all rows would share few sets of a cache
-    data = p.rows * stride;
-    if (kind == OperandKind::kInt8PerToken) scales = aligned(p.rows * 4);
-    if (kind == OperandKind::kInt8PerGroup) scales = sums = aligned(p.rows * groups * 4);
-    stride /= size;
-  }
-
-  int64_t bytes() const { return data + scales + sums; }
-
-  Operand at(char* memory) const {
-    return {kind, memory, stride, reinterpret_cast<float*>(memory + data),
-            reinterpret_cast<float*>(memory + data + scales)};
-  }
-};
-
-// What is left of the panels that one thread begins with; others take from it when theirs are done.
-struct alignas(64) Range {
-  std::atomic<int64_t> next;
-  int64_t end;
-
-  // A third of what is left and at most `most`, in multiples of `step` while there is more; false: nothing left.
-  bool claim(int64_t step, int64_t most, int64_t& begin, int64_t& stop) {
-    int64_t at = next.load(std::memory_order_relaxed);
-    while (at < end) {
-      const int64_t left = end - at;
-      const int64_t take = std::min({left, most, left <= 2 ? 1 : ceil_div(left, 3 * step) * step});
-      if (!next.compare_exchange_weak(at, at + take, std::memory_order_relaxed)) continue;
-      begin = at;
-      stop = at + take;
-      return true;
-    }
-    return false;
-  }
-};
+constexpr int64_t kRotateElements = 1 << 14;  // fewer elements of heads are rotated by one thread
 
 // One layer of a run. Its units are panels of the first chunk of rows, then of the second, and so on.
 struct Phase : Stage {
@@ -161,10 +89,6 @@ const uint8_t* first_weights(const Stage& stage, int64_t me, int64_t& bytes) {
   return phase.problem.weight + first * phase.problem.panel_bytes;
 }
 
-int64_t estimated_ns(const LinearProblem& p, int64_t rows, int64_t panels) {
-  return std::max(panels * p.panel_bytes / kBytesPerNs, rows * p.k * panels * kPanel / kProductsPerNs);
-}
-
 int64_t workers_for(const LinearProblem& p, int64_t panels, int64_t threads) {
   if (p.format == Format::kRotate) return p.rows * p.n < kRotateElements ? 1 : threads;
   const int64_t ns = estimated_ns(p, p.rows, panels);
@@ -180,7 +104,7 @@ int64_t row_chunks_for(const LinearProblem& p, int64_t panels, int64_t workers) 
 Phase::Phase(const LinearLayer& layer, int64_t threads, char* const* shared_rows)
     : problem(layer.problem),
       kernels(*layer.kernels),
-      layout(problem, kernels.operand_kind(problem)),
+      layout(kernels.operand_kind(problem), problem.rows, problem.k),
       as_is(layout.kind == OperandKind::kBFloat16 && problem.norm_weight == nullptr),
       panels(problem.format == Format::kRotate ? 1 : ceil_div(problem.n, kPanel)),
       shared(shared_rows) {
@@ -188,8 +112,7 @@ Phase::Phase(const LinearLayer& layer, int64_t threads, char* const* shared_rows
   row_chunks = row_chunks_for(problem, panels, workers);
   units = panels * row_chunks;
   workers = std::min(workers, units);
-  const int64_t set = std::max<int64_t>(problem.streams, 1);  // a rotation has none
-  step = problem.rows > kStreamedRows ? 2 : ceil_div(kStreamedPanels, set) * set;
+  step = claim_step(problem.rows, problem.streams);  // a rotation has no streams
   const int64_t unit_ns = std::max<int64_t>(estimated_ns(problem, ceil_div(problem.rows, row_chunks), 1), 1);
   most = std::max<int64_t>(kClaimNs / unit_ns / step, 1) * step;
   work = take_part;

@@ -1,0 +1,128 @@
+// Which experts a token goes to. Plain code: a token's scores are a few hundred numbers.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "experts_schedule.h"
+#include "linear_work.h"
+
+namespace pageloom {
+namespace {
+
+constexpr int64_t kTokens = 16;              // that a thread takes at once
+constexpr int64_t kSerialElements = 1 << 13;  // fewer scores are one thread's
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// A thread's scratch, [experts] each.
+struct Scores {
+  float* of;       // what an expert's factor is made of
+  float* chosen_by;
+  float* groups;
+};
+
+// The best `count` of `scores`, best first, equal ones by index. NaN counts as -infinity.
+void choose(const float* scores, int64_t size, int64_t count, int32_t* chosen) {
+  const auto value = [&](int64_t i) { return std::isnan(scores[i]) ? kNothing : scores[i]; };
+  int64_t held = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    if (held == count && !(scores[i] > value(chosen[count - 1]))) continue;
+    int64_t at = held < count ? held++ : count - 1;
+    for (; at > 0 && value(i) > value(chosen[at - 1]); --at) chosen[at] = chosen[at - 1];
+    chosen[at] = static_cast<int32_t>(i);
+  }
+}
+
+// Groups of experts that are not among the best get -infinity.
+void drop_groups(const RouteProblem& p, const Scores& s, int32_t* chosen) {
+  const int64_t size = p.experts / p.groups;
+  for (int64_t g = 0; g < p.groups; ++g) {
+    const float* const scores = s.chosen_by + g * size;
+    int32_t best[2];
+    choose(scores, size, std::min<int64_t>(size, 2), best);
+    s.groups[g] = size == 1 ? scores[0] : scores[best[0]] + scores[best[1]];
+  }
+  choose(s.groups, p.groups, p.top_groups, chosen);
+  for (int64_t g = 0; g < p.groups; ++g)
+    if (std::find(chosen, chosen + p.top_groups, g) == chosen + p.top_groups)
+      std::fill(s.chosen_by + g * size, s.chosen_by + (g + 1) * size, kNothing);
+}
+
+// e^(x - the largest), of x of all experts or of those at `ids`. Where all are -infinity they are equal.
+void exponentials(const float* logits, int64_t count, float largest, float* result) {
+  for (int64_t i = 0; i < count; ++i) result[i] = logits[i] == largest ? 1.0f : std::exp(logits[i] - largest);
+}
+
+float sum_of(const float* values, int64_t count) {
+  float sum = 0.0f;
+  for (int64_t i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+void softmax_factors(const RouteProblem& p, const float* logits, const Scores& s, const int32_t* ids, float* weights) {
+  const float largest = logits[ids[0]];
+  const bool of_all = p.kind == RouteKind::kSoftmax && !p.normalise;
+  for (int64_t j = 0; j < p.top_k; ++j) weights[j] = logits[ids[j]];
+  exponentials(weights, p.top_k, largest, weights);
+  float total = 0.0f;
+  if (of_all) {
+    exponentials(logits, p.experts, largest, s.of);
+    total = sum_of(s.of, p.experts);
+  } else {
+    total = sum_of(weights, p.top_k);
+  }
+  for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / total * p.scale;
+}
+
+void sigmoid_factors(const RouteProblem& p, const Scores& s, const int32_t* ids, float* weights) {
+  constexpr float kTiny = 1e-20f;  // as DeepSeek-V3: all may be 0
+  for (int64_t j = 0; j < p.top_k; ++j) weights[j] = s.of[ids[j]];
+  const float total = p.normalise ? sum_of(weights, p.top_k) + kTiny : 1.0f;
+  for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / total * p.scale;
+}
+
+void route_token(const RouteProblem& p, int64_t token, const Scores& s) {
+  const float* const logits = p.logits + token * p.logits_stride;
+  int32_t* const ids = p.ids + token * p.top_k;
+  float* const weights = p.weights + token * p.top_k;
+  if (p.kind == RouteKind::kSigmoid) {
+    for (int64_t e = 0; e < p.experts; ++e) {
+      s.of[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+      s.chosen_by[e] = p.bias == nullptr ? s.of[e] : s.of[e] + p.bias[e];
+    }
+    if (p.top_groups < p.groups) drop_groups(p, s, reinterpret_cast<int32_t*>(s.groups + p.groups));
+    choose(s.chosen_by, p.experts, p.top_k, ids);
+    sigmoid_factors(p, s, ids, weights);
+  } else {
+    choose(logits, p.experts, p.top_k, ids);
+    softmax_factors(p, logits, s, ids, weights);
+  }
+  if (std::any_of(logits, logits + p.experts, [](float x) { return std::isnan(x); }))
+    std::fill(weights, weights + p.top_k, std::numeric_limits<float>::quiet_NaN());
+}
+
+struct Run {
+  const RouteProblem& problem;
+  std::atomic<int64_t> next{0};
+};
+
+void worker(void* context) {
+  static thread_local Arena arena;
+  auto& run = *static_cast<Run*>(context);
+  const RouteProblem& p = run.problem;
+  const int64_t size = aligned(p.experts * 4) / 4;
+  auto* const memory = reinterpret_cast<float*>(arena.reserve((2 * size + 2 * p.groups) * 4));
+  const Scores s{memory, memory + size, memory + 2 * size};
+  for (int64_t begin; (begin = run.next.fetch_add(kTokens, std::memory_order_relaxed)) < p.tokens;)
+    for (int64_t t = begin, end = std::min(p.tokens, begin + kTokens); t < end; ++t) route_token(p, t, s);
+}
+
+}  // namespace
+
+void run_route(const RouteProblem& problem, const Threads& threads) {
+  Run run{problem};
+  const bool serial = problem.tokens * problem.experts < kSerialElements;
+  threads.run(serial ? 1 : ceil_div(problem.tokens, kTokens), worker, &run);
+}
+
+}  // namespace pageloom
