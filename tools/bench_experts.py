@@ -2,9 +2,10 @@
 
 Runs the experts of some layers, each with weights of its own and choices that differ from round to round, one after
 another as a step does. Beside them, in alternation: a gated MLP of dense packed layers over the weights of as many
-experts, laid end to end as one matrix each, with as many rows as an expert has on average: the same bytes and operations
-without sorting, gathering and combining. And how fast the machine reads memory (the best round), which also empties the
-caches. Times are medians over the rounds, and so are the ratios to the dense layers' bytes and operations a second.
+experts, laid end to end as one matrix each, with as many rows as an expert has on average: the same bytes and the same
+operations, without sorting, gathering and combining. And how fast the machine reads memory (the best round), which also
+empties the caches. Times are medians over the rounds, and so are the ratios to the dense layers' bytes and operations a
+second.
 
     python -m tools.bench_experts [--tokens 1,8,64,512] [--formats BFLOAT16,INT8,Q4_1] [--threads 2] [--rounds 15]
 """
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -128,11 +130,10 @@ def measure(
     expert_bytes = sum(matrix[0].numel() for matrix in (layers[0].gate_up, layers[0].down))
     for number in range(options.rounds + 1):
         chosen = routes[number % ROUTES]
-        used = sum(c.used for c in chosen)
         seconds = {}
         for name, step in steps.items():
             seconds["read"] = timed(read)
-            seconds[name] = timed(lambda step=step: step(chosen))  # type: ignore[misc]  # bound at once
+            seconds[name] = timed(partial(step, chosen))
         if number == 0:
             continue
         dense_rows = sum(c.used * max(1, round(tokens * TOP_K / c.used)) for c in chosen)

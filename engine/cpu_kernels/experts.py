@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from engine.cpu_kernels import gguf_packing
-from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
+from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
-
-CLAMPED_SWIGLU = 3
-"""the gate of GPT-OSS, which dense layers do not have; the others: `engine.models.packed.FUSED_GATES`"""
 
 _PACK: dict[Format, Callable[[Tensor], Tensor]] = {
     Format.BFLOAT16: pack_bf16,
@@ -36,8 +33,18 @@ class Routing(IntEnum):
     CHOSEN_SOFTMAX = 1
     """the best logits, and softmax over those (GPT-OSS)"""
     SIGMOID = 2
-    """sigmoids; chosen by sigmoid + bias among the best groups, which are compared by the sum of their two best (DeepSeek-V3:
-    experts of other groups are never chosen, as in its own code; transformers gives them the score 0 instead)"""
+    """sigmoids; chosen by sigmoid + bias in the best groups, which are compared by the sum of their two best
+    (DeepSeek-V3, as in its own code: experts of other groups are never chosen; transformers gives them the score 0)"""
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gate of GPT-OSS, which dense layers do not have (theirs: `engine.models.packed.FUSED_GATES`): the gate at
+    most `limit`, up within ± `limit`; gate · sigmoid(alpha · gate) · (up + 1)."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    number: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -62,26 +69,14 @@ class ExpertWeights:
         return self.gate_up.size(0)
 
 
-def pack_stack(rows: Tensor, format: Format) -> Tensor:
-    """rows: [experts, n, k], any float dtype → uint8 [experts, panels, panel_bytes], bfloat16, INT8 or Q4_1.
-
-    Raises ValueError: another format, no three dimensions, or a matrix that does not fit (see the packing of one).
-    """
-    pack = _PACK.get(format)
-    if pack is None:
-        names = ", ".join(each.name for each in _PACK)
-        raise ValueError(f"dense weights are packed as {names}, not {format.name}: that needs a GGUF file's blocks")
-    return _pack_each(rows, panel_bytes(rows.shape[-1], format), pack)
-
-
-def pack_block_stack(blocks: Tensor, format: Format) -> Tensor:
-    """blocks: uint8 [experts, n, bytes of a row], as a GGUF file holds them → uint8 [experts, panels, panel_bytes].
-
-    Raises ValueError: see `pack_gguf`.
-    """
-    layout = gguf_packing.LAYOUTS.get(format)
-    size = 0 if layout is None else blocks.shape[-1] // layout.block_bytes * layout.panel_bytes
-    return _pack_each(blocks, size, lambda rows: pack_gguf(rows, format))
+def stack_experts(count: int, pack: Callable[[int], Tensor]) -> Tensor:
+    """uint8 [count, panels, panel_bytes]: what `pack` makes of each expert, one at a time. count >= 1."""
+    first = pack(0)
+    stacked = first.new_empty((count, *first.shape))
+    stacked[0] = first
+    for expert in range(1, count):
+        stacked[expert] = pack(expert)
+    return stacked
 
 
 def pack_experts(
@@ -92,20 +87,30 @@ def pack_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> ExpertWeights:
-    """gate_up: [experts, 2 * inner, hidden], gate rows then up rows; down: [experts, hidden, inner]; biases, [experts, 2 *
-    inner] and [experts, hidden], in the same order. Any float dtype. Raises ValueError where they do not fit."""
-    _check_stacks(gate_up.shape[0], gate_up.shape[1], down)
+    """Dense weights as bfloat16, INT8 or Q4_1.
+
+    gate_up: [experts, 2 * inner, hidden], gate rows then up rows; down: [experts, hidden, inner]; gate_up_bias:
+    [experts, 2 * inner], in the same order; down_bias: [experts, hidden]. Any float dtype. Raises ValueError: shapes
+    that do not go together, another format, or a matrix that does not fit it.
+    """
+    pack = _PACK.get(format)
+    if pack is None:
+        names = ", ".join(each.name for each in _PACK)
+        raise ValueError(f"dense weights are packed as {names}; {format.name} is made of a GGUF file's blocks")
+    if gate_up.dim() != 3 or down.shape != (gate_up.size(0), gate_up.size(2), gate_up.size(1) // 2):
+        raise ValueError(
+            f"gate and up of experts, {list(gate_up.shape)}, do not go with their down, {list(down.shape)}: those are "
+            "[experts, 2 * inner, hidden] and [experts, hidden, inner]"
+        )
+    count, hidden, inner = down.shape
     return ExpertWeights(
-        _pack_each(
-            gate_up, panel_bytes(gate_up.shape[2], format), lambda rows: pack_stack(rows[None], format)[0], True
-        ),
-        pack_stack(down, format),
+        stack_experts(count, lambda expert: pack(interleave_gate_up(gate_up[expert]))),
+        stack_experts(count, lambda expert: pack(down[expert])),
         format,
         format,
-        hidden=gate_up.shape[2],
-        inner=gate_up.shape[1] // 2,
-        gate_up_bias=_interleaved(gate_up_bias),
-        down_bias=None if down_bias is None else down_bias.bfloat16().contiguous(),
+        hidden,
+        inner,
+        *_biases(count, hidden, inner, gate_up_bias, down_bias),
     )
 
 
@@ -119,46 +124,38 @@ def pack_gguf_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> ExpertWeights:
-    """gate, up: uint8 [experts, inner, bytes of a row of `hidden` inputs]; down: uint8 [experts, hidden, bytes of a row of
-    `inner`]; biases as in `pack_experts`. Raises ValueError where they do not fit."""
-    if gate.shape != up.shape:
-        raise ValueError(f"gate and up of the experts differ in shape: {list(gate.shape)}, {list(up.shape)}")
-    _check_stacks(gate.shape[0], 2 * gate.shape[1], down)
-    layout = gguf_packing.LAYOUTS[gate_up_format]
-    size = gate.shape[2] // layout.block_bytes * layout.panel_bytes
-    packed = torch.empty(gate.shape[0], 2 * gate.shape[1] // PANEL, size, dtype=torch.uint8)
-    for expert in range(gate.shape[0]):
-        rows = interleave_gate_up(torch.cat((gate[expert], up[expert])))
-        packed[expert] = pack_gguf(rows, gate_up_format)
+    """A GGUF file's blocks as they are.
+
+    gate, up: uint8 [experts, inner, bytes of a row of `hidden` inputs]; down: uint8 [experts, hidden, bytes of a row of
+    `inner`]; biases as in `pack_experts`. Raises ValueError where they do not fit.
+    """
+    if gate.dim() != 3 or gate.shape != up.shape or down.dim() != 3 or down.size(0) != gate.size(0):
+        shapes = ", ".join(str(list(each.shape)) for each in (gate, up, down))
+        raise ValueError(f"blocks of experts' gate, up and down are [experts, rows, bytes], not {shapes}")
+    count, inner, _ = gate.shape
+    hidden = down.size(1)
+
+    def pack_gate_up(expert: int) -> Tensor:
+        return pack_gguf(interleave_gate_up(torch.cat((gate[expert], up[expert]))), gate_up_format)
+
     return ExpertWeights(
-        packed,
-        pack_block_stack(down, down_format),
+        stack_experts(count, pack_gate_up),
+        stack_experts(count, lambda expert: pack_gguf(down[expert], down_format)),
         gate_up_format,
         down_format,
-        hidden=down.shape[1],
-        inner=gate.shape[1],
-        gate_up_bias=_interleaved(gate_up_bias),
-        down_bias=None if down_bias is None else down_bias.bfloat16().contiguous(),
+        hidden,
+        inner,
+        *_biases(count, hidden, inner, gate_up_bias, down_bias),
     )
 
 
-def _pack_each(stack: Tensor, size: int, pack: Callable[[Tensor], Tensor], gated: bool = False) -> Tensor:
-    """Expert by expert, so that nothing is held twice but one matrix."""
-    if stack.dim() != 3:
-        raise ValueError(f"experts' weights are [experts, n, k], not {list(stack.shape)}")
-    packed = torch.empty(stack.shape[0], -(-stack.shape[1] // PANEL), size, dtype=torch.uint8)
-    for expert, rows in enumerate(stack):
-        packed[expert] = pack(interleave_gate_up(rows) if gated else rows)
-    return packed
-
-
-def _interleaved(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else torch.stack([interleave_gate_up(row) for row in bias.bfloat16()])
-
-
-def _check_stacks(experts: int, gate_up_rows: int, down: Tensor) -> None:
-    if gate_up_rows % PANEL or down.shape[0] != experts:
-        raise ValueError(
-            f"gate and up of {experts} experts with {gate_up_rows} rows do not go with down of {down.shape[0]} experts, "
-            f"or are not a multiple of {PANEL}"
-        )
+def _biases(
+    count: int, hidden: int, inner: int, gate_up: Tensor | None, down: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """As the operator takes them."""
+    for bias, size in ((gate_up, 2 * inner), (down, hidden)):
+        if bias is not None and bias.shape != (count, size):
+            raise ValueError(f"a bias of {count} experts is [{count}, {size}], not {list(bias.shape)}")
+    if gate_up is not None:
+        gate_up = torch.stack([interleave_gate_up(row) for row in gate_up.bfloat16()])
+    return gate_up, None if down is None else down.bfloat16().contiguous()

@@ -86,12 +86,14 @@ class LinearOps:
     a rope only those, and a residual added to rows that are normed whole.
     Weights of norms are bfloat16 (normalised, rounded, weighted) or float32 (normalised, weighted, rounded).
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k].
-    packed_experts(x bf16 [tokens, k], ids int32 [tokens, top_k], weights float32 [tokens, top_k], gate_up, down, n_inner,
-    gate_up_format, down_format, gate_up_bias, down_bias, residual, gate, limit, alpha, isa) → bf16 [tokens, k]: residual +
-    the sum of weights · down(activation(gate x) · up x) of the experts that a token chose (`experts.py` packs them; gate 3:
-    GPT-OSS' clamped SwiGLU, which limit and alpha are for). An expert that nobody chose is not read.
-    route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) → ids
-    int32 [tokens, top_k], best first, equal scores by index; weights float32 [tokens, top_k]. Kinds: `experts.Routing`.
+    packed_experts(x bf16 [tokens, k], ids int32 [tokens, top_k], weights float32 [tokens, top_k], gate_up, down,
+    n_inner, gate_up_format, down_format, gate_up_bias, down_bias, residual, gate, limit, alpha, isa) → bf16 [tokens,
+    k]: residual + the sum of weights · down(activation(gate x) · up x) over the experts that a token chose
+    (`experts.py` packs them; gate 3: GPT-OSS' clamped SwiGLU, which limit and alpha are for). An expert that nobody
+    chose is not read.
+    route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
+    ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
+    `experts.Routing`; a bias and groups go with its last.
     RuntimeError where an argument does not fit.
     """
 
