@@ -35,6 +35,7 @@ from tools.bench_linear import keep_memory
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 8, 32, 4, 576, 384
 ROUTES = 8
+READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,14 @@ def make_layers(format: Format) -> list[ExpertWeights]:
     ]
 
 
-def make_routes(ops: linear.LinearOps, tokens: int) -> list[list[Choices]]:
-    """Of every round (in turn) and layer."""
+def make_routes(ops: linear.LinearOps, tokens: int, even: bool) -> list[list[Choices]]:
+    """Of every round (in turn) and layer. `even`: experts have as many rows as each other, or one more."""
 
     def choose() -> Choices:
         ids, weights = ops.route(torch.randn(tokens, EXPERTS), int(Routing.SOFTMAX), TOP_K, True, None, 1, 1, 1.0)
+        if even:
+            ids = torch.randperm(EXPERTS, dtype=torch.int32).repeat(-(-ids.numel() // EXPERTS))[: ids.numel()]
+            ids = ids.view(tokens, TOP_K)
         return Choices(ids, weights, int(ids.unique().numel()))
 
     return [[choose() for _ in range(LAYERS)] for _ in range(ROUTES)]
@@ -102,30 +106,25 @@ def dense_step(
     return run
 
 
-def memory_reader(cache_dir: Path, layers: list[ExpertWeights], threads: int) -> tuple[Callable[[], None], int]:
-    """What reads all the weights once, and their bytes."""
+def memory_reader(cache_dir: Path, threads: int) -> Callable[[], None]:
+    """What reads READ_BYTES once."""
     sources = NativeSources("bench_kernels", "pageloom_bench", (Unit(CSRC / "read_probe.cpp"),), headers=())
     read = ctypes.CDLL(str(build(sources, cache_dir).path)).pageloom_read
     read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    matrices = [matrix for w in layers for matrix in (w.gate_up, w.down)]
-
-    def run() -> None:
-        for matrix in matrices:
-            read(matrix.data_ptr(), matrix.numel() // 8, threads)
-
-    return run, sum(matrix.numel() for matrix in matrices)
+    buffer = torch.ones(READ_BYTES, dtype=torch.uint8)
+    return lambda: read(buffer.data_ptr(), READ_BYTES // 8, threads)
 
 
 def measure(
     ops: linear.LinearOps, layers: list[ExpertWeights], tokens: int, options: argparse.Namespace
 ) -> dict[str, float]:
     isa = 0 if options.isa == "auto" else 1 + ISAS.index(options.isa)
-    routes = make_routes(ops, tokens)
+    routes = make_routes(ops, tokens, options.even)
     steps = {
         "experts": experts_step(ops, layers, tokens, isa),
         "dense": dense_step(ops, layers, tokens, isa),
     }
-    read, size = memory_reader(options.cache_dir, layers, options.threads)
+    read = memory_reader(options.cache_dir, options.threads)
     rates: dict[str, list[float]] = {name: [] for name in ("experts", "dense", "read", "bytes", "flops")}
     expert_bytes = sum(matrix[0].numel() for matrix in (layers[0].gate_up, layers[0].down))
     for number in range(options.rounds + 1):
@@ -139,7 +138,7 @@ def measure(
         dense_rows = sum(c.used * max(1, round(tokens * TOP_K / c.used)) for c in chosen)
         rates["experts"].append(seconds["experts"])
         rates["dense"].append(seconds["dense"])
-        rates["read"].append(size / seconds["read"])
+        rates["read"].append(READ_BYTES / seconds["read"])
         rates["bytes"].append(seconds["dense"] / seconds["experts"])
         rates["flops"].append(tokens * TOP_K * LAYERS / seconds["experts"] / (dense_rows / seconds["dense"]))
     return figures(rates, tokens, expert_bytes * statistics.mean(sum(c.used for c in r) for r in routes))
@@ -171,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1,8,64,512", help="with commas")
     parser.add_argument("--formats", default="BFLOAT16,INT8,Q4_1", help="of these, with commas")
+    parser.add_argument("--even", action="store_true", help="the same number of rows for each expert, not chance")
     parser.add_argument("--isa", choices=("auto", *ISAS), default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
