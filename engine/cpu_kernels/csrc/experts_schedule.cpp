@@ -14,7 +14,11 @@ constexpr int64_t kMostChoices = 1 << 14;      // of tokens that go through all 
 constexpr int64_t kCombineElements = 1 << 16;  // fewer products are added up by one thread
 constexpr const char* kBadId = "an id is outside the experts";
 
-int64_t tokens_at_once(const ExpertsProblem& p) { return std::max<int64_t>(kMostChoices / p.top_k, 1); }
+// In equal parts; 1 where there are no tokens.
+int64_t tokens_at_once(const ExpertsProblem& p) {
+  const int64_t most = std::max<int64_t>(kMostChoices / p.top_k, 1), parts = std::max<int64_t>(ceil_div(p.tokens, most), 1);
+  return std::max<int64_t>(ceil_div(p.tokens, parts), 1);
+}
 
 // Whether one thread sorts and gathers as one unit.
 bool is_small(const ExpertsProblem& p) { return p.tokens * p.gate_up.k <= kOwnRowsElements; }
@@ -239,7 +243,7 @@ ExpertStages::ExpertStages(const ExpertsProblem* problems, int64_t count, int64_
   int64_t row_bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
     const ExpertsProblem& p = problems[i];
-    const int64_t at_once = std::min(p.tokens, tokens_at_once(p));
+    const int64_t at_once = tokens_at_once(p);
     for (int64_t begin = 0; begin < p.tokens; begin += at_once) {
       Room measure{0};
       make_batch(part_of(p, begin, std::min(at_once, p.tokens - begin)), threads, measure, nullptr);

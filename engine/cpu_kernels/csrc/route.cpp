@@ -1,4 +1,4 @@
-// Which experts a token goes to. Plain code: a token's scores are a few hundred numbers.
+// Which experts a token goes to. Plain code: a token's scores are a few hundred numbers, whose order is all that counts.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,23 +14,37 @@ constexpr int64_t kTokens = 16;              // that a thread takes at once
 constexpr int64_t kSerialElements = 1 << 13;  // fewer scores are one thread's
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// A thread's scratch, [experts] each.
+// A thread's scratch, [experts] each but for the last.
 struct Scores {
-  float* of;       // what an expert's factor is made of
-  float* chosen_by;
-  float* groups;
+  float* of;         // what an expert's factor is made of
+  float* chosen_by;  // no NaN
+  float* groups;     // [groups], and room for as many ids
 };
 
-// The best `count` of `scores`, best first, equal ones by index. NaN counts as -infinity.
+// The best `count` of `scores`, best first, equal ones by index.
 void choose(const float* scores, int64_t size, int64_t count, int32_t* chosen) {
-  const auto value = [&](int64_t i) { return std::isnan(scores[i]) ? kNothing : scores[i]; };
-  int64_t held = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    if (held == count && !(scores[i] > value(chosen[count - 1]))) continue;
-    int64_t at = held < count ? held++ : count - 1;
-    for (; at > 0 && value(i) > value(chosen[at - 1]); --at) chosen[at] = chosen[at - 1];
+  const auto insert = [&](int64_t i, int64_t at) {
+    for (; at > 0 && scores[i] > scores[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
     chosen[at] = static_cast<int32_t>(i);
+  };
+  for (int64_t i = 0; i < count; ++i) insert(i, i);
+  float least = scores[chosen[count - 1]];
+  for (int64_t i = count; i < size; ++i) {
+    if (!(scores[i] > least)) continue;
+    insert(i, count - 1);
+    least = scores[chosen[count - 1]];
   }
+}
+
+// NaN becomes -infinity. Whether there was none.
+bool without_nan(const float* from, int64_t count, float* to) {
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool number = from[i] == from[i];
+    to[i] = number ? from[i] : kNothing;
+    all &= number;
+  }
+  return all;
 }
 
 // Groups of experts that are not among the best get -infinity.
@@ -85,20 +99,22 @@ void route_token(const RouteProblem& p, int64_t token, const Scores& s) {
   const float* const logits = p.logits + token * p.logits_stride;
   int32_t* const ids = p.ids + token * p.top_k;
   float* const weights = p.weights + token * p.top_k;
+  bool numbers;
   if (p.kind == RouteKind::kSigmoid) {
     for (int64_t e = 0; e < p.experts; ++e) {
       s.of[e] = 1.0f / (1.0f + std::exp(-logits[e]));
       s.chosen_by[e] = p.bias == nullptr ? s.of[e] : s.of[e] + p.bias[e];
     }
+    numbers = without_nan(s.chosen_by, p.experts, s.chosen_by);
     if (p.top_groups < p.groups) drop_groups(p, s, reinterpret_cast<int32_t*>(s.groups + p.groups));
     choose(s.chosen_by, p.experts, p.top_k, ids);
     sigmoid_factors(p, s, ids, weights);
   } else {
-    choose(logits, p.experts, p.top_k, ids);
-    softmax_factors(p, logits, s, ids, weights);
+    numbers = without_nan(logits, p.experts, s.chosen_by);
+    choose(s.chosen_by, p.experts, p.top_k, ids);
+    softmax_factors(p, s.chosen_by, s, ids, weights);
   }
-  if (std::any_of(logits, logits + p.experts, [](float x) { return std::isnan(x); }))
-    std::fill(weights, weights + p.top_k, std::numeric_limits<float>::quiet_NaN());
+  if (!numbers) std::fill(weights, weights + p.top_k, std::numeric_limits<float>::quiet_NaN());
 }
 
 struct Run {
