@@ -9,16 +9,19 @@ rows: names alone say too little.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from engine.cpu_kernels.experts import ClampedSwiGLU
 from engine.models.layers import Embedding, Linear, OnePlusRMSNorm, RMSNorm, activated
 from engine.models.packed import FUSED_GATES, PackedEmbedding, PackedLinear, RowNorm
+from engine.models.packed_experts import PackedExperts
 from engine.models.spec import Activation
 from engine.weights.source import Part
 
@@ -32,7 +35,9 @@ _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _EPSILONS = ("variance_epsilon", "eps")
-_ROWS, _CLOSE = 5, 2e-2
+_ROWS = 5
+_SAME, _CLOSE, _CLOSE_QUANTISED = 1e-5, 2e-2, 0.3
+"""largest difference over the largest value: of float32, of bfloat16, and where weights of four bits are in it"""
 
 
 class Rows(nn.Module):
@@ -103,19 +108,27 @@ def pack_library_model(whole: PreTrainedModel, packer: Packer) -> None:
 
 def _pack_below(parent: nn.Module, packer: Packer, seen: set[nn.Module]) -> None:
     """`seen`: a module may have several parents."""
-    if parent in seen or isinstance(parent, Rows | Share | GatedMlp | NormOfRows):
+    if parent in seen or isinstance(parent, Rows | Share | GatedMlp | NormOfRows | LibraryExperts):
         return
     seen.add(parent)
     for names in _JOINED:
         _join(parent, names, packer)
     for name, child in list(parent.named_children()):
-        replaced = _gated_mlp(child, packer) or _norm(child, packer)
-        if replaced is None and _is_plain(child):
+        replaced = _experts(child, packer) or _gated_mlp(child, packer) or _norm(child, packer)
+        if replaced is None and _is_plain(child) and not _reads_weight(parent, name):
             replaced = Rows(packer.pack_linear(_dense([cast(nn.Linear, child)]), [], None))
         if replaced is not None:
             setattr(parent, name, replaced)
         else:
             _pack_below(child, packer, seen)
+
+
+def _reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether the parent's code asks a layer for its matrix."""
+    try:
+        return f"{name}.weight" in inspect.getsource(type(parent).forward)
+    except (OSError, TypeError):
+        return True
 
 
 def _is_plain(module: object) -> bool:
@@ -177,6 +190,65 @@ def _activation_of(act: object) -> Activation | None:
     return next((name for name in FUSED_GATES if torch.allclose(act(x), activated(x, name), atol=1e-6)), None)
 
 
+class LibraryExperts(nn.Module):
+    """In the place of a library's experts: called with what its router chose."""
+
+    def __init__(self, experts: PackedExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """hidden [tokens, hidden_size]; chosen, factors [tokens, choices]."""
+        return cast(torch.Tensor, self.experts(hidden, chosen.to(torch.int32), factors.float()))
+
+
+def _experts(module: Any, packer: Packer) -> LibraryExperts | None:
+    """Where `module` is one of the library's stacks of gated MLPs with a gate that the kernels have."""
+    if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module.down_proj.dim() != 3:
+        return None
+    dense = [_stacked(module, name, module.is_transposed) for name in ("gate_up_proj", "down_proj")]
+    biases = [_stacked(module, f"{name}_bias") if module.has_bias else None for name in ("gate_up_proj", "down_proj")]
+    weights = packer.pack_experts(*dense, *biases)
+    if weights is None:
+        return None
+    gate = _gate_of(module, weights.inner)
+    if gate is None:
+        return None
+    experts = LibraryExperts(PackedExperts(packer.ops, weights, gate))
+    x = _random(weights.hidden).to(module.down_proj.dtype)
+    chosen = torch.arange(2 * _ROWS).view(_ROWS, 2) % weights.experts
+    arguments = (x, chosen, torch.full((_ROWS, 2), 0.5, dtype=x.dtype))
+    with torch.no_grad():
+        return experts if _distance(experts(*arguments), module(*arguments)) <= _CLOSE_QUANTISED else None
+
+
+def _gate_of(module: Any, inner: int) -> Activation | ClampedSwiGLU | None:
+    """The kernels' gate that computes what the module's does."""
+    x = 3 * _random(2 * inner)
+    gate, up = x.chunk(2, dim=-1) if module.is_concatenated else (x[:, 0::2], x[:, 1::2])
+    with torch.no_grad():
+        expected = module._apply_gate(x)
+    for name in FUSED_GATES:
+        if _distance(activated(gate, name) * up, expected) < _SAME:
+            return name
+    if isinstance(limit := getattr(module, "limit", None), float):
+        clamped = ClampedSwiGLU(limit, float(getattr(module, "alpha", 1.702)))
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if _distance(gate * torch.sigmoid(clamped.alpha * gate) * (up + 1), expected) < _SAME:
+            return clamped
+    return None
+
+
+def _stacked(module: Any, name: str, is_transposed: bool = False) -> torch.Tensor:
+    """Of all experts, [experts, outputs, inputs] or [experts, outputs]; gates before ups."""
+    found: torch.Tensor = getattr(module, name).detach()
+    if is_transposed:
+        found = found.transpose(1, 2)
+    if name.startswith("gate_up") and not module.is_concatenated:
+        found = torch.cat((found[:, 0::2], found[:, 1::2]), dim=1)
+    return found
+
+
 def _norm(module: nn.Module, packer: Packer) -> nn.Module | None:
     """Where `module` is an RMSNorm of either rounding, over whole rows or heads."""
     weight, eps = getattr(module, "weight", None), next((getattr(module, e, None) for e in _EPSILONS), None)
@@ -226,6 +298,10 @@ def _difference(ours: Callable[[torch.Tensor], torch.Tensor], theirs: nn.Module,
         return math.inf
     if not isinstance(expected, torch.Tensor) or expected.shape != found.shape or expected.dtype != found.dtype:
         return math.inf
+    return _distance(found, expected)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 

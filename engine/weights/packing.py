@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.config import Quantization
+from engine.cpu_kernels.experts import ExpertWeights, pack_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
@@ -92,6 +93,22 @@ class Packer:
             first += count
         joined = packed[0] if len(packed) == 1 else JoinedLinear(packed)
         return joined if layer.activation is None else ActivatedLinear(joined, layer.activation, layer.gated)
+
+    def pack_experts(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> ExpertWeights | None:
+        """Dense weights of all experts of a layer, shapes as `engine.cpu_kernels.experts.pack_experts` takes them;
+        None where not even bfloat16 can be packed."""
+        _, hidden, inner = down.shape
+        wanted = _MATRIX_FORMAT.get(self._quantization, Format.BFLOAT16)
+        for format in (wanted, Format.BFLOAT16):
+            if inner % 16 == 0 and packable(2 * inner, hidden, format) and packable(hidden, inner, format):
+                return pack_experts(gate_up, down, format, gate_up_bias=gate_up_bias, down_bias=down_bias)
+        return None
 
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
