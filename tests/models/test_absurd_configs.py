@@ -143,7 +143,7 @@ def test_what_is_accepted_can_be_computed_with(case: str, tmp_path: Path) -> Non
             changed = json.loads(text)
             (changed if len(path) == 1 else changed[path[0]])[path[-1]] = value
             try:
-                description = describe(str(model_of(tmp_path, changed)))
+                description = describe(str(model_of(tmp_path, changed)), "native")
             except EngineError as error:
                 assert len(str(error)) < 1000
                 continue

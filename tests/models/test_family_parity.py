@@ -82,8 +82,8 @@ def test_gemma_3_rotates_by_two_bases(tmp_path: Path) -> None:
     """Guards its parity test: a base of its own for layers with a window changes the logits."""
     model = ours(save(make_model("gemma3_windows"), tmp_path))
     expected = logits_of(model, PROMPT)
-    assert model.rope is not None and model.local_rope is not None
-    model.local_rope.copy_(model.rope)
+    everywhere, local = model.ropes
+    local.table.copy_(everywhere.table)
     assert (logits_of(model, PROMPT) - expected).abs().max() > 0.1
 
 
@@ -97,7 +97,7 @@ def test_a_legacy_gemma_3_config_gives_the_same_spec(tmp_path: Path) -> None:
     config["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert describe(path).spec == modern
-    assert [layer.window for layer in modern.layers] == [16, None, 16, None]
+    assert [layer.mixer.window for layer in modern.layers] == [16, None, 16, None]
 
 
 def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:
     config["rope_scaling"] = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
     config_file.write_text(json.dumps(config))
     assert describe(path).spec == modern
-    assert modern.rope.kind == "yarn"
+    assert modern.ropes[0].kind == "yarn"
 
 
 def test_tied_heads_share_one_storage_and_untied_ones_do_not(tmp_path: Path) -> None:

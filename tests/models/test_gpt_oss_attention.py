@@ -84,11 +84,11 @@ def test_an_attention_block_equals_transformers() -> None:
     attention = PagedAttention(chosen, attention_layers(model.spec.facts, sinks), torch.float32)
     attention.allocate(TOKENS // BLOCK + 1, 0, BLOCK, torch.device("cpu"))
     attention.begin_step([one_prompt()])
-    assert model.rope is not None
+    (rope,) = model.ropes
     hidden = torch.randn(TOKENS, CONFIG.hidden_size)
     with torch.inference_mode():
         for index, layer in enumerate(layers):
-            found = layer.attention(hidden, model.rope, attention.attend, index)
+            found = layer.attention(hidden, rope.table, attention.attend, index)
             expected = expected_block(references[index], hidden)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             without = expected_block_without_sinks(references[index], hidden)

@@ -91,7 +91,7 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=says):
-        describe(written(tmp_path, {**LLAMA, **change}))
+        describe(written(tmp_path, {**LLAMA, **change}), "native")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,6 @@ def test_kinds_differ_from_each_other() -> None:
     seen = []
     for kind in KINDS.values():
         config = LlamaConfig(**SHAPE, head_dim=64, rope_parameters=dict(kind))
-        frequencies, factor = inverse_frequencies(llama_spec(config.to_dict()).rope)
+        frequencies, factor = inverse_frequencies(llama_spec(config.to_dict()).ropes[0])
         seen.append((*frequencies.tolist(), factor))
     assert len(set(seen)) == len(seen)
