@@ -81,9 +81,9 @@ class LinearOps:
     packed_linear(x bf16 [rows, k], weight, n, format, bias, norm_weight, norm_eps, residual, gate, wide, isa) → bf16
     [rows, n] (gate 1, SiLU, and 2, GELU by tanh: [rows, n / 2]; wide: float32); isa 0, or 1 + the index in
     `native_build.ISAS`.
-    rotate_heads(x bf16 [rows, n], rope bf16 [rows, head_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim,
-    residual) → bf16 [rows, n]: the first heads rotated, the rest as it was; norms, where there are any, before. Without
-    a rope only those, and a residual added to rows that are normed whole.
+    rotate_heads(x bf16 [rows, n], rope bf16 [rows, rotary_dim], q_norm, k_norm, norm_eps, q_heads, k_heads, head_dim,
+    residual) → bf16 [rows, n]: the first rotary_dim elements of the first heads rotated, the rest as it was; norms of
+    heads, where there are any, before. Without a rope only those, and a residual added to rows that are normed whole.
     Weights of norms are bfloat16 (normalised, rounded, weighted) or float32 (normalised, weighted, rounded).
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k].
     packed_experts(x bf16 [tokens, k], ids int32 [tokens, top_k], weights float32 [tokens, top_k], gate_up, down,

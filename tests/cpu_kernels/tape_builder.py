@@ -46,6 +46,8 @@ class Heads:
     dim: int
     norms: tuple[Tensor, Tensor] | None = None
     eps: float = 0.0
+    rotary: int | None = None
+    """elements of a head that are rotated; None: all"""
 
     @property
     def columns(self) -> int:
@@ -93,7 +95,7 @@ class TapeBuilder:
 
     def rotation(self, h: Heads, x: Ref, rope: Ref, out: Ref, residual: Ref = NONE, *, alone: bool = False) -> None:
         norms = h.norms or (None, None)
-        numbers = [1, h.columns, h.q, h.k, h.dim, *(self._tensor(norm) for norm in norms)]
+        numbers = [1, h.columns, h.q, h.k, h.dim, _rotary(h, rope), *(self._tensor(norm) for norm in norms)]
         self._layer([*numbers, *x, *rope, *residual, *out], h.eps, alone)
 
     def attention(
@@ -110,6 +112,12 @@ class TapeBuilder:
     def make(self, ops: LinearOps, program: list[int] | None = None) -> Tensor:
         tape: Tensor = tape_ops(ops).make_tape(self.tensors, self.program if program is None else program, self.eps, 0)
         return tape
+
+
+def _rotary(h: Heads, rope: Ref) -> int:
+    if rope == NONE:
+        return 0
+    return h.dim if h.rotary is None else h.rotary
 
 
 def tape_ops(ops: LinearOps) -> Any:

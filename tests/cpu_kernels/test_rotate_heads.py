@@ -35,6 +35,12 @@ class Case:
     norms: bool = False
     gap: int = 0
     """elements between two rows, of x and of rope"""
+    passing: int = 0
+    """elements of a head that no angle turns"""
+
+    @property
+    def turned(self) -> int:
+        return self.dim - self.passing
 
     @property
     def rotated(self) -> int:
@@ -48,9 +54,9 @@ class Case:
         return rand(self.rows, self.columns + self.gap)[:, self.gap :]
 
     def rope(self) -> Tensor:
-        angles = torch.rand(self.rows, self.dim // 2, generator=torch.Generator().manual_seed(self.dim)) * 7
+        angles = torch.rand(self.rows, self.turned // 2, generator=torch.Generator().manual_seed(self.dim)) * 7
         table = torch.cat((angles.cos(), angles.sin(), torch.zeros(self.rows, self.gap)), dim=1).bfloat16()
-        return table[:, : self.dim]
+        return table[:, : self.turned]
 
     def weights(self) -> tuple[Tensor, Tensor] | None:
         return (rand(self.dim, seed=1) + 1, rand(self.dim, seed=2) - 1) if self.norms else None
@@ -87,10 +93,12 @@ def normed_heads(case: Case) -> Tensor:
 
 def assert_rotated(found: Tensor, case: Case) -> None:
     heads, rope, x = normed_heads(case).double(), case.rope().double(), case.x()
-    truth = _rotate(heads, rope).flatten(1)
+    turned, passing = heads.split([case.turned, case.passing], dim=-1)
+    truth = torch.cat((_rotate(turned, rope), passing), dim=-1).flatten(1)
     cos, sin = rope.abs()[:, None].chunk(2, dim=-1)
-    first, second = heads.abs().chunk(2, dim=-1)
-    magnitude = torch.cat((first * cos + second * sin, second * cos + first * sin), dim=-1).flatten(1)
+    first, second = turned.abs().chunk(2, dim=-1)
+    parts = (first * cos + second * sin, second * cos + first * sin, passing.abs())
+    magnitude = torch.cat(parts, dim=-1).flatten(1)
     assert found.dtype == torch.bfloat16 and found.shape == x.shape and found.is_contiguous()
     error = (found[:, : case.rotated].double() - truth).abs()
     once = truth.abs() * 2.0**-8 + magnitude * 2.0**-22
@@ -133,6 +141,18 @@ def test_heads_are_the_float64_rotation_rounded_once(ops: LinearOps, dim: int, n
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize(("dim", "passing"), [(64, 32), (128, 32), (80, 48), (64, 62), (16, 2)])
+def test_elements_that_no_angle_turns_pass_through(ops: LinearOps, dim: int, passing: int, norms: bool) -> None:
+    for rows in ROWS:
+        case = Case(rows, dim, norms=norms, passing=passing)
+        found = rotate(ops, case)
+        assert_rotated(found, case)
+        if not norms:
+            heads = [t[:, : case.rotated].unflatten(1, (-1, dim))[..., -passing:] for t in (found, case.x())]
+            assert torch.equal(bits(heads[0]), bits(heads[1]))
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_any_number_of_threads_gives_the_same_bits(ops: LinearOps, threads: list[int], dim: int, norms: bool) -> None:
     for rows in ROWS:
@@ -164,12 +184,14 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(ops: LinearOps, threads:
     rest=st.integers(1, 100),
     gap=st.integers(0, 9),
     norms=st.booleans(),
+    passing=st.integers(0, 69),
 )
 def test_any_shape_and_any_row_stride(
-    ops: LinearOps, rows: int, half: int, q_heads: int, k_heads: int, rest: int, gap: int, norms: bool
+    ops: LinearOps, rows: int, half: int, q_heads: int, k_heads: int, rest: int, gap: int, norms: bool, passing: int
 ) -> None:
     # norms of heads of few elements multiply rounding by whatever 1 / rms is: the strict test has dims that models have
-    case = Case(rows, 2 * half, q_heads, k_heads, rest, norms and half > 4, gap)
+    passing = 2 * min(passing, half - 1)
+    case = Case(rows, 2 * half, q_heads, k_heads, rest, norms and half > 4, gap, passing)
     found = rotate(ops, case)
     if not case.rotated:
         assert torch.equal(found, case.x())
@@ -272,7 +294,9 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
         ("x must be", {"x": rand(columns, 3).T}),
         ("x must be", {"x": rand(3, 2 * columns)[:, ::2]}),
         (r"rope must be bfloat16 \[rows, 64\]", {"rope": case.rope().float()}),
-        ("rope must be", {"rope": case.rope()[:, :32]}),
+        ("63 elements of heads of 64", {"rope": case.rope()[:, :63]}),
+        ("66 elements of heads of 64", {"rope": rand(3, 66)}),
+        ("rope must be", {"rope": case.rope()[:, :0]}),
         ("rope must be", {"rope": rand(64, 3).T}),
         ("rope must be", {"rope": case.rope()[0]}),
         ("rope has 2 rows, x 3", {"rope": case.rope()[:2]}),

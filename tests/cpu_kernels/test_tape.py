@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,15 @@ def test_a_rotation_without_a_rope_is_a_norm(ops: LinearOps, dtype: torch.dtype,
         made_rows = linear(ops, weights(HIDDEN, HIDDEN), x)
         normed = ops.rotate_heads(made_rows, None, norm, norm, EPS, 1, 0, HIDDEN, x if adds else None)
         assert torch.equal(run_tape(ops, tape, [x])[0], linear(ops, weights(HIDDEN, HIDDEN), normed, x))
+
+
+def test_a_rotation_in_its_place_leaves_what_no_angle_turns(ops: LinearOps) -> None:
+    t, heads = TapeBuilder(), replace(HEADS, rotary=6)
+    hidden, rope, made = t.value(HIDDEN, INPUT), t.value(6, INPUT), t.value(HEADS.columns, RESULT)
+    t.matrix(QKV, (hidden, 0), (made, 0))
+    t.rotation(heads, (made, 0), (rope, 0), (made, 0))
+    x, angles = rand(9, HIDDEN), rand(9, 6)
+    assert torch.equal(run_tape(ops, t.make(ops), [x, angles])[0], rotated(ops, heads, linear(ops, QKV, x), angles))
 
 
 def test_inputs_stay_as_they_were(ops: LinearOps) -> None:
@@ -296,6 +306,7 @@ def test_a_rotation_that_does_not_fit_is_refused(ops: LinearOps) -> None:
     for heads, message in (
         (Heads(3, 1, 15), "heads of 15 cannot be rotated in pairs"),
         (Heads(3, 1, 16, (rand(16), rand(8))), "k_norm must be"),
+        (Heads(3, 1, 8, rotary=16), "16 elements of heads of 8 cannot be rotated in pairs"),
         (Heads(-1, 6, 16), r"-1 \+ 6 heads"),
     ):
         t = TapeBuilder()

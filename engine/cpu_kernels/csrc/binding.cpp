@@ -27,13 +27,15 @@ Tensor rotate_heads(Tensor x, std::optional<Tensor> rope, std::optional<Tensor> 
                     int64_t q_heads, int64_t k_heads, int64_t head_dim, std::optional<Tensor> residual) {
   static constexpr const char* kOp = "rotate_heads";
   PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
-  const Heads heads{x.size(1), q_heads, k_heads, head_dim, q_norm, k_norm, norm_eps, rope.has_value(), residual.has_value()};
+  PAGELOOM_CHECK(!rope.has_value() || (rope->dim() == 2 && rope->size(1) > 0), kOp, ": rope must be bfloat16 [rows, rotary_dim]");
+  const int64_t rotary_dim = rope.has_value() ? rope->size(1) : 0;
+  const Heads heads{x.size(1), q_heads, k_heads, head_dim, rotary_dim, q_norm, k_norm, norm_eps, residual.has_value()};
   LinearLayer layer = checked_rotation(heads, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
   p.x = rows_of(x, p.n, p.x_stride, kOp, "x");
   if (rope.has_value()) {
-    p.rotation.rope = rows_of(*rope, head_dim, p.rotation.rope_stride, kOp, "rope");
+    p.rotation.rope = rows_of(*rope, rotary_dim, p.rotation.rope_stride, kOp, "rope");
     PAGELOOM_CHECK(rope->size(0) == p.rows, kOp, ": rope has ", rope->size(0), " rows, x ", p.rows);
   }
   if (residual.has_value()) {

@@ -100,10 +100,10 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
 
 // Rotation of the heads of rows of n elements, without its rows.
 struct Heads {
-  int64_t n, q_heads, k_heads, head_dim;
+  int64_t n, q_heads, k_heads, head_dim, rotary_dim;  // rotary_dim: columns of the rope; 0: there is none
   std::optional<Tensor> q_norm, k_norm;
   double norm_eps;
-  bool rotates, adds;
+  bool adds;
 };
 
 inline LinearLayer checked_rotation(const Heads& h, const char* op) {
@@ -114,12 +114,14 @@ inline LinearLayer checked_rotation(const Heads& h, const char* op) {
   const int64_t room = h.head_dim > 0 ? h.n / h.head_dim : -1;
   PAGELOOM_CHECK(h.q_heads >= 0 && h.q_heads <= room && h.k_heads >= 0 && h.k_heads <= room - h.q_heads, op, ": ",
                   h.q_heads, " + ", h.k_heads, " heads of ", h.head_dim, " do not fit rows of ", h.n);
-  PAGELOOM_CHECK(!h.rotates || h.head_dim % 2 == 0, op, ": heads of ", h.head_dim, " cannot be rotated in pairs");
+  PAGELOOM_CHECK(h.rotary_dim >= 0 && h.rotary_dim % 2 == 0 && h.rotary_dim <= h.head_dim, op, ": ", h.rotary_dim,
+                  " elements of heads of ", h.head_dim, " cannot be rotated in pairs");
   PAGELOOM_CHECK(h.q_norm.has_value() == h.k_norm.has_value(), op, ": q_norm and k_norm must both be there, or none");
   p.rotation.q_heads = h.q_heads;
   p.rotation.k_heads = h.k_heads;
   p.rotation.head_dim = h.head_dim;
-  PAGELOOM_CHECK(!h.adds || (!h.rotates && (h.q_heads + h.k_heads) * h.head_dim == h.n), op,
+  p.rotation.rotary_dim = h.rotary_dim;
+  PAGELOOM_CHECK(!h.adds || (h.rotary_dim == 0 && (h.q_heads + h.k_heads) * h.head_dim == h.n), op,
                   ": a residual is added to rows that are normed as a whole, and not rotated");
   bool k_wide = false;
   p.rotation.q_norm = norm_data(h.q_norm, h.head_dim, p.norm_wide, op, "q_norm");

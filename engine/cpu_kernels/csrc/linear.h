@@ -37,11 +37,12 @@ enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ
 // most `limit`, up within +-limit; gate * sigmoid(alpha * gate) * (up + 1).
 enum class Gate : int32_t { kNone = 0, kSiLU = 1, kGeluTanh = 2, kClampedSwiGLU = 3 };
 
-// RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + head_dim / 2). Before it an RMSNorm of each head
+// RoPE of the first q_heads + k_heads heads of a row: pairs (i, i + rotary_dim / 2) of a head's first rotary_dim
+// elements, the others pass through. Before it an RMSNorm of each head
 // where there are weights (with the problem's norm_eps, rounded as engine.models.layers.RMSNorm). Sums in float32.
 struct HeadRotation {
-  const uint16_t* rope;  // bf16 [rows][head_dim]: cosines, then sines; rows rope_stride elements apart. Null: norm only
-  int64_t rope_stride, q_heads, k_heads, head_dim;
+  const uint16_t* rope;  // bf16 [rows][rotary_dim]: cosines, then sines; rows rope_stride elements apart. Null: norm only
+  int64_t rope_stride, q_heads, k_heads, head_dim, rotary_dim;
   const void* q_norm;  // [head_dim] as LinearProblem::norm_weight, or null: both or none
   const void* k_norm;
 };
@@ -54,7 +55,7 @@ struct LinearProblem {
   const uint16_t* x;  // bf16 [rows][k], rows x_stride elements apart
   int64_t x_stride;
   // RMSNorm of x first, or null; the root mean square in float32. bf16 [k]: bf16(norm_weight * bf16(x / rms(x))), as
-  // engine.models.layers.RMSNorm; norm_wide: float32 [k], bf16(norm_weight * x / rms(x)), as OnePlusRMSNorm there.
+  // engine.models.layers.RMSNorm; norm_wide: float32 [k], bf16(norm_weight * x / rms(x)), as WideRMSNorm there.
   const void* norm_weight;
   bool norm_wide;
   float norm_eps;

@@ -8,7 +8,7 @@ using namespace pageloom;
 
 namespace {
 
-// One head of `dim` elements; `x` may be `out`.
+// `dim` elements; `x` may be `out`.
 PAGELOOM_INLINE void rotate(const uint16_t* x, const uint16_t* rope, int64_t dim, uint16_t* out) {
   const int64_t half = dim / 2;
   int64_t i = 0;
@@ -24,6 +24,12 @@ PAGELOOM_INLINE void rotate(const uint16_t* x, const uint16_t* rope, int64_t dim
     out[i] = float_to_bf16(first * cos - second * sin);
     out[half + i] = float_to_bf16(second * cos + first * sin);
   }
+}
+
+PAGELOOM_INLINE void rotate_head(const HeadRotation& r, const uint16_t* x, const uint16_t* rope, uint16_t* out) {
+  rotate(x, rope, r.rotary_dim, out);
+  if (r.rotary_dim < r.head_dim && x != out)
+    memcpy(out + r.rotary_dim, x + r.rotary_dim, (r.head_dim - r.rotary_dim) * 2);
 }
 
 PAGELOOM_INLINE void add(const uint16_t* x, const uint16_t* residual, int64_t count, uint16_t* out) {
@@ -54,7 +60,7 @@ void compute(const LinearProblem& p, const Operand&, int64_t row_begin, int64_t 
       else if (r.rope == nullptr)
         memcpy(out + head * r.head_dim, from, r.head_dim * 2);
       else
-        rotate(from, r.rope + row * r.rope_stride, r.head_dim, out + head * r.head_dim);
+        rotate_head(r, from, r.rope + row * r.rope_stride, out + head * r.head_dim);
     }
     if (out != x) memcpy(out + rotated, x + rotated, (p.n - rotated) * 2);
   }

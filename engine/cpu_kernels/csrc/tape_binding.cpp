@@ -76,13 +76,14 @@ TapeLayer read_matrix(Reader& r, double norm_eps, int64_t isa) {
 TapeLayer read_rotation(Reader& r, double norm_eps) {
   Heads h{};
   h.n = r.next(), h.q_heads = r.next(), h.k_heads = r.next(), h.head_dim = r.next();
+  h.rotary_dim = r.next();
   h.q_norm = r.tensor();
   h.k_norm = r.tensor();
   h.norm_eps = norm_eps;
   TapeLayer t{};
   t.x = r.needed_ref(h.n);
-  t.rope = r.ref(h.head_dim);
-  h.rotates = t.rope.value >= 0;
+  t.rope = r.ref(h.rotary_dim);
+  PAGELOOM_CHECK((t.rope.value >= 0) == (h.rotary_dim > 0), kMake, ": a rope of ", h.rotary_dim, " columns in value ", t.rope.value);
   t.residual = r.ref(h.n);
   h.adds = t.residual.value >= 0;
   t.layer = checked_rotation(h, kMake);
