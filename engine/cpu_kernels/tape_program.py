@@ -148,7 +148,7 @@ class TapeProgram:
             out = reference[0]
         else:
             out = self._new(node)
-        rotary = 0 if rope is None else _columns(rope)  # type: ignore[arg-type]
+        rotary = 0 if rope is None else _columns(rope)
         numbers = [_ROTATION, _columns(node), q_heads, k_heads, dim, rotary, *weights]
         references = [reference, self._optional(rope, sources), self._optional(residual, sources), (out, 0)]
         self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, ("rotation",)))  # type: ignore[arg-type, list-item]

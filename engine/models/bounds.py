@@ -54,6 +54,8 @@ CONFIG_RANGES = {
     "partial_rotary_factor": Range(0.0, 1.0, open_low=True),
     "rope_theta": Range(1.0, 1e15, open_low=True),
     "factor": _STRETCH,
+    "short_factor": _STRETCH,
+    "long_factor": _STRETCH,
     "low_freq_factor": _STRETCH,
     "high_freq_factor": _STRETCH,
     "attention_factor": _STRETCH,

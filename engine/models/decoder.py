@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from engine.models.layers import NORMS, Embedding, LayerNorm, Linear, RMSNorm, parameter
+from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.rope import RopeTable
 from engine.models.spec import DecoderSpec, LayerSpec
@@ -49,33 +49,44 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        hidden, mixer, mlp, dim = spec.hidden_size, layer.mixer, layer.mlp, layer.mixer.head_dim
-        norm = NORMS[spec.norm]
-        around = spec.norm_placement == "around"
+        hidden, mixer, mlp = spec.hidden_size, layer.mixer, layer.mlp
+
+        def norm(size: int, exists: bool = True) -> AnyNorm | None:
+            return NORMS[spec.norm](size, spec.norm_eps, dtype, device) if exists else None
+
+        ahead, behind = spec.norm_placement != "inside", spec.norm_placement in ("around", "inside")
         self.norms_first = spec.norm_placement != "after"
+        self.parallel = spec.parallel is not None
         self.heads = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
-        self.head_dim = dim
-        self.input_norm = norm(hidden, spec.norm_eps, dtype, device)
+        self.head_dim, self.qk_norm = mixer.head_dim, mixer.qk_norm
+        self.queries_grow = mixer.rope is not None and spec.ropes[mixer.rope].query_growth is not None
+        self.input_norm = norm(hidden, ahead)
         self.qkv_proj = Linear(hidden, mixer.qkv_size, mixer.qkv_bias, dtype, device)
-        self.q_norm = norm(dim, spec.norm_eps, dtype, device) if mixer.qk_norm else None
-        self.k_norm = norm(dim, spec.norm_eps, dtype, device) if mixer.qk_norm else None
+        is_row = mixer.qk_norm == "row"
+        self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
+        self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
         self.sinks = parameter((mixer.num_heads,), torch.float32, device) if mixer.sinks else None
         """for whoever supplies attention"""
         self.o_proj = Linear(mixer.q_size, hidden, mixer.o_bias, dtype, device)
-        self.attention_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
-        self.mlp_norm = norm(hidden, spec.norm_eps, dtype, device)
-        self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, mlp.activation, mlp.gated)
+        self.attention_out_norm = norm(hidden, behind)
+        self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead)
+        activation = None if mlp.activation == "xielu" else mlp.activation
+        self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, activation, mlp.gated)
+        self.activation = XIELU(dtype, device) if mlp.activation == "xielu" else None
         self.down_proj = Linear(mlp.intermediate_size, hidden, mlp.bias, dtype, device)
-        self.mlp_out_norm = norm(hidden, spec.norm_eps, dtype, device) if around else None
+        self.mlp_out_norm = norm(hidden, behind)
         self.rotation = None
 
     def forward(
         self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
     ) -> torch.Tensor:
-        """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token."""
-        hidden = self.attention(hidden, rope, attend, layer_index)
-        inner = self.gate_up_proj(hidden, self.mlp_norm if self.norms_first else None)
-        return self._add(hidden, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
+        """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token (one more
+        element where queries grow)."""
+        attended = self.attention(hidden, rope, attend, layer_index)
+        inner = self.gate_up_proj(hidden if self.parallel else attended, self.mlp_norm if self.norms_first else None)
+        if self.activation is not None:
+            inner = self.activation(inner)
+        return self._add(attended, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
 
     def attention(
         self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
@@ -87,31 +98,55 @@ class DecoderLayer(nn.Module):
 
     def attended(self, qkv: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int) -> torch.Tensor:
         """What the heads find: [tokens, heads of q, k and v beside each other] to [tokens, num_heads * head_dim]."""
+        growth = None
+        if self.queries_grow and rope is not None:
+            rope, growth = rope[:, :-1], rope[:, -1:, None]
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
+        elif self.qk_norm == "row":
+            q, k, v = self._with_normed_rows(qkv, rope)
         else:
             heads = qkv.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             q, k, v = self._rotated(heads, rope)
+        if growth is not None:
+            q = q * growth
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
         return out.flatten(1)
 
     def _add(
-        self, hidden: torch.Tensor, linear: AnyLinear, x: torch.Tensor, norm: AnyNorm, out_norm: AnyNorm | None
+        self, hidden: torch.Tensor, linear: AnyLinear, x: torch.Tensor, norm: AnyNorm | None, out_norm: AnyNorm | None
     ) -> torch.Tensor:
         """The residual and what a linear layer makes of `x`, normed wherever the model does so behind it."""
         added: torch.Tensor = linear(x, residual=hidden) if out_norm is None else out_norm(linear(x), hidden)
-        return added if self.norms_first else norm.forward(added)
+        return added if self.norms_first or norm is None else norm.forward(added)
 
     def _rotated(self, qkv: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
-            pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
-            qk = self.q_norm.weighted(qk, torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs]))
-        q, k = torch.split(qk if rope is None else _rotate(qk, rope), self.heads[:2], dim=1)
+        if self.qk_norm == "head":
+            qk = self._with_normed_heads(qk)
+        if rope is not None:
+            qk = _rotate(qk, rope)
+        if self.qk_norm == "turned_head":
+            qk = self._with_normed_heads(qk)
+        q, k = torch.split(qk, self.heads[:2], dim=1)
         return q, k, v
+
+    def _with_normed_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        assert self.q_norm is not None and self.k_norm is not None
+        # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
+        pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
+        return self.q_norm.weighted(qk, torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs]))
+
+    def _with_normed_rows(
+        self, qkv: torch.Tensor, rope: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = torch.split(qkv, [heads * self.head_dim for heads in self.heads], dim=1)
+        assert self.q_norm is not None and self.k_norm is not None
+        rows = (self.q_norm.weighted(q, self.q_norm.weight), self.k_norm.weighted(k, self.k_norm.weight), v)
+        q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)  # type: ignore[no-untyped-call]  # as above
+        return (q, k, v) if rope is None else (_rotate(q, rope), _rotate(k, rope), v)
 
 
 class Decoder(nn.Module):
@@ -143,7 +178,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, width, dtype, device)
         self.embedding_scale = None
         if spec.embedding_scale is not None:
-            self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+            self.embedding_scale = spec.embedding_scale
+            if spec.round_embedding_scale:
+                self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.project_in = Linear(width, hidden, False, dtype, device) if width != hidden else None
         self.embed_positions = None
         self._first_position = spec.position_offset or 0
@@ -153,7 +190,7 @@ class Decoder(nn.Module):
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
         self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
         self.lm_head = Linear(
-            width, spec.vocab_size, False, dtype, torch.device("meta") if spec.tie_embeddings else device
+            width, spec.vocab_size, spec.head_bias, dtype, torch.device("meta") if spec.tie_embeddings else device
         )
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -177,7 +214,7 @@ class Decoder(nn.Module):
         shown = []
         for index, layer in enumerate(self.layers):
             if index in self.shown_layers:
-                shown.append(hidden)
+                shown.append(hidden if self.spec.state_unit == 1.0 else hidden * self.spec.state_unit)
             rope = self._rope_of[index]
             hidden = layer(hidden, None if rope is None else ropes[rope], self.attend, index)
         last = hidden if self.norm is None else self.norm(hidden)
@@ -202,14 +239,20 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of what `forward` returns → float32 [rows, vocab_size], rounded to the model's dtype first (as
-        transformers); a cap is applied to float32."""
+        transformers); a scale and a cap are applied to float32."""
         logits = self.lm_head(self.final_states(hidden)).float()
-        cap = self.spec.logit_cap
+        scale, cap = self.spec.logit_scale, self.spec.logit_cap
+        if scale is not None:
+            logits = logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + rotary_dim / 2) of each head. x [tokens, heads, rotary_dim], rope [tokens, rotary_dim]."""
+    """Rotate pairs (i, i + rotary_dim / 2) of each head's first elements. x [tokens, heads, head_dim], rope [tokens,
+    rotary_dim]."""
     cos, sin = rope[:, None].chunk(2, dim=-1)
+    passing: Sequence[torch.Tensor] = ()
+    if rope.shape[-1] < x.shape[-1]:
+        x, *passing = torch.split(x, [rope.shape[-1], x.shape[-1] - rope.shape[-1]], dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *passing), dim=-1)

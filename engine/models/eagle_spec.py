@@ -15,7 +15,8 @@ import msgspec
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
 from engine.models.facts import ModelFacts
-from engine.models.families.common import Config, Rows, decoder_spec, flag, integer, llama_layer_rows
+from engine.models.families.common import Config, decoder_spec, flag, integer
+from engine.models.families.names import LLAMA_NAMES, Rows
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
 
@@ -108,4 +109,4 @@ def eagle_weight_rows(spec: EagleSpec) -> dict[str, Rows]:
         "lm_head.weight": Rows("lm_head.weight", 0, spec.draft_vocab_size),
         "midlayer.hidden_norm.weight": Rows("layer.hidden_norm.weight", 0, hidden),
     }
-    return rows | llama_layer_rows(spec.layer, 0, "midlayer", "layer")
+    return rows | LLAMA_NAMES.layer_rows(spec.layer, 0, "midlayer", "layer")

@@ -54,10 +54,10 @@ class RMSNorm(Norm):
         return weight * normalised(x, self.eps).to(x.dtype)
 
 
-class OnePlusRMSNorm(RMSNorm):
-    """Normalised and weighted in float32, then rounded (transformers' order for Gemma).
+class WideRMSNorm(RMSNorm):
+    """Normalised and weighted in float32, then rounded (transformers' order for Gemma, OLMo 2 and Helium).
 
-    `weight` is float32 and holds 1 + the checkpoint's, the sum that transformers makes in every forward.
+    `weight` is float32, because Gemma's is 1 + the checkpoint's, a sum that transformers makes in every forward.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,6 +68,8 @@ class OnePlusRMSNorm(RMSNorm):
 
 
 class LayerNorm(Norm):
+    bias: torch.Tensor | None
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter((size,), dtype, device)
@@ -78,10 +80,17 @@ class LayerNorm(Norm):
         return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
 
+class UnbiasedLayerNorm(LayerNorm):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, dtype, device)
+        self.bias = None
+
+
 NORMS: dict[NormKind, type[RMSNorm | LayerNorm]] = {
     "rms": RMSNorm,
-    "rms_one_plus": OnePlusRMSNorm,
+    "rms_wide": WideRMSNorm,
     "layer": LayerNorm,
+    "layer_no_bias": UnbiasedLayerNorm,
 }
 
 
@@ -91,8 +100,25 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
             return F.silu(x)
         case "relu":
             return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
         case "gelu" | "gelu_tanh":
             return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class XIELU(nn.Module):
+    """Huang and Schlag, Deriving Activation Functions Using Integration (2024): by learnt weights x squared above 0 and
+    exp(x) - 1 - x below, plus half of x."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.alpha_p = parameter((1,), dtype, device)
+        self.alpha_n = parameter((1,), dtype, device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above = F.softplus(self.alpha_p) * x * x
+        below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (0.5 + F.softplus(self.alpha_n))
+        return torch.where(x > 0, above, below) + 0.5 * x
 
 
 def finished(

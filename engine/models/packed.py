@@ -101,17 +101,25 @@ class ActivatedLinear(nn.Module):
 
 
 class HeadRotation(nn.Module):
-    """RoPE on rows of heads, and the norm of each head where the model has one, in one operator."""
+    """RoPE on rows of heads, and the norm of each head where the model has one, in one operator (two, where the norm
+    comes last)."""
 
-    def __init__(self, ops: LinearOps, q_heads: int, k_heads: int, head_dim: int) -> None:
+    def __init__(self, ops: LinearOps, q_heads: int, k_heads: int, head_dim: int, norm_last: bool = False) -> None:
         super().__init__()
-        self.q_heads, self.k_heads, self.head_dim = q_heads, k_heads, head_dim
+        self.q_heads, self.k_heads, self.head_dim, self.norm_last = q_heads, k_heads, head_dim, norm_last
         self.op = ops.rotate_heads
 
     def forward(
-        self, qkv: torch.Tensor, rope: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+        self, qkv: torch.Tensor, rope: torch.Tensor | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
     ) -> torch.Tensor:
-        """qkv [tokens, n], bfloat16: its first heads rotated, the others as they are. rope [tokens, head_dim]."""
+        """qkv [tokens, n], bfloat16: its first heads rotated, the others as they are. rope [tokens, rotary_dim]."""
+        if self.norm_last and rope is not None:
+            return self._call(self._call(qkv, rope, None, None), None, q_norm, k_norm)
+        return self._call(qkv, rope, q_norm, k_norm)
+
+    def _call(
+        self, qkv: torch.Tensor, rope: torch.Tensor | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+    ) -> torch.Tensor:
         rotated: torch.Tensor = self.op(
             qkv,
             rope,

@@ -1,7 +1,8 @@
 """Rotary embedding: the frequency rules of the families and the table that the decoder indexes by position.
 
 Su et al., RoFormer (2021); linear: Chen et al., position interpolation (2023); YaRN: Peng et al. (2023), section 3; the
-llama3 rule is Llama 3.1's. Arithmetic is float32 in the order of transformers, so that tables agree to the bit.
+llama3 rule is Llama 3.1's; longrope: Ding et al. (2024), with long or short factors for a whole table. Arithmetic is
+float32 in the order of transformers, so that tables agree to the bit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import nn
 from engine.models.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec) -> tuple[torch.Tensor, float]:
-    """float32 [rotary_dim / 2] radians per position, and the factor that cos and sin are multiplied with (YaRN)."""
+def inverse_frequencies(rope: RopeSpec, num_positions: int) -> tuple[torch.Tensor, float]:
+    """float32 [rotary_dim / 2] radians per position, and the factor that cos and sin are multiplied with (YaRN,
+    longrope). `num_positions`: that can be reached."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     wavelengths = rope.theta**exponents
     if rope.kind == "default":
@@ -25,6 +27,10 @@ def inverse_frequencies(rope: RopeSpec) -> tuple[torch.Tensor, float]:
         return 1.0 / wavelengths / factor, 1.0
     if rope.original_max_position is None:
         raise ValueError(f"rope kind {rope.kind} needs original_max_position")
+    if rope.kind == "longrope":
+        factors = rope.long_factors if num_positions > rope.original_max_position else rope.short_factors
+        stretched = torch.tensor(factors, dtype=torch.float32) * wavelengths
+        return 1.0 / stretched, _longrope_attention_factor(rope, factor, rope.original_max_position)
     if rope.kind == "llama3":
         return _llama3(rope, 1.0 / wavelengths, factor, rope.original_max_position), 1.0
     kept = _yarn_kept_share(rope, rope.original_max_position)
@@ -33,13 +39,19 @@ def inverse_frequencies(rope: RopeSpec) -> tuple[torch.Tensor, float]:
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> torch.Tensor:
-    """float32 [num_positions, rotary_dim]: cosines in the first half of a row, sines in the second.
+    """float32 [num_positions, rotary_dim]: cosines in the first half of a row, sines in the second; behind them what
+    queries are multiplied with, where they grow.
 
     One tensor and halves only (the rotation uses each angle twice), so a token costs one gather.
     """
-    frequencies, attention_factor = inverse_frequencies(rope)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+    frequencies, attention_factor = inverse_frequencies(rope, num_positions)
+    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
+    angles = positions * frequencies
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+    if rope.query_growth is None or rope.original_max_position is None:
+        return table
+    growth = 1 + rope.query_growth * torch.log(1 + torch.floor(positions / rope.original_max_position))
+    return torch.cat((table, growth), dim=-1)
 
 
 class RopeTable(nn.Module):
@@ -52,7 +64,7 @@ class RopeTable(nn.Module):
         self.register_buffer("table", rope_table(rope, num_positions).to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """int64 [tokens] → [tokens, rotary_dim]."""
+        """int64 [tokens] → [tokens, rotary_dim] (see `rope_table`)."""
         return self.table[positions].to(dtype)
 
 
@@ -82,6 +94,13 @@ def _yarn_kept_share(rope: RopeSpec, original: int) -> torch.Tensor:
         high += 0.001
     steps = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
     return 1 - torch.clamp((steps - low) / (high - low), 0, 1)
+
+
+def _longrope_attention_factor(rope: RopeSpec, factor: float, original: int) -> float:
+    given = rope.params.get("attention_factor")
+    if given is not None:
+        return given
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(rope: RopeSpec, factor: float) -> float:

@@ -12,23 +12,32 @@ import msgspec
 
 from engine.models.facts import HeadsSpec, ModelFacts
 
-NormKind = Literal["rms", "rms_one_plus", "layer"]
-"""RMSNorm; RMSNorm times 1 + weight, rounded once at the end (Gemma); LayerNorm with bias"""
-NormPlacement = Literal["before", "around", "after"]
+NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
+"""RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
+with and without bias"""
+NormPlacement = Literal["before", "around", "after", "inside"]
 """where a norm stands: before attention and MLP; before and after each, within the residual (Gemma 2, 3); after each,
-around the residual (OPT-350m)"""
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+around the residual (OPT-350m); after each, within the residual (OLMo 2)"""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+"""relu2: the square of ReLU"""
+QkNorm = Literal["head", "row", "turned_head"]
+"""a norm over each head of q and k; over the whole width of either; over each head when it has been turned"""
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding, "neox" halves. `kind` names the frequency rule; `params` are its numbers as in the HF
-    config."""
+    """Rotary embedding, "neox" halves of each head's first `rotary_dim` elements; the others pass through. `kind` names
+    the frequency rule; `params` are its numbers as in the HF config."""
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10000.0
     rotary_dim: int
     params: dict[str, float] = {}
     original_max_position: int | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """longrope: what each frequency is divided by, where no position, or one, is beyond original_max_position"""
+    query_growth: float | None = None
+    """queries are multiplied by 1 + this * ln(1 + position // original_max_position) (Llama 4, Ministral 3)"""
 
 
 class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
@@ -36,8 +45,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
 
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
-    """a norm of the model's kind over each head of q and k (Qwen3, Gemma 3)"""
+    qk_norm: QkNorm | None = None
+    """of the model's kind"""
     rope: int | None = None
     """which of the model's ropes turns q and k; None: they are not turned"""
 
@@ -57,7 +66,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | Literal["xielu"] = "silu"
+    """xielu: with two learnt numbers in each layer (Apertus)"""
     gated: bool = True
     """activation(gate) * up; else the activation alone"""
     bias: bool = False
@@ -85,14 +95,24 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """row of position 0 in a table of learned positions (GPT-2: 0, OPT: 2); None: there is no such table"""
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    """the MLP is given what attention is, behind the same norm or one of its own, and both join the residual at once;
+    None: the MLP is given what attention has made"""
     final_norm: bool = True
     norm_eps: float
     tie_embeddings: bool = False
+    head_bias: bool = False
     embedding_size: int | None = None
     """of a token in the table, projected to and from hidden_size (OPT-350m); None: hidden_size"""
     embedding_scale: float | None = None
-    """that embeddings are multiplied with, rounded to the model's dtype (Gemma: the root of hidden_size)"""
+    """that embeddings are multiplied with"""
+    round_embedding_scale: bool = False
+    """to the model's dtype (Gemma, which was trained with it)"""
+    state_unit: float = 1.0
+    """what passes from layer to layer is what the model's authors call so divided by this (`families/granite.py`)"""
     max_position: int
+    logit_scale: float | None = None
+    """that logits are multiplied with, before they are capped"""
     logit_cap: float | None = None
 
     @property
@@ -102,7 +122,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
-        outputs = 2 if self.norm_placement == "before" else 3
+        outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
         mlps = [layer.mlp for layer in self.layers]
         return ModelFacts(
             family=self.family,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.models.families.common import Rows
+from engine.models.families.names import Rows
 from engine.weights.source import WeightSource
 
 
@@ -41,12 +41,28 @@ class ArrangedSource:
         self._source.read_into(name, destination)
         if stored == "less one":
             destination.add_(1.0)
+        elif stored != "as it is":
+            destination.copy_(destination[_order(self._rows[name])])
 
     def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
-        return self._source.encoded(name) if self._stored(name) == "as it is" else None
+        stored = self._stored(name)
+        found = None if stored in ("transposed", "less one") else self._source.encoded(name)
+        if found is None or stored == "as it is":
+            return found
+        return found[0], found[1][_order(self._rows[name])]
 
     def __enter__(self) -> ArrangedSource:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._source.__exit__(*error)
+
+
+def _order(row: Rows) -> torch.Tensor:
+    """int64 [count]: which of the checkpoint's rows each of ours is."""
+    rows = torch.arange(row.count)
+    if row.stored == "heads of qkv":
+        return rows.view(row.heads, 3, -1).transpose(0, 1).flatten()
+    heads = rows.view(row.heads, -1)
+    turned = heads[:, : row.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call]
+    return torch.cat((turned, heads[:, row.paired :]), dim=1).flatten()

@@ -14,7 +14,8 @@ from torch import nn
 from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription
-from engine.models.families.common import Family, Rows
+from engine.models.families.common import Family
+from engine.models.families.names import Rows
 from engine.models.families.registry import family_named
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable

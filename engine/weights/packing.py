@@ -114,9 +114,11 @@ class Packer:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
         for layer, spec in zip(model.layers, model.spec.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            mixer = spec.mixer
-            if mixer.rope is not None:
-                layer.rotation = HeadRotation(self._ops, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+            mixer, is_rms = spec.mixer, isinstance(layer.q_norm, RMSNorm)
+            by_head = mixer.rope is not None if mixer.qk_norm is None else is_rms and mixer.qk_norm != "row"
+            if by_head:
+                heads, last = (mixer.num_heads, mixer.num_kv_heads), mixer.qk_norm == "turned_head"
+                layer.rotation = HeadRotation(self._ops, *heads, mixer.head_dim, last)
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
@@ -144,7 +146,8 @@ class Packer:
             self._fill(embedding.weight, [embedding_part], source)
         run = self._table(head.weight, head_part, source)
         if run is not None:
-            model.lm_head = PackedLinear(self._ops, run.packed(), n, k, run.format, wide=True)
+            bias = None if head.bias is None else head.bias.detach().clone()
+            model.lm_head = PackedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, wide=True)
 
     def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Encoded | None:
         runs = self._encoded(weight, [part], source, _HEAD_FORMAT)

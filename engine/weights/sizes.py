@@ -23,7 +23,7 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     head = Format.INT8 if matrix is not None and matrix is not Format.BFLOAT16 else matrix
     width = spec.embedding_size or spec.hidden_size
     norms, others = _norm_values(spec), _vector_values(spec)
-    total = norms * (4 if spec.norm == "rms_one_plus" else dtype_bytes) + dtype_bytes * others + _sink_bytes(spec)
+    total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _sink_bytes(spec)
     total += sum(_matrix_bytes(n, k, matrix, dtype_bytes) for n, k in _matrices(spec))
     total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes)
     return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
@@ -31,7 +31,7 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
 
 def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec) -> int:
     """Of a GGUF file that runs from its blocks."""
-    vector_bytes = 4 if spec.norm == "rms_one_plus" else 2
+    vector_bytes = 4 if spec.norm == "rms_wide" else 2
     return sum(_extent_bytes(extent, vector_bytes) for extent in tensors.values())
 
 
@@ -70,19 +70,24 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int]]:
 
 
 def _norm_values(spec: DecoderSpec) -> int:
-    norms = spec.num_layers * (4 if spec.norm_placement == "around" else 2) + spec.final_norm
-    of_heads = sum(2 * layer.mixer.head_dim for layer in spec.layers if layer.mixer.qk_norm)
+    of_layer = 1 if spec.parallel == "one_norm" else 4 if spec.norm_placement == "around" else 2
+    norms = spec.num_layers * of_layer + spec.final_norm
+    of_heads = 0
+    for mixer in (layer.mixer for layer in spec.layers):
+        if mixer.qk_norm is not None:
+            of_heads += mixer.q_size + mixer.kv_size if mixer.qk_norm == "row" else 2 * mixer.head_dim
     values = norms * spec.hidden_size + of_heads
     return values * (2 if spec.norm == "layer" else 1)
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, and learned positions."""
+    """Biases, learned positions, and what activations have learnt."""
     hidden = spec.hidden_size
-    values = 0
+    values = spec.vocab_size * spec.head_bias
     for layer in spec.layers:
         mixer, mlp = layer.mixer, layer.mlp
         values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias + (mlp.first_size + hidden) * mlp.bias
+        values += 2 * (mlp.activation == "xielu")
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden
     return values

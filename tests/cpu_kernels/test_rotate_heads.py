@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.linear import LinearOps
 from engine.models.decoder import _rotate
-from engine.models.layers import OnePlusRMSNorm, RMSNorm
+from engine.models.layers import RMSNorm, WideRMSNorm
 from engine.models.packed import HeadRotation, RowNorm
 
 ROWS = [1, 2, 3, 7, 33, 130, 301]
@@ -251,7 +251,7 @@ def test_without_a_rope_heads_are_only_normed(ops: LinearOps, threads: list[int]
                 assert torch.equal(bits(found), bits(x))
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, OnePlusRMSNorm])
+@pytest.mark.parametrize("kind", [RMSNorm, WideRMSNorm])
 @pytest.mark.parametrize("hidden", [64, 576, 2050])
 def test_a_row_norm_is_the_layers_norm(ops: LinearOps, threads: list[int], hidden: int, kind: type[RMSNorm]) -> None:
     norm, module = norm_of(rand(hidden) + 1, kind), RowNorm(ops)

@@ -16,8 +16,9 @@ from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError
 from engine.models import description
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.families.common import Family, llama_weight_rows
+from engine.models.families.common import Family
 from engine.models.families.gpt_oss import gpt_oss_attention_spec
+from engine.models.families.names import LLAMA_NAMES
 from engine.resolve import resolve_here
 from engine.runner.loading import load_parts
 from engine.runner.model_runner import ModelRunner
@@ -65,7 +66,7 @@ def filled(layers: list[GptOssDecoderLayer]) -> Decoder:
     spec = gpt_oss_attention_spec(CONFIG.to_dict())
     model = Decoder(spec, dtype=torch.float32, max_position=TOKENS)
     with torch.no_grad():
-        for name, row in llama_weight_rows(spec).items():
+        for name, row in LLAMA_NAMES.rows(spec).items():
             if "self_attn" in name or "input_layernorm" in name:
                 _, _, index, rest = name.split(".", 3)
                 place = model.get_parameter(row.parameter)[row.start : row.start + row.count]
@@ -123,7 +124,7 @@ def one_prompt() -> AttentionBatch:
 @pytest.fixture
 def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """GPT-OSS's config, under a family that takes its attention and an MLP that exists here."""
-    family = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_attention_spec, llama_weight_rows)
+    family = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_attention_spec, LLAMA_NAMES.rows)
     monkeypatch.setattr(description, "find_family", lambda config: (family, True))
     monkeypatch.setattr(loader, "family_named", lambda name: family)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG.to_dict(), "dtype": "float32"}, default=str))

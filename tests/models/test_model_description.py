@@ -83,7 +83,6 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "mamba"}, "mamba.*Qwen3ForCausalLM"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu.*silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"dtype": "float8_e4m3fn"}, "float8.*bfloat16"),
@@ -103,6 +102,7 @@ def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], s
         ({"vocab_size": "many"}, "vocab_size"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
         ({"attention_bias": 1}, "attention_bias"),
     ],
 )

@@ -33,7 +33,7 @@ def test_table_equals_transformers(kind: str, head_dim: int) -> None:
     config = LlamaConfig(**{**SHAPE, "max_position_embeddings": 1024}, head_dim=head_dim, rope_parameters=KINDS[kind])
     theirs = LlamaRotaryEmbedding(config)
     (rope,) = llama_spec(config.to_dict()).ropes
-    frequencies, attention_factor = inverse_frequencies(rope)
+    frequencies, attention_factor = inverse_frequencies(rope, 1024)
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=0, atol=0)
     assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
     positions = torch.arange(1024)
@@ -50,6 +50,6 @@ def test_kinds_differ_from_each_other() -> None:
     seen = []
     for kind in KINDS.values():
         config = LlamaConfig(**SHAPE, head_dim=64, rope_parameters=dict(kind))
-        frequencies, factor = inverse_frequencies(llama_spec(config.to_dict()).ropes[0])
+        frequencies, factor = inverse_frequencies(llama_spec(config.to_dict()).ropes[0], 1024)
         seen.append((*frequencies.tolist(), factor))
     assert len(set(seen)) == len(seen)

@@ -1,4 +1,4 @@
-"""What the families share: typed reading of a Hugging Face config, RoPE, windows, and the weight names.
+"""What the families share: typed reading of a Hugging Face config, RoPE and windows (weight names: `names.py`).
 
 Defaults are those of transformers' config classes, because `config.json` leaves out what equals them. Values outside
 `engine.models.bounds` are refused; messages name the key, and whoever read the file puts its name before them.
@@ -6,7 +6,7 @@ Defaults are those of transformers' config classes, because `config.json` leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -14,17 +14,25 @@ from msgspec.structs import replace
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_RANGES
+from engine.models.families.names import Rows
 from engine.models.json_file import shown
-from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
+from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, QkNorm, RopeSpec
 
 Config = Mapping[str, object]
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-_ROPE_KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_ROPE_KINDS: dict[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+}
 _ROPE_NUMBERS: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("factor",),
 }
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -33,18 +41,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-
-
-class Rows(msgspec.Struct, frozen=True):
-    """Where a checkpoint tensor goes: rows `start .. start + count` of a parameter of `Decoder`."""
-
-    parameter: str
-    start: int
-    count: int
-    stored: Literal["as it is", "transposed", "less one"] = "as it is"
-    """how the checkpoint holds what the parameter is: [inputs, outputs] (GPT-2), or 1 less (Gemma's norms)"""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -58,6 +57,11 @@ class Family(msgspec.Struct, frozen=True):
     """of the names, but for the head; checkpoints of the bare model lack it"""
     ignored: tuple[str, ...] = ()
     """endings of names that a checkpoint may hold beside these, and that hold no weights"""
+
+
+def with_defaults(config: Config, **defaults: object) -> Config:
+    """`defaults` where the config has nothing, or null."""
+    return {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
@@ -129,20 +133,26 @@ def decoder_spec(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    gated: bool = True,
+    qk_norm: QkNorm | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
     local_rope: Config | None = None,
-    activation: Activation | None = None,
+    turned: Sequence[bool] | None = None,
+    default_rotary: float | None = None,
+    activation: Activation | Literal["xielu"] | None = None,
     tied: bool = False,
+    epsilon: str = "rms_norm_eps",
     default_head_dim: int | None = None,
     default_kv_heads: int | None = None,
 ) -> DecoderSpec:
-    """The spec of a pre-norm RMSNorm, gated, RoPE decoder, whose layers differ in their windows alone.
+    """The spec of a pre-norm RMSNorm, gated, RoPE decoder, whose layers differ in their windows and ropes alone.
 
     `scale`, `activation`: None for head_dim ** -0.5, and what `hidden_act` says. `local_rope`: what layers with a
-    window have in the place of the config's rope. `tied`: where the config says nothing of embeddings.
+    window have in the place of the config's rope. `turned`: which layers turn q and k; None: all. `default_rotary`: how
+    much of a head they turn where the config does not say; None: all of it, always. `tied`: where the config says
+    nothing of embeddings. `epsilon`: its key.
 
     Raises ConfigError, UnsupportedModelError.
     """
@@ -155,7 +165,7 @@ def decoder_spec(
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd")
     trained_positions = integer(config, "max_position_embeddings")
-    rope = rope_spec(config, head_dim, trained_positions)
+    rope = rope_spec(config, head_dim, trained_positions, default_rotary)
     max_position = _reachable_positions(rope, trained_positions)
     ropes = [rope]
     if local_rope is not None:
@@ -163,6 +173,7 @@ def decoder_spec(
     mlp = MlpSpec(
         intermediate_size=integer(config, "intermediate_size"),
         activation=activation or activation_of(config, "hidden_act", "silu"),
+        gated=gated,
         bias=mlp_bias,
     )
     mixer = MixerSpec(
@@ -177,8 +188,10 @@ def decoder_spec(
         qk_norm=qk_norm,
     )
     layers = []
-    for window in windows:
-        which = 0 if window is None or local_rope is None else 1
+    for index, window in enumerate(windows):
+        which: int | None = 0 if window is None or local_rope is None else 1
+        if turned is not None and not turned[index]:
+            which = None
         layers.append(LayerSpec(mixer=replace(mixer, window=window, rope=which), mlp=mlp))
     return DecoderSpec(
         family=family,
@@ -186,7 +199,7 @@ def decoder_spec(
         hidden_size=hidden_size,
         layers=tuple(layers),
         ropes=tuple(ropes),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
     )
@@ -233,8 +246,9 @@ def named_windows(config: Config, window: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in layer_types]
 
 
-def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
-    """Both `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+def rope_spec(config: Config, head_dim: int, max_position: int, default_rotary: float | None = None) -> RopeSpec:
+    """Both `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before). `default_rotary`: see
+    `decoder_spec`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}
     if not isinstance(parameters, Mapping):
@@ -245,14 +259,18 @@ def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
     if name not in _ROPE_KINDS:
         raise UnsupportedModelError(f"rope_type {shown(name)} is not supported; supported are {', '.join(_ROPE_KINDS)}")
     merged = {**{key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}, **parameters}
-    if number(merged, "partial_rotary_factor", 1.0) != 1.0:
+    share = number(merged, "partial_rotary_factor", default_rotary or 1.0)
+    if share != 1.0 and default_rotary is None:
         raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported for this family")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"partial_rotary_factor {share} of head_dim {head_dim} is not a positive even number")
     kind = _ROPE_KINDS[name]
     original = None
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         inherited = integer(config, "original_max_position_embeddings", max_position)
         original = integer(parameters, "original_max_position_embeddings", inherited)
-    if kind == "yarn" and original is not None and merged.get("factor") is None:
+    if kind in ("yarn", "longrope") and original is not None and merged.get("factor") is None:
         merged["factor"] = max_position / original
     numbers = {key: number(merged, key) for key in _ROPE_NUMBERS[kind]}
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
@@ -260,61 +278,24 @@ def rope_spec(config: Config, head_dim: int, max_position: int) -> RopeSpec:
     if kind == "yarn":
         numbers |= {key: _option(merged, key) for key in _YARN_OPTIONS if merged.get(key) is not None}
     theta = number(merged, "rope_theta", 10000.0)
-    return RopeSpec(kind=kind, theta=theta, rotary_dim=head_dim, params=numbers, original_max_position=original)
+    rope = RopeSpec(kind=kind, theta=theta, rotary_dim=rotary_dim, params=numbers, original_max_position=original)
+    return rope if kind != "longrope" else _with_factors(rope, merged)
 
 
-_NORMS_BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
-_NORMS_AROUND = (
-    ("input_layernorm", "input_norm"),
-    ("post_attention_layernorm", "attention_out_norm"),
-    ("pre_feedforward_layernorm", "mlp_norm"),
-    ("post_feedforward_layernorm", "mlp_out_norm"),
-)
-
-
-def llama_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
-    """The names that Llama gave and the other families kept. Q, K and V share one parameter, gate and up another."""
-    rows = {
-        "model.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
-        "model.norm.weight": _norm(spec, "norm.weight", spec.hidden_size),
-    }
-    if not spec.tie_embeddings:
-        rows["lm_head.weight"] = Rows("lm_head.weight", 0, spec.vocab_size)
-    for layer in range(spec.num_layers):
-        rows |= llama_layer_rows(spec, layer, f"model.layers.{layer}", f"layers.{layer}")
-    return rows
-
-
-def llama_layer_rows(spec: DecoderSpec, layer: int, source: str, target: str) -> dict[str, Rows]:
-    """Of one layer: names that begin with `source` in the checkpoint, `target` in the module."""
-    mixer, mlp, hidden = spec.layers[layer].mixer, spec.layers[layer].mlp, spec.hidden_size
-    q, kv, inner = mixer.q_size, mixer.kv_size, mlp.intermediate_size
-    linears = [
-        ("self_attn.q_proj", "qkv_proj", 0, q, mixer.qkv_bias),
-        ("self_attn.k_proj", "qkv_proj", q, kv, mixer.qkv_bias),
-        ("self_attn.v_proj", "qkv_proj", q + kv, kv, mixer.qkv_bias),
-        ("self_attn.o_proj", "o_proj", 0, hidden, mixer.o_bias),
-        ("mlp.gate_proj", "gate_up_proj", 0, inner, mlp.bias),
-        ("mlp.up_proj", "gate_up_proj", inner, inner, mlp.bias),
-        ("mlp.down_proj", "down_proj", 0, hidden, mlp.bias),
-    ]
-    rows = {}
-    for name, parameter, start, count, bias in linears:
-        for part in ("weight", "bias") if bias else ("weight",):
-            rows[f"{source}.{name}.{part}"] = Rows(f"{target}.{parameter}.{part}", start, count)
-    if mixer.sinks:
-        rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
-    names = _NORMS_AROUND if spec.norm_placement == "around" else _NORMS_BEFORE
-    norms = [(name, parameter, hidden) for name, parameter in names]
-    if mixer.qk_norm:
-        norms += [(f"self_attn.{name}", name, mixer.head_dim) for name in ("q_norm", "k_norm")]
-    for name, parameter, count in norms:
-        rows[f"{source}.{name}.weight"] = _norm(spec, f"{target}.{parameter}.weight", count)
-    return rows
-
-
-def _norm(spec: DecoderSpec, parameter: str, count: int) -> Rows:
-    return Rows(parameter, 0, count, "less one" if spec.norm == "rms_one_plus" else "as it is")
+def _with_factors(rope: RopeSpec, parameters: Config) -> RopeSpec:
+    refuse(parameters, dict.fromkeys(("short_mscale", "long_mscale"), "cos and sin have one factor"))
+    if rope.original_max_position is None or rope.original_max_position < 2:
+        raise ConfigError("original_max_position_embeddings must be at least 2 for longrope")
+    both = []
+    for key in ("short_factor", "long_factor"):
+        values, count = parameters.get(key), rope.rotary_dim // 2
+        if not isinstance(values, list) or len(values) != count:
+            raise ConfigError(f"{key} must be a list of {count} numbers, found {shown(values)}")
+        both.append(tuple(number({key: value}, key) for value in values))
+    params = dict(rope.params)
+    if parameters.get("attention_factor") is not None:
+        params["attention_factor"] = number(parameters, "attention_factor")
+    return replace(rope, short_factors=both[0], long_factors=both[1], params=params)
 
 
 def _option(parameters: Config, key: str) -> float:

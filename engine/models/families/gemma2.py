@@ -12,12 +12,14 @@ from engine.models.families.common import (
     alternating_windows,
     decoder_spec,
     flag,
-    llama_weight_rows,
     number,
     optional_number,
     refuse,
 )
-from engine.models.spec import DecoderSpec
+from engine.models.families.names import Names
+from engine.models.spec import DecoderSpec, QkNorm
+
+GEMMA_NAMES = Names(norms_stored="less one")
 
 
 def gemma_spec(
@@ -25,7 +27,7 @@ def gemma_spec(
     family: str,
     windows: list[int | None],
     *,
-    qk_norm: bool = False,
+    qk_norm: QkNorm | None = None,
     soft_cap: float | None = None,
     local_rope: Config | None = None,
 ) -> DecoderSpec:
@@ -49,9 +51,10 @@ def gemma_spec(
     )
     return msgspec.structs.replace(
         spec,
-        norm="rms_one_plus",
+        norm="rms_wide",
         norm_placement="around",
         embedding_scale=spec.hidden_size**0.5,
+        round_embedding_scale=True,
     )
 
 
@@ -63,4 +66,4 @@ def gemma2_spec(config: Config) -> DecoderSpec:
     )
 
 
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", gemma2_spec, llama_weight_rows)
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", gemma2_spec, GEMMA_NAMES.rows)

@@ -13,11 +13,10 @@ from engine.models.families.common import (
     Family,
     alternating_windows,
     integer,
-    llama_weight_rows,
     optional_number,
     refuse,
 )
-from engine.models.families.gemma2 import gemma_spec
+from engine.models.families.gemma2 import GEMMA_NAMES, gemma_spec
 from engine.models.json_file import shown
 from engine.models.spec import DecoderSpec
 
@@ -31,7 +30,7 @@ def gemma3_spec(config: Config) -> DecoderSpec:
         {**everywhere, "rope_parameters": full},
         "gemma3_text",
         windows,
-        qk_norm=True,
+        qk_norm="head",
         local_rope={**everywhere, "rope_parameters": local},
     )
     return msgspec.structs.replace(spec, logit_cap=optional_number(config, "final_logit_softcapping"))
@@ -53,4 +52,4 @@ def _rope_parameters(config: Config) -> tuple[Config, Config]:
     )
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, llama_weight_rows)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, GEMMA_NAMES.rows)

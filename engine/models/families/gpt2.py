@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.errors import ConfigError
-from engine.models.families.common import Config, Family, Rows, activation_of, flag, integer, number, refuse
+from engine.models.families.common import Config, Family, activation_of, flag, integer, number, refuse
+from engine.models.families.names import Rows
 from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 

@@ -4,7 +4,8 @@ so a whole model is refused."""
 from __future__ import annotations
 
 from engine.errors import UnsupportedModelError
-from engine.models.families.common import Config, Family, alternating_windows, decoder_spec, flag, llama_weight_rows
+from engine.models.families.common import Config, Family, alternating_windows, decoder_spec, flag
+from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 _ROPE = {
@@ -37,4 +38,4 @@ def gpt_oss_spec(config: Config) -> DecoderSpec:
     raise UnsupportedModelError("GPT-OSS is not supported: its mixture of experts is missing here (attention is not)")
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, llama_weight_rows)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, LLAMA_NAMES.rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.models.families.common import Config, Family, decoder_spec, flag, llama_weight_rows, num_layers
+from engine.models.families.common import Config, Family, decoder_spec, flag, num_layers
+from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
@@ -18,4 +19,4 @@ def llama_spec(config: Config) -> DecoderSpec:
     )
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", llama_spec, llama_weight_rows)
+LLAMA = Family("llama", "LlamaForCausalLM", llama_spec, LLAMA_NAMES.rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.errors import UnsupportedModelError
-from engine.models.families.common import Config, Family, decoder_spec, integer, llama_weight_rows, num_layers
+from engine.models.families.common import Config, Family, decoder_spec, integer, num_layers
+from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
@@ -16,4 +17,4 @@ def mistral_spec(config: Config) -> DecoderSpec:
     return decoder_spec(config, "mistral", windows=[window] * num_layers(config), default_kv_heads=8)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", mistral_spec, llama_weight_rows)
+MISTRAL = Family("mistral", "MistralForCausalLM", mistral_spec, LLAMA_NAMES.rows)

@@ -4,7 +4,8 @@ and has narrow embeddings, projected to the hidden size and back."""
 from __future__ import annotations
 
 from engine.errors import ConfigError, UnsupportedModelError
-from engine.models.families.common import Config, Family, Rows, activation_of, flag, integer
+from engine.models.families.common import Config, Family, activation_of, flag, integer
+from engine.models.families.names import Rows
 from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.models.families.common import Config, Family, decoder_spec, layer_type_windows, llama_weight_rows
+from engine.models.families.common import Config, Family, decoder_spec, layer_type_windows
+from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
@@ -10,4 +11,4 @@ def qwen2_spec(config: Config) -> DecoderSpec:
     return decoder_spec(config, "qwen2", windows=layer_type_windows(config), qkv_bias=True, default_kv_heads=32)
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, llama_weight_rows)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, LLAMA_NAMES.rows)

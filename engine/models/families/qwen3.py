@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.models.families.common import Config, Family, decoder_spec, flag, layer_type_windows, llama_weight_rows
+from engine.models.families.common import Config, Family, decoder_spec, flag, layer_type_windows
+from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
@@ -14,10 +15,10 @@ def qwen3_spec(config: Config) -> DecoderSpec:
         windows=layer_type_windows(config),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        qk_norm=True,
+        qk_norm="head",
         default_head_dim=128,
         default_kv_heads=32,
     )
 
 
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", qwen3_spec, llama_weight_rows)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", qwen3_spec, LLAMA_NAMES.rows)
