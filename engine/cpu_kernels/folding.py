@@ -25,6 +25,8 @@ from engine.cpu_kernels.tape_program import native_name
 
 _X, _NORM, _EPS, _RESIDUAL, _GATE, _WIDE = 0, 5, 6, 7, 8, 9
 """arguments of `packed_linear`"""
+_NORM_RESIDUAL = 8
+"""of `rotate_heads`"""
 _ADDS = (operator.add, torch.add, "add")
 _WRITERS = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior")
 _ROWS, _CLOSE = 3, 3e-2
@@ -105,15 +107,20 @@ class _Folding:
             for view, other in (add.args, add.args[::-1]):
                 if not (isinstance(view, fx.Node) and isinstance(other, fx.Node)):
                     continue
-                product = _root(view)
-                if product not in products or any(product.args[i] for i in (_RESIDUAL, _GATE, _WIDE)):
+                maker = _root(view)
+                place = self._residual_of(maker, products)
+                if place is None or _readers(maker) != [add] or not _alike(view, other):
                     continue
-                if _readers(product) != [add] or not _alike(view, other) or order[other] > order[product]:
-                    continue
-                if (rows := self._rows(other)) is not None:
-                    _set(product, {_RESIDUAL: rows})
+                if order[other] < order[maker] and (rows := self._rows(other)) is not None:
+                    _set(maker, {place: rows})
                     self._replace(add, view)
                     break
+
+    def _residual_of(self, maker: fx.Node, products: set[fx.Node]) -> int | None:
+        """Which argument a residual would be; None: it takes none, or has one."""
+        if maker in products:
+            return None if any(maker.args[i] for i in (_RESIDUAL, _GATE, _WIDE)) else _RESIDUAL
+        return _NORM_RESIDUAL if _is_row_norm(maker) else None
 
     def _rows(self, node: fx.Node) -> fx.Node | None:
         """[1, tokens, n] as [tokens, n]."""
@@ -149,7 +156,7 @@ class _Folding:
             first += count
 
     def _rope(self, turn: _Turn) -> fx.Node | None:
-        """[tokens, dim]: cosines, then sines. None: they are made too late."""
+        """[tokens, turned]: cosines, then sines. None: they are made too late."""
         pair = turn.cos, turn.sin
         if pair not in self._ropes:
             order = {node: index for index, node in enumerate(self._graph.nodes)}
@@ -158,7 +165,7 @@ class _Folding:
                 return None
             halves = []
             for node in pair:
-                for target, arguments in (("flatten", (0, -2)), ("narrow", (-1, 0, turn.dim // 2))):
+                for target, arguments in (("flatten", (0, -2)), ("narrow", (-1, 0, turn.turned // 2))):
                     with self._graph.inserting_after(latest):
                         latest = node = self._new(target, (node, *arguments))
                 halves.append(node)
@@ -196,6 +203,8 @@ class _Turn:
 
     def __init__(self, product: fx.Node, cos: fx.Node, sin: fx.Node, dim: int) -> None:
         self.product, self.cos, self.sin, self.dim = product, cos, sin, dim
+        self.turned = int(_tensor(cos).size(-1))
+        """elements of a head, the first ones"""
         self.norms: tuple[fx.Node | None, fx.Node | None] = (None, None)
         self.eps = 0.0
 
@@ -217,7 +226,8 @@ class _Turn:
         dim = int(_tensor(q).size(2))
         if any(_writes(node) for node in between):
             return None
-        if len(tables) != 2 or any(_tensor(table).size(-1) != dim for table in tables):
+        widths = {_tensor(table).size(-1) for table in tables}
+        if len(tables) != 2 or len(widths) != 1 or not 0 < max(widths) <= dim:
             return None
         if sum(sizes) != _tensor(product).size(1):
             return None
@@ -238,7 +248,7 @@ class _Turn:
         generator = torch.Generator().manual_seed(0)
         columns, dtype = int(_tensor(self.product).size(1)), _tensor(self.product).dtype
         rows = torch.randn(_ROWS, columns, generator=generator).to(dtype)
-        angles = torch.rand(_ROWS, self.dim // 2, generator=generator) * 6.28
+        angles = torch.rand(_ROWS, self.turned // 2, generator=generator) * 6.28
         halves = angles.cos().to(dtype), angles.sin().to(dtype)
         known: dict[fx.Node, Any] = {self.product: rows, traced.size: _ROWS, **traced.weights}
         for node, half in zip(tables, halves, strict=True):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from engine.cpu_kernels.experts import ClampedSwiGLU
-from engine.models.layers import Embedding, Linear, OnePlusRMSNorm, RMSNorm, activated
+from engine.models.layers import Embedding, Linear, RMSNorm, WideRMSNorm, activated
 from engine.models.packed import FUSED_GATES, PackedEmbedding, PackedLinear, RowNorm
 from engine.models.packed_experts import PackedExperts
 from engine.models.spec import Activation
@@ -147,6 +147,10 @@ def _dense(linears: Sequence[nn.Linear], activation: Activation | None = None, g
     return layer
 
 
+def _first(module: nn.Module, names: Sequence[str]) -> object:
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+
 def _siblings(parent: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
     """Plain layers of these names that could be one."""
     found = [getattr(parent, name, None) for name in names]
@@ -169,7 +173,7 @@ def _join(parent: nn.Module, names: Sequence[str], packer: Packer) -> None:
 
 def _gated_mlp(module: nn.Module, packer: Packer) -> GatedMlp | None:
     """Where `module` is down(activation(gate(x)) * up(x)) with an activation that the kernels have."""
-    down, act = getattr(module, "down_proj", None), next((getattr(module, a, None) for a in _ACTIVATIONS), None)
+    down, act = getattr(module, "down_proj", None), _first(module, _ACTIVATIONS)
     for names in _GATES:
         gates = _siblings(module, names)
         activation = _activation_of(act)
@@ -251,11 +255,11 @@ def _stacked(module: Any, name: str, is_transposed: bool = False) -> torch.Tenso
 
 def _norm(module: nn.Module, packer: Packer) -> nn.Module | None:
     """Where `module` is an RMSNorm of either rounding, over whole rows or heads."""
-    weight, eps = getattr(module, "weight", None), next((getattr(module, e, None) for e in _EPSILONS), None)
+    weight, eps = getattr(module, "weight", None), _first(module, _EPSILONS)
     names = {name for name, _ in module.named_parameters()}
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or names != {"weight"} or not isinstance(eps, float):
         return None
-    kinds = ((RMSNorm, 0.0), (OnePlusRMSNorm, 0.0), (OnePlusRMSNorm, 1.0))
+    kinds = ((RMSNorm, 0.0), (WideRMSNorm, 0.0), (WideRMSNorm, 1.0))
     norms = [kind(weight.numel(), eps, weight.dtype, weight.device) for kind, _ in kinds]
     for norm, (_, of_weight) in zip(norms, kinds, strict=True):
         norm.weight.data.copy_(weight.float() + of_weight)

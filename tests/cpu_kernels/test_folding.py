@@ -29,8 +29,8 @@ from engine.weights.fallback_loader import load_fallback
 from engine.weights.packing import Packer
 
 ATTENTION = "pageloom::attention"
-NATIVE = ["llama", "qwen3", "mistral", "seed_oss", "iquestcoder"]
-"""all between two attentions is native: plain layers, norms of heads, biases"""
+NATIVE = "llama qwen3 mistral seed_oss iquestcoder phi3 gemma2 gemma3_text".split()
+"""all between two attentions is native: norms of heads and behind the residual, biases, dropout, partial rotation"""
 OTHERS = [
     "gemma3_text",
     "granite",
