@@ -29,20 +29,9 @@ from engine.weights.fallback_loader import load_fallback
 from engine.weights.packing import Packer
 
 ATTENTION = "pageloom::attention"
-NATIVE = "llama qwen3 mistral seed_oss iquestcoder phi3 gemma2 gemma3_text".split()
+NATIVE = ["llama", "qwen3", "mistral", "seed_oss", "iquestcoder", "phi3", "gemma2", "gemma3_text"]
 """all between two attentions is native: norms of heads and behind the residual, biases, dropout, partial rotation"""
-OTHERS = [
-    "gemma3_text",
-    "granite",
-    "olmo2",
-    "glm4",
-    "phi3",
-    "gpt_neox",
-    "starcoder2",
-    "cohere",
-    "qwen3_moe",
-    "deepseek_v3",
-]
+OTHERS = ["granite", "olmo2", "glm4", "gpt_neox", "starcoder2", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 """something is left to the compiler: multipliers, partial rotations, LayerNorm, experts, latent attention"""
 TOKENS = torch.randint(3, 199, (24,), generator=torch.Generator().manual_seed(7))
 

@@ -91,7 +91,7 @@ def test_nvcc_is_needed_only_where_nothing_else_may_serve(tmp_path: Path, caplog
 def test_a_start_on_cuda_asks_before_it_reads_a_model_and_one_on_a_cpu_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def described(path: str) -> None:
+    def described(path: str, model_impl: str) -> None:
         raise LookupError("the model is read")
 
     monkeypatch.setattr(loading, "describe", described)
