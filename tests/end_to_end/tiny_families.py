@@ -29,6 +29,24 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "Gemma2": {"head_dim": 32, "sliding_window": 100},
     "OPT": {"ffn_dim": 96, "init_std": 0.3},
+    # These have no family of ours: the library's module, with experts and with latent attention.
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
 }
 
 
