@@ -170,6 +170,26 @@ def test_a_model_that_neither_serves_is_told_both_reasons(tmp_path: Path) -> Non
         describe(str(tmp_path), "native")
 
 
+@pytest.mark.parametrize("architecture", ["HeliumForSequenceClassification", "LlamaForCausalLM"])
+def test_another_head_is_not_taken_for_a_language_model(architecture: str, tmp_path: Path) -> None:
+    library_model("helium", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [architecture]}))
+    with pytest.raises(UnsupportedModelError, match=rf"only HeliumForCausalLM and HeliumModel.*{architecture}"):
+        describe(str(tmp_path), "transformers")
+
+
+@torch.no_grad()
+def test_a_bare_model_makes_vectors_and_no_tokens(tmp_path: Path) -> None:
+    library = library_model("helium", tmp_path / "whole")
+    library.base_model.save_pretrained(tmp_path / "bare")
+    description = describe(str(tmp_path / "bare"), "transformers")
+    assert not description.generates and describe(str(tmp_path / "whole"), "transformers").generates
+    ids = torch.tensor(PROMPT)
+    found = served(tmp_path / "bare")(ids, torch.arange(len(ids)))
+    torch.testing.assert_close(found, served(tmp_path / "whole")(ids, torch.arange(len(ids))))
+
+
 @pytest.mark.parametrize("change", ["missing", "shape", "extra"])
 def test_a_checkpoint_that_does_not_fit_is_refused(change: str, tmp_path: Path) -> None:
     library_model("helium", tmp_path)

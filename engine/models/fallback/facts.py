@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,13 @@ from engine.errors import UnsupportedModelError
 from engine.models.facts import ModelFacts
 from engine.models.fallback.probe import SeenLayer, probe
 from engine.models.fallback.rotation import fix_rope
+from engine.models.json_file import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_HEAD = re.compile("ForCausalLM|LMHeadModel")
+_SHOWN = 300
+"""characters of an error of the library's"""
 _LEAST = 1
 """positions, where nothing is computed"""
 _RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"})
@@ -28,9 +29,12 @@ _RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "con
 def read_facts(path: str) -> tuple[ModelFacts, bool]:
     """With whether its checkpoint has a head. Raises UnsupportedModelError naming what is missing here."""
     config = read_config(path)
-    named = [str(name) for name in getattr(config, "architectures", None) or []]
     whole, layers = probed(config)
-    return facts_of(config, whole, layers), not named or any(_HEAD.search(name) for name in named)
+    named = [str(name) for name in getattr(config, "architectures", None) or []]
+    causal, bare = type(whole).__name__, type(whole.base_model).__name__
+    if named and not {causal, bare} & set(named):
+        raise UnsupportedModelError(f"of {config.model_type} only {causal} and {bare} are served, not {shown(named)}")
+    return facts_of(config, whole, layers), not named or causal in named
 
 
 def read_config(path: str) -> PreTrainedConfig:
@@ -43,7 +47,9 @@ def read_config(path: str) -> PreTrainedConfig:
     except Exception as error:
         raise UnsupportedModelError(f"transformers {__version__} does not read its config: {_first(error)}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
-        raise UnsupportedModelError(f"transformers {__version__} has no causal language model {config.model_type!r}")
+        raise UnsupportedModelError(
+            f"transformers {__version__} has no causal language model {shown(config.model_type)}"
+        )
     if config.get_text_config() is not config:
         raise UnsupportedModelError(f"{config.model_type} reads more than text; only models of text alone are served")
     if recurrent := sorted({str(kind) for kind in getattr(config, "layer_types", None) or []} & _RECURRENT):
@@ -117,7 +123,8 @@ def _max_position(config: Any) -> int:
 
 def _first(error: Exception) -> str:
     """The line that says most."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    found = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return found[:_SHOWN]
 
 
 @contextmanager

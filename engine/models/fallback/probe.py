@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NAME = "pageloom_probe"
 _TOKENS = 5
+_SHOWN = 300
+"""characters of an error of the library's"""
 _QUERIES = (3, 1000, 1 << 20)
 """positions at which a mask's rule is asked what they see"""
 _LONGEST = _QUERIES[-1]
@@ -88,7 +90,8 @@ def probe(whole: PreTrainedModel) -> list[SeenLayer]:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise UnsupportedModelError(f"its module does not run with attention from outside: {error}") from error
+        reason = " ".join(str(error).split())[:_SHOWN]
+        raise UnsupportedModelError(f"its module does not run with attention from outside: {reason}") from error
     finally:
         whole.set_attn_implementation(kept)
     return seen.layers
