@@ -24,6 +24,8 @@ _HEADS = Range(1, 2**12)
 _HEAD_DIM = Range(1, 2**12)
 _POSITIONS = Range(1, 2**24)
 _STRETCH = Range(1e-3, 1e6)
+_EPSILON = Range(0.0, 1.0, open_low=True)
+_MULTIPLIER = Range(1e-6, 1e6)
 
 CONFIG_RANGES = {
     "vocab_size": _VOCABULARY,
@@ -46,8 +48,19 @@ CONFIG_RANGES = {
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": _POSITIONS,
     "sliding_window_pattern": _LAYERS,
-    "rms_norm_eps": Range(0.0, 1.0, open_low=True),
-    "layer_norm_epsilon": Range(0.0, 1.0, open_low=True),
+    "rms_norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "layer_norm_eps": _EPSILON,
+    "norm_eps": _EPSILON,
+    "norm_epsilon": _EPSILON,
+    "attention_multiplier": _MULTIPLIER,
+    "embedding_multiplier": _MULTIPLIER,
+    "residual_multiplier": Range(1e-3, 1e3),
+    "logits_scaling": _MULTIPLIER,
+    "logit_scale": _MULTIPLIER,
+    "no_rope_layer_interval": _LAYERS,
+    "alpha": _STRETCH,
+    "llama_4_scaling_beta": Range(0.0, 1e3),
     "query_pre_attn_scalar": Range(1e-6, 1e6),
     "attn_logit_softcapping": Range(1e-6, 1e6),
     "final_logit_softcapping": Range(1e-6, 1e6),

@@ -35,6 +35,9 @@ OTHERS = (
     "tie_word_embeddings",
     "eos_token_id",
     "dtype",
+    "no_rope_layers",
+    "rotary_pct",
+    "rotary_emb_base",
 )
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -128,9 +131,12 @@ def test_an_absurd_value_is_refused_by_name(change: dict[str, Any], says: str, t
     assert str(tmp_path / "config.json") in refused and says in refused
 
 
-@pytest.mark.parametrize(
-    "case", ["llama_yarn_rope", "llama_llama3_rope", "qwen3_bias_windows", "gemma3_windows", "opt"]
-)
+READ = ["llama_yarn_rope", "llama_llama3_rope", "qwen3_bias_windows", "gemma3_windows", "opt"]
+READ += ["phi3_long_rope", "smollm3", "granite", "olmo3_windows", "glm4", "ministral3", "cohere2_windows"]
+READ += ["hunyuan_alpha", "exaone4_windows", "nemotron", "apertus", "starcoder2", "gpt_neox", "stablelm"]
+
+
+@pytest.mark.parametrize("case", READ)
 def test_what_is_accepted_can_be_computed_with(case: str, tmp_path: Path) -> None:
     """Any value in any place: an error of ours, or sizes within the bounds and finite rotations."""
     config = CASES[case]()

@@ -35,7 +35,18 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
     assert greedy(model, PROMPT, 32) == hf_greedy(reference, PROMPT, 32)
 
 
-@pytest.mark.parametrize("case", ["llama_biases", "mistral_window", "qwen3_bias_windows", "gemma3_windows", "opt"])
+CHUNKED = [
+    "llama_biases",
+    "mistral_window",
+    "qwen3_bias_windows",
+    "gemma3_windows",
+    "opt",
+    "phi3_long_rope",
+    "ministral3",
+]
+
+
+@pytest.mark.parametrize("case", CHUNKED)
 def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     model = ours(save(make_model(case), tmp_path))
     torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4)
@@ -53,7 +64,12 @@ def test_windows_change_the_logits_of_a_prompt_beyond_them(case: str, tmp_path: 
     assert (with_window[16:] - without[16:]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("case", ["llama_tied", "qwen2", "gemma2_windows", "gemma3_windows", "opt_norms_after", "gpt2"])
+ROUNDED = ["llama_tied", "qwen2", "gemma2_windows", "gemma3_windows", "opt_norms_after", "gpt2"]
+ROUNDED += ["phi3_long_rope", "granite", "olmo2", "glm4", "ministral3", "helium", "cohere", "hunyuan", "ernie4_5"]
+ROUNDED += ["exaone4_windows", "nemotron", "apertus", "gpt_neox", "phi", "stablelm_parallel"]
+
+
+@pytest.mark.parametrize("case", ROUNDED)
 def test_bfloat16_errs_no_more_than_transformers_bfloat16(case: str, tmp_path: Path) -> None:
     reference = make_model(case)
     path = save(reference, tmp_path)

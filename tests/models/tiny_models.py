@@ -7,16 +7,38 @@ from typing import Any
 
 import torch
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 SHAPE: dict[str, Any] = {
@@ -68,6 +90,28 @@ GPT2_SHAPE: dict[str, Any] = {
     "n_positions": 256,
     "initializer_range": 0.2,
 }
+DEEP: dict[str, Any] = {**SHAPE, "num_hidden_layers": 5}
+NO_PADDING: dict[str, Any] = {"pad_token_id": None}
+"""for configs whose own lies outside the tiny vocabulary"""
+NEOX_SHAPE = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+GRANITE_NUMBERS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+
+
+def longrope(head_dim: int, share: float = 1.0) -> dict[str, Any]:
+    count = int(head_dim) // 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": share,
+        "short_factor": [1.0 + 0.05 * index for index in range(count)],
+        "long_factor": [1.0 + 1.5 * index for index in range(count)],
+    }
+
 
 CASES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -109,6 +153,87 @@ CASES: dict[str, Any] = {
     "gpt2": lambda: GPT2Config(**GPT2_SHAPE),
     "gpt2_untied": lambda: GPT2Config(
         **GPT2_SHAPE, tie_word_embeddings=False, n_inner=80, scale_attn_weights=False, activation_function="relu"
+    ),
+    "phi3": lambda: Phi3Config(**SHAPE, **NO_PADDING),
+    "phi3_long_rope": lambda: Phi3Config(
+        **SHAPE, **NO_PADDING, original_max_position_embeddings=32, rope_parameters=longrope(12, 0.75)
+    ),
+    "phi3_short_rope_window": lambda: Phi3Config(
+        **SHAPE, **NO_PADDING, original_max_position_embeddings=256, rope_parameters=longrope(16), sliding_window=16
+    ),
+    "smollm3": lambda: SmolLM3Config(**DEEP, **NO_PADDING),
+    "smollm3_windows": lambda: SmolLM3Config(
+        **SHAPE,
+        **NO_PADDING,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=16,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "granite": lambda: GraniteConfig(**SHAPE, **GRANITE_NUMBERS),
+    "granite_tied": lambda: GraniteConfig(
+        **SHAPE, **GRANITE_NUMBERS, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "olmo2_as_many_heads": lambda: Olmo2Config(**{**SHAPE, "num_key_value_heads": 4}, attention_bias=True),
+    "olmo3_windows": lambda: Olmo3Config(
+        **DEEP,
+        sliding_window=16,
+        rope_parameters={
+            "full_attention": {**YARN, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "glm": lambda: GlmConfig(**SHAPE, **NO_PADDING, head_dim=32, rms_norm_eps=1e-5),
+    "glm4": lambda: Glm4Config(**SHAPE, **NO_PADDING, head_dim=32, attention_bias=False),
+    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=32, attention_out_bias=True),
+    "ministral_windows": lambda: MinistralConfig(**SHAPE, head_dim=16, sliding_window=16, layer_types=MIXED),
+    "ministral3": lambda: Ministral3Config(
+        **SHAPE,
+        head_dim=32,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "helium": lambda: HeliumConfig(**SHAPE, head_dim=16, attention_bias=True),
+    "cohere": lambda: CohereConfig(**{**SHAPE, "initializer_range": 0.3}, attention_bias=True, logit_scale=0.25),
+    "cohere2_windows": lambda: Cohere2Config(
+        **{**DEEP, "initializer_range": 0.3}, sliding_window=16, sliding_window_pattern=2, logit_scale=0.5
+    ),
+    "hunyuan": lambda: HunYuanDenseV1Config(**SHAPE, head_dim=32),
+    "hunyuan_alpha": lambda: HunYuanDenseV1Config(
+        **SHAPE,
+        head_dim=16,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    ),
+    "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=32),
+    "ernie4_5_biases_untied": lambda: Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True, tie_word_embeddings=False),
+    "exaone4": lambda: Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4_windows": lambda: Exaone4Config(**DEEP, sliding_window=16, tie_word_embeddings=True),
+    "nemotron": lambda: NemotronConfig(**SHAPE),
+    "nemotron_biases": lambda: NemotronConfig(
+        **SHAPE, head_dim=32, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25
+    ),
+    "apertus": lambda: ApertusConfig(**SHAPE, rope_parameters=dict(LLAMA3)),
+    "starcoder2": lambda: Starcoder2Config(**SHAPE),
+    "starcoder2_window_untied": lambda: Starcoder2Config(
+        **SHAPE, sliding_window=16, use_bias=False, tie_word_embeddings=False, hidden_act="gelu"
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**NEOX_SHAPE),
+    "gpt_neox_one_after_the_other": lambda: GPTNeoXConfig(
+        **NEOX_SHAPE, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5, tie_word_embeddings=True
+    ),
+    "phi": lambda: PhiConfig(**SHAPE),
+    "stablelm": lambda: StableLmConfig(**SHAPE),
+    "stablelm_parallel": lambda: StableLmConfig(
+        **SHAPE, use_parallel_residual=True, use_qkv_bias=True, partial_rotary_factor=0.5, tie_word_embeddings=True
     ),
 }
 

@@ -6,19 +6,68 @@ import re
 from collections.abc import Mapping
 
 from engine.errors import UnsupportedModelError
+from engine.models.families.apertus import APERTUS
+from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
+from engine.models.families.ernie4_5 import ERNIE4_5
+from engine.models.families.exaone4 import EXAONE4
 from engine.models.families.gemma2 import GEMMA2
 from engine.models.families.gemma3 import GEMMA3
+from engine.models.families.glm import GLM, GLM4
 from engine.models.families.gpt2 import GPT2
+from engine.models.families.gpt_neox import GPT_NEOX
 from engine.models.families.gpt_oss import GPT_OSS
+from engine.models.families.granite import GRANITE
+from engine.models.families.helium import HELIUM
+from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.llama import LLAMA
+from engine.models.families.ministral import MINISTRAL, MINISTRAL3
 from engine.models.families.mistral import MISTRAL
+from engine.models.families.nemotron import NEMOTRON
+from engine.models.families.olmo2 import OLMO2, OLMO3
 from engine.models.families.opt import OPT
+from engine.models.families.phi import PHI
+from engine.models.families.phi3 import PHI3
 from engine.models.families.qwen2 import QWEN2
 from engine.models.families.qwen3 import QWEN3
+from engine.models.families.seed_oss import SEED_OSS
+from engine.models.families.smollm3 import SMOLLM3
+from engine.models.families.stablelm import STABLELM
+from engine.models.families.starcoder2 import STARCODER2
 from engine.models.json_file import shown
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OPT, GPT2)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA2,
+    GEMMA3,
+    OPT,
+    GPT2,
+    PHI3,
+    SMOLLM3,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    GLM,
+    GLM4,
+    SEED_OSS,
+    MINISTRAL,
+    MINISTRAL3,
+    HELIUM,
+    COHERE,
+    COHERE2,
+    HUNYUAN,
+    ERNIE4_5,
+    EXAONE4,
+    NEMOTRON,
+    APERTUS,
+    STARCODER2,
+    GPT_NEOX,
+    PHI,
+    STABLELM,
+)
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel")
 
