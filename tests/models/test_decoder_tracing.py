@@ -59,9 +59,12 @@ def _holds_node(value: object) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(item, torch.fx.Node) for item in value)
 
 
-@pytest.mark.parametrize(
-    "case", ["gemma3_windows", "gemma3_windows_untied", "gemma2_windows", "opt_norms_after", "gpt2"]
-)
+ALIKE = ["gemma3_windows", "gemma3_windows_untied", "gemma2_windows", "opt_norms_after", "gpt2"]
+ALIKE += ["phi3_long_rope", "granite", "olmo2", "olmo3_windows", "glm4", "ministral3", "cohere", "hunyuan", "exaone4"]
+ALIKE += ["nemotron", "apertus", "gpt_neox", "stablelm_parallel"]
+
+
+@pytest.mark.parametrize("case", ALIKE)
 def test_layers_of_every_family_are_the_same_piece(case: str, tmp_path: Path) -> None:
     """Gemma 3's layers with and without a window differ in the rows of another rope table: an input like any other."""
     model = Decoder(describe(save(make_model(case), tmp_path)).spec, dtype=torch.float32)
@@ -71,6 +74,17 @@ def test_layers_of_every_family_are_the_same_piece(case: str, tmp_path: Path) ->
     pieces = [structural_hash(step.module.graph) for step in steps if isinstance(step, Piece)]
     assert len(pieces) == model.spec.num_layers + 1
     assert len(set(pieces)) == 3 and len(set(pieces[1:-1])) == 1
+
+
+def test_layers_that_turn_nothing_are_pieces_of_their_own(tmp_path: Path) -> None:
+    """Between layers: those that turn, those before one that does not, and those behind it."""
+    model = Decoder(describe(save(make_model("smollm3"), tmp_path)).spec, dtype=torch.float32)
+    model.set_attention(ATTENTION)
+    with torch.no_grad():
+        steps = split(trace(model, (torch.zeros(5, dtype=torch.int64), torch.arange(5))), frozenset({ATTENTION_OP}))
+    between = [structural_hash(step.module.graph) for step in steps if isinstance(step, Piece)][1:-1]
+    assert [layer.mixer.rope for layer in model.spec.layers] == [0, 0, 0, None, 0]
+    assert between[0] == between[1] and len(set(between)) == 3
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3_bias_windows", "qwen2_tied_windows"])

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LLAMA3, SHAPE, YARN
-from transformers import LlamaConfig
+from tiny_models import LLAMA3, SHAPE, YARN, longrope
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from engine.models.families.llama import llama_spec
+from engine.models.families.phi3 import phi3_spec
 from engine.models.rope import inverse_frequencies, rope_table
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,3 +55,16 @@ def test_kinds_differ_from_each_other() -> None:
         frequencies, factor = inverse_frequencies(llama_spec(config.to_dict()).ropes[0], 1024)
         seen.append((*frequencies.tolist(), factor))
     assert len(set(seen)) == len(seen)
+
+
+def test_longrope_takes_one_list_of_factors_for_a_whole_table() -> None:
+    """By how many positions there are, in the order of transformers, which decides by the sequence's length."""
+    shape = {**SHAPE, "max_position_embeddings": 128, "original_max_position_embeddings": 32, "pad_token_id": None}
+    config = Phi3Config(**shape, rope_parameters=longrope(12, 0.75))
+    (rope,) = phi3_spec(config.to_dict()).ropes
+    assert rope.rotary_dim == 12
+    for count in (32, 33, 128):
+        cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
+        expected = torch.cat((cos[0, :, :6], sin[0, :, :6]), dim=-1)
+        torch.testing.assert_close(rope_table(rope, count), expected, rtol=0, atol=1e-6)
+    assert (rope_table(rope, 32) - rope_table(rope, 33)[:32]).abs().max() > 0.1

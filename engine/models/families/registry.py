@@ -82,9 +82,9 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, bool]:
             return family, True
         if _HEAD.sub("Model", family.architecture) in named:
             return family, False
-    found = f"architectures {shown(named)}" if named else f"model_type {shown(config.get('model_type'))}"
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    raise UnsupportedModelError(f"{found} is not supported; supported architectures are {supported}")
+    found = f"architectures {shown(named[:4])}" if named else f"model_type {shown(config.get('model_type'))}"
+    supported = ", ".join(family.architecture.removesuffix("ForCausalLM") for family in FAMILIES)
+    raise UnsupportedModelError(f"{found} is not supported; supported architectures (ForCausalLM) are {supported}")
 
 
 def family_named(name: str) -> Family:
