@@ -354,11 +354,8 @@ class ModelRunner:
         twin = copy.copy(self._check_compilable())
         cast(CausalModel, twin).set_attention(torch.ops.pageloom.attention)
         example = torch.arange(_EXAMPLE_TOKENS, dtype=torch.int64, device=self._device)
-        settings = CompileSettings(
-            mode="pieces",
-            cache_dir=Path(self._config.compile.cache_dir),
-            largest_size=self._config.scheduler.max_num_batched_tokens,
-        )
+        cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
+        settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules):
             return compile_model(
                 twin,
