@@ -99,7 +99,7 @@ class Model:
 
     def _attend(self, layer: int, step: int, r: NativeRows) -> None:
         assert step == STEP.data_ptr()
-        mixer = self.decoder.spec.layers[layer].mixer
+        mixer = self.decoder.spec.layers[0].mixer
         places = [
             (r.q, r.q_stride, mixer.num_heads),
             (r.k, r.k_stride, mixer.num_kv_heads),
