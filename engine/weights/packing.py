@@ -17,7 +17,7 @@ from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, pack_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.packed import (
@@ -51,7 +51,7 @@ class _Encoded:
         if self.format is Format.BFLOAT16:
             return pack_bf16(self.rows)
         if self.rows.dtype == torch.uint8:
-            return pack_gguf(self.rows, self.format)
+            return pack_blocks(self.rows, self.format)
         return pack_int8(self.rows) if self.format is Format.INT8 else pack_int4(self.rows)
 
 
