@@ -1,5 +1,6 @@
 """Weights quantised and packed for the CPU's linear layers: int8 with a scale an output, int4 with a scale and a
-minimum for 32 inputs, blocks of a checkpoint re-ordered as they are; and `unpack`, which says what a packed matrix stands for.
+minimum for 32 inputs, blocks of a checkpoint re-ordered as they are; and `unpack`, which says what a packed matrix
+stands for.
 
 Layouts: `csrc/linear.h` and `csrc/group_formats.h`. Matrices are taken a few panels at a time, so that temporaries stay
 in a core's cache whatever the matrix. Rows beyond n in the last panel are zeros.
@@ -47,7 +48,7 @@ def pack_int4(weight: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: Tensor, format: Format) -> Tensor:
-    """blocks: uint8 [n, bytes of a row], as a GGUF file holds them, or `group_blocks` makes them → uint8 [panels,
+    """blocks: uint8 [n, bytes of a row], as a GGUF file holds them, or `engine.weights` makes them → uint8 [panels,
     panel_bytes]; the same values, bit for bit, never inflated. Raises ValueError: the format has no blocks, or rows are
     not whole ones."""
     layout = block_packing.LAYOUTS.get(format)
