@@ -187,13 +187,13 @@ def _checked_scheme(weights: Entries) -> set[tuple[int, int]]:
     """The blocks that a scheme of weights has. Raises UnsupportedModelError for bits, types and strategies that are not
     read."""
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
-    if kind not in _STRATEGIES or bits not in (4, 8):
+    if not isinstance(kind, str) or kind not in _STRATEGIES or bits not in (4, 8):
         raise UnsupportedModelError(
             f"compressed-tensors: weights of {shown(bits)} bits ({shown(kind)}) are not supported; int and float of 4 "
             "and 8 bits are"
         )
-    if strategy is not None and strategy not in _STRATEGIES[str(kind)]:
-        raise _unsupported("compressed-tensors", "strategy", strategy, f"{', '.join(_STRATEGIES[str(kind)])} are")
+    if strategy is not None and strategy not in _STRATEGIES[kind]:
+        raise _unsupported("compressed-tensors", "strategy", strategy, f"{', '.join(_STRATEGIES[kind])} are")
     block = weights.get("block_structure")
     return set() if block is None or strategy != "block" else {_block("block_structure", block)}
 

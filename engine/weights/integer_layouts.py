@@ -85,7 +85,7 @@ def int8_integers(source: SafetensorsSource, matrix: StoredMatrix, stored: Store
 
 def _bytes(words: Tensor) -> Tensor:
     """int32 [rows, words] → uint8 [rows, 4 * words]"""
-    return words.contiguous().view(torch.uint8)
+    return words.flatten().view(torch.uint8).view(len(words), -1)
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
