@@ -78,7 +78,7 @@ class QuantizedSource:
             self._float8(matrix, destination)
         elif matrix.kind is Kind.NVFP4:
             packed, scale = self._tensor(matrix, ".weight_packed"), self._finite(matrix, ".weight_scale")
-            total = self._finite(matrix, ".weight_global_scale")
+            total = self._finite(matrix, ".weight_global_scale", divides=True)
             block_floats.dequantize_nvfp4(packed, scale, total, destination)
         elif matrix.kind is Kind.MXFP4:
             packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
@@ -126,10 +126,11 @@ class QuantizedSource:
     def _tensor(self, matrix: StoredMatrix, ending: str) -> Tensor:
         return self._source.tensor(matrix.prefix + ending)
 
-    def _finite(self, matrix: StoredMatrix, ending: str) -> Tensor:
+    def _finite(self, matrix: StoredMatrix, ending: str, *, divides: bool = False) -> Tensor:
+        """`divides`: weights are divided by it, so it is not zero."""
         name = matrix.prefix + ending
         scale = self._source.tensor(name)
-        if not bool(scale.float().isfinite().all()):
+        if not bool(scale.float().isfinite().all()) or (divides and not bool(scale.float().all())):
             raise WeightsError(f"{self._source.file_of(name)}: tensor {name} holds scales that are not finite")
         return scale
 

@@ -202,6 +202,9 @@ class _Reader:
     def _matrix(
         self, kind: Kind, prefix: str, n: int, k: int, bits: int, groups: int, has_zeros: bool, reordered: bool
     ) -> StoredMatrix:
+        if n < 1 or k < 1:
+            name = next(each for each in self._headers if each.startswith(f"{prefix}.") and each in self.used)
+            raise self._wrong(name, "a matrix that is not empty")
         group = self._stored.group_size or k if kind in (Kind.GPTQ, Kind.AWQ) else None
         if group is None or -(-k // group) != groups:
             if groups < 1 or k % groups:
