@@ -22,8 +22,8 @@ from engine.vllm_names import RENAMED, translated, unknown
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
-Quantization = Literal["none", "gguf", "int8", "int4"]
-"""of weights; gguf: each matrix as its file encodes it"""
+Quantization = Literal["none", "gguf", "stored", "int8", "int4"]
+"""of weights; gguf, stored: each matrix as its file encodes it, GGUF or a quantised Hugging Face checkpoint"""
 KVCacheDType = Literal["auto", "bf16", "int8", "fp8"]
 GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
 """auto: all that compile mode and attention backend allow (GPU)"""
@@ -89,7 +89,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         Literal["auto", "none", "int8", "int4"],
         _about(
             "of weights (CPU): int8 per output with int8 activations, int4 in groups of 32; none: the dtype, to which "
-            "a GGUF file is decoded; auto: as the checkpoint has them, so a GGUF file runs from its blocks"
+            "a GGUF file or a quantised checkpoint is decoded; auto: as the checkpoint has them, so a GGUF file runs "
+            "from its blocks, and GPTQ, AWQ and compressed integers stay packed"
         ),
     ] = "auto"
     device: Device = "auto"

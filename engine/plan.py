@@ -34,7 +34,7 @@ from engine.reports import LoadReport
 from engine.resolve import resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
-from engine.weights.sizes import gguf_weight_bytes, weight_bytes
+from engine.weights.sizes import gguf_weight_bytes, stored_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
             memory_free=free_bytes,
         )
         local = replace(local, model=files.path)
-        fit = _Fit(local, machine, total, free_bytes)
+        fit = _Fit(local, machine, total, free_bytes, plan.file_bytes if missing else None)
         try:
             _enter(plan, *fit.of(local))
         except ConfigError as error:
@@ -165,7 +165,9 @@ def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: S
 class _Fit:
     """One model on one machine, under settings that may change."""
 
-    def __init__(self, args: EngineArgs, machine: Machine, total: int, free: int) -> None:
+    def __init__(self, args: EngineArgs, machine: Machine, total: int, free: int, absent_bytes: int | None) -> None:
+        """`absent_bytes`: of weights that have not been downloaded."""
+        self._absent_bytes = absent_bytes
         self._args, self._machine, self._total, self._free = args, machine, total, free
         self._model = describe(args.model, args.model_impl)
         self._header = read_gguf_header(args.model) if self._model.source == "gguf" else None
@@ -211,6 +213,10 @@ class _Fit:
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
         if quantization in ("auto", "gguf") and packs and self._header is not None:
             return gguf_weight_bytes(self._header.tensors, self._model.spec)
+        if quantization in ("auto", "stored") and packs and self._model.quantized is not None:
+            if self._absent_bytes is not None:
+                return self._absent_bytes  # nearly, unless no kernel multiplies what they hold
+            return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec)
         kind: Literal["int8", "int4", "none"] = (
             "int8" if quantization == "int8" else "int4" if quantization == "int4" else "none"
         )

@@ -15,7 +15,8 @@ Defaults that are choices
   other's. bf16 is the name of what "auto" gives a bfloat16 model.
 - quantization "auto": the checkpoint's own. On a CPU in bfloat16 a GGUF file runs from its blocks ("none" decodes them
   to bfloat16 first: four times the memory, half the speed, and the values that other engines compute with); GPUs and
-  float32 decode them always.
+  float32 decode them always. So it is with quantised Hugging Face checkpoints (`engine/weights/README.md`): integers of
+  GPTQ, AWQ and compressed-tensors stay packed, "none" decodes them. int8 and int4 quantise what was decoded once more.
 - graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
 - async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and
@@ -79,7 +80,7 @@ def resolve(
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
     step_tokens = _step_tokens(args, kind, model.facts, dtype)
-    quantization = _quantization(args, dtype, kind, model.source)
+    quantization = _quantization(args, dtype, kind, model)
     _check_weights_fit(model.facts, quantization, dtype, _device_bytes(kind, machine))
     sizes = SequenceSizes(
         model=model.facts,
@@ -172,11 +173,13 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
     return args.dtype
 
 
-def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, source: str) -> Quantization:
+def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, model: ModelDescription) -> Quantization:
     wanted = args.quantization
     packs = kind == "cpu" and dtype == "bfloat16"
     if wanted == "auto":
-        return "gguf" if packs and source == "gguf" and args.load_format == "auto" else "none"
+        if not packs or args.load_format != "auto":
+            return "none"
+        return "gguf" if model.source == "gguf" else "none" if model.quantized is None else "stored"
     if wanted != "none" and not packs:
         raise ConfigError(
             f"quantization={wanted!r} needs device='cpu' and dtype='bfloat16', got {kind!r} and {dtype!r}"
@@ -257,7 +260,7 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
     return machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
 
 
-_LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "gguf": 0.25}
+_LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "gguf": 0.25, "stored": 0.5}
 
 
 def _check_weights_fit(facts: ModelFacts, quantization: Quantization, dtype: str, device_bytes: int) -> None:

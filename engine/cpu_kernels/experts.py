@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 
 _PACK: dict[Format, Callable[[Tensor], Tensor]] = {
     Format.BFLOAT16: pack_bf16,
@@ -136,11 +136,11 @@ def pack_gguf_experts(
     hidden = down.size(1)
 
     def pack_gate_up(expert: int) -> Tensor:
-        return pack_gguf(interleave_gate_up(torch.cat((gate[expert], up[expert]))), gate_up_format)
+        return pack_blocks(interleave_gate_up(torch.cat((gate[expert], up[expert]))), gate_up_format)
 
     return ExpertWeights(
         stack_experts(count, pack_gate_up),
-        stack_experts(count, lambda expert: pack_gguf(down[expert], down_format)),
+        stack_experts(count, lambda expert: pack_blocks(down[expert], down_format)),
         gate_up_format,
         down_format,
         hidden,

@@ -18,6 +18,8 @@ class Format(IntEnum):
     Q8_0 = 4
     Q4_K = 5
     Q6_K = 6
+    INT4_GROUP = 7
+    """4 bits with a zero point, exact: what GPTQ, AWQ and compressed-tensors hold"""
 
 
 FORMAT_OF_GGUF: dict[int, Format] = {
@@ -34,6 +36,7 @@ _GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q8_0: (32, 1088),
     Format.Q4_K: (256, 4736),
     Format.Q6_K: (256, 6720),
+    Format.INT4_GROUP: (32, 640),
 }
 """inputs of a group, bytes of it in a panel"""
 _INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for format, (inputs, _) in _GROUPS.items()}

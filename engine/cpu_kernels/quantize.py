@@ -1,5 +1,6 @@
 """Weights quantised and packed for the CPU's linear layers: int8 with a scale an output, int4 with a scale and a
-minimum for 32 inputs, GGUF's blocks re-ordered as they are; and `unpack`, which says what a packed matrix stands for.
+minimum for 32 inputs, blocks of a checkpoint re-ordered as they are; and `unpack`, which says what a packed matrix
+stands for.
 
 Layouts: `csrc/linear.h` and `csrc/group_formats.h`. Matrices are taken a few panels at a time, so that temporaries stay
 in a core's cache whatever the matrix. Rows beyond n in the last panel are zeros.
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cpu_kernels import gguf_packing
+from engine.cpu_kernels import block_packing
 from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
 from engine.cpu_kernels.rotation import rotate, rotate_back
 
@@ -46,12 +47,13 @@ def pack_int4(weight: Tensor) -> Tensor:
     return _pack(weight, weight.shape[1], Format.Q4_1, _int4_panels)
 
 
-def pack_gguf(blocks: Tensor, format: Format) -> Tensor:
-    """blocks: uint8 [n, bytes of a row], as a GGUF file holds them → uint8 [panels, panel_bytes]; the same values, bit
-    for bit, never inflated. Raises ValueError: the format is not one of GGUF's, or rows are not whole blocks."""
-    layout = gguf_packing.LAYOUTS.get(format)
+def pack_blocks(blocks: Tensor, format: Format) -> Tensor:
+    """blocks: uint8 [n, bytes of a row], as a GGUF file holds them, or `engine.weights` makes them → uint8 [panels,
+    panel_bytes]; the same values, bit for bit, never inflated. Raises ValueError: the format has no blocks, or rows are
+    not whole ones."""
+    layout = block_packing.LAYOUTS.get(format)
     if layout is None:
-        raise ValueError(f"{format.name} is not a GGUF encoding that runs packed; those are {_gguf_names()}")
+        raise ValueError(f"{format.name} has no blocks; these have: {_block_names()}")
     if blocks.shape[1] % layout.block_bytes != 0:
         raise ValueError(f"a row of {blocks.shape[1]} bytes is not whole {format.name} blocks of {layout.block_bytes}")
     return _pack(blocks, blocks.shape[1] // layout.block_bytes * layout.inputs, format, layout.to_panels)
@@ -65,15 +67,15 @@ def unpack(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
         )
         scales = packed[:, k * PANEL : (k + 4) * PANEL].contiguous().view(torch.float32)
         return rotate((values.float() * scales[..., None]).flatten(0, 1)[:n])
-    layout = gguf_packing.LAYOUTS.get(format)
+    layout = block_packing.LAYOUTS.get(format)
     if layout is None:
         raise ValueError(f"{format.name} is not a quantised format")
     groups = packed.view(-1, k // layout.inputs, layout.panel_bytes)
     return layout.from_panels(groups).transpose(1, 2).reshape(-1, k)[:n].contiguous()
 
 
-def _gguf_names() -> str:
-    return ", ".join(format.name for format in gguf_packing.LAYOUTS)
+def _block_names() -> str:
+    return ", ".join(format.name for format in block_packing.LAYOUTS)
 
 
 def _pack(rows: Tensor, k: int, format: Format, to_panels: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,7 +114,7 @@ def _int4_panels(weight: Tensor) -> Tensor:
     levels = q.clamp_(0, _INT4_LEVELS).to(torch.uint8)
     nibbles = (levels[:16] | (levels[16:] << 4)).t().contiguous().view(panels, PANEL, k // _GROUP, 16)
     halves = torch.stack((d16.view(torch.int16), m16.view(torch.int16))).view(2, panels, PANEL, k // _GROUP)
-    return gguf_packing.join(gguf_packing.by_input(nibbles), halves.permute(1, 3, 0, 2))
+    return block_packing.join(block_packing.by_input(nibbles), halves.permute(1, 3, 0, 2))
 
 
 def _int4_lines(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_
 from engine.models.gguf_header import read_gguf_header
 from engine.models.json_file import read_json_object, shown
 from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
+from engine.models.quantization import StoredFormat, native_only, stored_format
 from engine.models.spec import DecoderSpec
 
 ModelDType = Literal["bfloat16", "float16", "float32"]
@@ -32,6 +33,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["hf", "gguf"]
     hf_config: dict[str, object]
     """config.json, or what it would be for a GGUF file"""
+    quantized: StoredFormat | None = None
+    """how safetensors hold quantised weights, where they do"""
     spec: DecoderSpec | None
     """which a family made of it; None: the transformers library's own module serves"""
     facts: ModelFacts
@@ -91,13 +94,10 @@ def _described(
     model_impl: ModelImpl,
 ) -> ModelDescription:
     (config_file, config), (generation_file, generation) = config_read, generation_read
-    for key in ("quantization_config", "compression_config"):
-        quantization = config.get(key)
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            raise UnsupportedModelError(
-                f"{config_file}: {key} ({shown(method)}) is not supported; unquantised safetensors and GGUF files are"
-            )
+    with _errors_name(config_file):
+        quantized = stored_format(config)
+        if quantized is not None:
+            model_impl = native_only(quantized, model_impl)
     stored = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if stored not in _DTYPES:
         raise UnsupportedModelError(
@@ -114,6 +114,7 @@ def _described(
         path=path,
         source=source,
         hf_config=dict(config),
+        quantized=quantized,
         spec=spec,
         facts=facts,
         # Configs of small models often keep ids of the family's large vocabulary; no such token can come.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from engine.models.families.names import Rows
-from engine.weights.source import WeightSource
+from engine.weights.source import EncodedRows, WeightSource
 
 
 class ArrangedSource:
@@ -44,12 +45,12 @@ class ArrangedSource:
         elif stored != "as it is":
             destination.copy_(destination[_order(self._rows[name])])
 
-    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+    def encoded(self, name: str) -> EncodedRows | None:
         stored = self._stored(name)
         found = None if stored in ("transposed", "less one") else self._source.encoded(name)
         if found is None or stored == "as it is":
             return found
-        return found[0], found[1][_order(self._rows[name])]
+        return replace(found, rows=found.rows[_order(self._rows[name])])
 
     def __enter__(self) -> ArrangedSource:
         return self

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.errors import WeightsError
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import TensorExtent, read_gguf_header
-from engine.weights.gguf_dequant import dequantize_into
+from engine.weights.gguf_dequant import dequantize_into, q5_0_as_q8_0
+from engine.weights.source import EncodedRows
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight"})
 _INTERLEAVED_ROPE = frozenset({"llama"})
@@ -63,15 +65,19 @@ class GgufSource:
         if self._norms_with_one and name.endswith("norm.weight"):
             destination.sub_(1.0)
 
-    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+    def encoded(self, name: str) -> EncodedRows | None:
         extent = self._extents[name]
-        if GGML_QUANT_SIZES[extent.encoding][0] == 1 or len(extent.shape) != 2:
+        as_eight_bits = extent.encoding == GGMLQuantizationType.Q5_0  # one more would cost what it saves
+        format = Format.Q8_0 if as_eight_bits else FORMAT_OF_GGUF.get(extent.encoding)
+        if format is None or len(extent.shape) != 2:
             return None
         rows = self._bytes_of(extent).view(extent.shape[0], -1).clone()  # a view would keep the map open
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(rows, heads)
-        return int(extent.encoding), rows
+        if as_eight_bits:
+            rows = q5_0_as_q8_0(rows.view(len(rows), -1, GGML_QUANT_SIZES[extent.encoding][1])).flatten(1)
+        return EncodedRows(format, rows)
 
     def _bytes_of(self, extent: TensorExtent) -> torch.Tensor:
         return torch.frombuffer(self._data, dtype=torch.uint8, count=extent.size_bytes, offset=extent.offset)

@@ -21,6 +21,7 @@ from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
+from engine.weights.quantized_source import QuantizedSource
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import Part, WeightSource
 
@@ -59,6 +60,8 @@ def load_weights(
             source = GgufSource(description.path, model.spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
+            if description.quantized is not None:
+                source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
             arranged = ArrangedSource(source, rows, family.ignored)

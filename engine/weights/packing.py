@@ -8,16 +8,15 @@ stays dense, and is computed by the library.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, pack_experts
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF, PANEL, Format, packable
+from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.packed import (
@@ -29,29 +28,21 @@ from engine.models.packed import (
     PackedLinear,
     RowNorm,
 )
-from engine.weights.gguf_dequant import q5_0_as_q8_0
-from engine.weights.source import Part, WeightSource
+from engine.weights.source import EncodedRows, Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
 _HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
 """of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
 
-_Q5_0, _Q8_0, _Q5_0_BYTES = 6, 8, 22
-"""ggml's numbers; five bits run as eight, of which one more would cost what it saves"""
 
-
-@dataclass(frozen=True)
-class _Encoded:
-    """Rows as they are packed: dense [n, k], or the blocks of a GGUF file, uint8 [n, row bytes]."""
-
-    format: Format
-    rows: torch.Tensor
+class _Rows(EncodedRows):
+    """The same, or dense [n, k], which the format is then made of."""
 
     def packed(self) -> torch.Tensor:
         if self.format is Format.BFLOAT16:
             return pack_bf16(self.rows)
         if self.rows.dtype == torch.uint8:
-            return pack_gguf(self.rows, self.format)
+            return pack_blocks(self.rows, self.format)
         return pack_int8(self.rows) if self.format is Format.INT8 else pack_int4(self.rows)
 
 
@@ -63,12 +54,13 @@ class Tables(Protocol):
 
 
 class Packer:
-    """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16 as it is; "gguf" keeps the
-    blocks of a GGUF file."""
+    """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16 as it is; "gguf" and
+    "stored" keep what the checkpoint has encoded."""
 
     def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
         self._ops = ops
         self._quantization = quantization
+        self._keeps_blocks = quantization in ("gguf", "stored")
 
     @property
     def ops(self) -> LinearOps:
@@ -127,7 +119,7 @@ class Packer:
         self, model: Tables, embedding_part: Part, head_part: Part | None, source: WeightSource | None
     ) -> None:
         """Embedding and unembedding; `head_part` None: they are tied, and share one packed matrix. An embedding of its
-        own stays dense, but for the blocks of a GGUF file."""
+        own stays dense, unless blocks are kept."""
         embedding, head = model.embed_tokens, model.lm_head
         assert isinstance(embedding, Embedding) and isinstance(head, Linear)
         n, k = embedding.weight.shape
@@ -138,7 +130,7 @@ class Packer:
                 model.embed_tokens = PackedEmbedding(self._ops, packed, n, k, run.format)
                 model.lm_head = PackedLinear(self._ops, packed, n, k, run.format, wide=True)
             return
-        if self._quantization == "gguf" and source is not None:
+        if self._keeps_blocks and source is not None:
             run = self._table(embedding.weight, embedding_part, source)
             if run is not None:
                 model.embed_tokens = PackedEmbedding(self._ops, run.packed(), n, k, run.format)
@@ -149,20 +141,18 @@ class Packer:
             bias = None if head.bias is None else head.bias.detach().clone()
             model.lm_head = PackedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, wide=True)
 
-    def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Encoded | None:
+    def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Rows | None:
         runs = self._encoded(weight, [part], source, _HEAD_FORMAT)
         return runs[0] if runs else None
 
-    def _gated(
-        self, layer: Linear, runs: list[_Encoded], parts: Sequence[Part], source: WeightSource | None
-    ) -> AnyLinear:
+    def _gated(self, layer: Linear, runs: list[_Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         n, k = layer.weight.shape
         run = runs[0]
         if len(runs) > 1:  # gate and up are encoded differently, and could not share a panel
             self._fill(layer.weight, parts, source)
-            run = _Encoded(Format.BFLOAT16, layer.weight.detach())
+            run = _Rows(Format.BFLOAT16, layer.weight.detach())
         bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
-        mixed = _Encoded(run.format, interleave_gate_up(run.rows))
+        mixed = _Rows(run.format, interleave_gate_up(run.rows))
         return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gate=layer.activation)
 
     def _encoded(
@@ -171,15 +161,15 @@ class Packer:
         parts: Sequence[Part],
         source: WeightSource | None,
         formats: dict[str, Format],
-    ) -> list[_Encoded] | None:
+    ) -> list[_Rows] | None:
         """Runs of rows of one format; None where not even bfloat16 can be packed (then `weight` is filled)."""
         n, k = weight.shape
-        if self._quantization == "gguf" and source is not None:
-            runs: list[_Encoded] = []
+        if self._keeps_blocks and source is not None:
+            runs: list[_Rows] = []
             for part in parts:
-                run = self._gguf_rows(part, k, source)
+                run = self._stored_rows(part, k, source)
                 if runs and runs[-1].format is run.format:
-                    run = _Encoded(run.format, torch.cat((runs.pop().rows, run.rows)))
+                    run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)))
                 runs.append(run)
             if all(packable(run.rows.shape[0], k, run.format) for run in runs):
                 return runs
@@ -187,21 +177,16 @@ class Packer:
         wanted = formats.get(self._quantization, Format.BFLOAT16)
         for format in (wanted, Format.BFLOAT16):
             if packable(n, k, format):
-                return [_Encoded(format, weight.detach())]
+                return [_Rows(format, weight.detach())]
         return None
 
-    def _gguf_rows(self, part: Part, k: int, source: WeightSource) -> _Encoded:
+    def _stored_rows(self, part: Part, k: int, source: WeightSource) -> _Rows:
         encoded = source.encoded(part.name)
         if encoded is not None:
-            encoding, blocks = encoded
-            if encoding == _Q5_0:
-                encoding, blocks = _Q8_0, q5_0_as_q8_0(blocks.view(len(blocks), -1, _Q5_0_BYTES)).flatten(1)
-            format = FORMAT_OF_GGUF.get(encoding)
-            if format is not None:
-                return _Encoded(format, blocks)
+            return _Rows(encoded.format, encoded.rows)
         dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
         source.read_into(part.name, dense)
-        return _Encoded(Format.BFLOAT16, dense)
+        return _Rows(Format.BFLOAT16, dense)
 
     def _fill(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
         first = 0

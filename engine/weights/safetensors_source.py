@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import ConfigError, WeightsError
 from engine.models.bounds import INDEX_BYTES
 from engine.models.json_file import read_json_object, shown
+from engine.weights.stored_matrices import Header, Headers
 
 _INDEX = "model.safetensors.index.json"
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
@@ -96,14 +97,25 @@ class SafetensorsSource:
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
         destination.copy_(handle.get_tensor(name))
 
+    def headers(self) -> Headers:
+        """Shapes and types of all tensors."""
+        return {
+            name: Header(shape, self._handles[self._file_of[name]].get_slice(name).get_dtype(), self.file_of(name))
+            for name, shape in self._shapes.items()
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored, on the host."""
+        found: torch.Tensor = self._handles[self._file_of[name]].get_tensor(name)
+        return found
+
     def integers(self, name: str) -> torch.Tensor:
         """int64, on the host. Raises WeightsError where other things are stored."""
         handle = self._handles[self._file_of[name]]
         stored = handle.get_slice(name).get_dtype()
         if stored not in _INTEGERS:
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}, not as whole numbers")
-        found: torch.Tensor = handle.get_tensor(name)
-        return found.to(torch.int64)
+        return self.tensor(name).to(torch.int64)
 
     def encoded(self, name: str) -> None:
         """Element by element, always."""

@@ -6,11 +6,15 @@ The same sums as `loader.weight_bytes` makes of a model that has been loaded (a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 
 from engine.config import Quantization
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, packed_bytes
 from engine.models.gguf_header import TensorExtent
+from engine.models.quantization import StoredFormat
 from engine.models.spec import DecoderSpec
+from engine.weights.safetensors_headers import CheckpointHeaders
+from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
 _MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
 _Q5_0, _Q8_0 = 6, 8
@@ -35,15 +39,38 @@ def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec) ->
     return sum(_extent_bytes(extent, vector_bytes) for extent in tensors.values())
 
 
+def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec) -> int:
+    """Of a quantised Hugging Face checkpoint whose matrices run packed where they can. Raises WeightsError."""
+    vector_bytes = 4 if spec.norm == "rms_wide" else 2
+    with CheckpointHeaders(directory) as files:
+        matrices, used = stored_matrices(files.headers, stored, files.integers)
+        plain = [header.shape for name, header in files.headers.items() if name not in used]
+    total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes) for shape in plain)
+    return total + sum(_stored_bytes(matrix.shape, _format_of(matrix), 2) for matrix in matrices)
+
+
+def _format_of(matrix: StoredMatrix) -> Format:
+    """In which a matrix runs, unless its values are in the way (`engine/weights/README.md`)."""
+    if matrix.kind is Kind.MXFP4:
+        return Format.Q8_0
+    if matrix.kind not in WHOLE_NUMBERS or matrix.reordered or matrix.group % 32:
+        return Format.BFLOAT16
+    if matrix.bits == 8:
+        return Format.Q8_0
+    return Format.INT4_GROUP if matrix.has_zeros else Format.Q4_0
+
+
 def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
-    elements = 1
-    for size in extent.shape:
-        elements *= size
-    if len(extent.shape) != 2:
-        return vector_bytes * elements
-    n, k = extent.shape
     encoding = _Q8_0 if int(extent.encoding) == _Q5_0 else int(extent.encoding)
-    return _matrix_bytes(n, k, FORMAT_OF_GGUF.get(encoding, Format.BFLOAT16), 2)
+    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(encoding, Format.BFLOAT16), vector_bytes)
+
+
+def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int) -> int:
+    """Of a tensor of a checkpoint; what is no matrix is not packed."""
+    if len(shape) != 2:
+        return vector_bytes * prod(shape)
+    n, k = shape
+    return _matrix_bytes(n, k, format, 2)
 
 
 def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> int:

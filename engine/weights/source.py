@@ -8,6 +8,17 @@ from typing import Protocol
 
 import torch
 
+from engine.cpu_kernels.formats import Format
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """A matrix in blocks that a packed format holds as they are: `pack_blocks` re-orders their bytes."""
+
+    format: Format
+    rows: torch.Tensor
+    """uint8 [n, bytes of a row]"""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -35,9 +46,9 @@ class WeightSource(Protocol):
         """
         ...
 
-    def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
-        """A matrix as blocks that hold several of its elements: (ggml's number of the encoding, uint8 [rows, bytes of a
-        row]), rows in the order that `read_into` gives. None where the tensor is stored element by element."""
+    def encoded(self, name: str) -> EncodedRows | None:
+        """A matrix as it runs packed without a change of its values, rows in the order that `read_into` gives. None: it
+        is stored element by element, or in a way that no kernel multiplies."""
         ...
 
     def __enter__(self) -> WeightSource: ...

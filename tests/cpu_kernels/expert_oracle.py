@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from gguf_blocks import ENCODINGS, random_blocks
+from random_blocks import ENCODINGS, random_blocks
 from torch import Tensor
 
 from engine.cpu_kernels.experts import ClampedSwiGLU, ExpertWeights, pack_experts, pack_gguf_experts

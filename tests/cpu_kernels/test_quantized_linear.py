@@ -7,19 +7,19 @@ from functools import cache
 
 import pytest
 import torch
-from gguf_blocks import ENCODINGS, random_blocks
+from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
+from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
-from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate, rotate_back
 from engine.models.layers import activated
 from engine.models.packed import FUSED_GATES
 from engine.models.spec import Activation
 
-_FORMATS = (Format.INT8, *FORMAT_OF_GGUF.values())
+_FORMATS = (Format.INT8, *BLOCK_FORMATS)
 _EPS = 1e-5
 _AMX_ROWS = 24  # from here on AMX multiplies group formats decoded to bf16
 _by_format = pytest.mark.parametrize("format", _FORMATS, ids=lambda format: format.name)
@@ -42,8 +42,7 @@ def _layer(n: int, k: int, format: Format) -> _Layer:
     if format == Format.INT8:
         packed = pack_int8(torch.randn(n, k, generator=generator) * 0.05)
     else:
-        encoding = next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format)
-        packed = pack_gguf(random_blocks(encoding, n, k), format)
+        packed = pack_blocks(blocks_of(format, n, k), format)
     return _Layer(n, k, format, packed, unpack(packed, n, k, format).double())
 
 
@@ -239,11 +238,10 @@ def test_the_largest_integers_do_not_saturate(linear_ops: LinearOps, isa: str) -
         _assert_near(_run(linear_ops, layer, x, number), _product(layer, x, isa), roundings=0)
 
 
-@pytest.mark.parametrize("format", FORMAT_OF_GGUF.values(), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
 @_by_isa
 def test_extreme_levels_do_not_saturate(linear_ops: LinearOps, format: Format, isa: str) -> None:
-    number, encoding = _number(linear_ops, isa), next(e for e in ENCODINGS if FORMAT_OF_GGUF[e] == format)
-    blocks = random_blocks(encoding, 32, 256)
+    number, blocks = _number(linear_ops, isa), blocks_of(format, 32, 256)
     for byte in (0, 0x80, 0x7F, 0xFF):
         filled = torch.where(blocks >= 0, byte, blocks).to(torch.uint8)
         half = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
@@ -251,7 +249,9 @@ def test_extreme_levels_do_not_saturate(linear_ops: LinearOps, format: Format, i
         at = 208 if format == Format.Q6_K else 0
         count = 2 if format in (Format.Q4_1, Format.Q4_K) else 1
         filled.view(32, -1, size)[:, :, at : at + 2 * count] = half.repeat(count)
-        packed = pack_gguf(filled, format)
+        if format == Format.INT4_GROUP:
+            filled.view(32, -1, size)[:, :, 2:4] = torch.tensor([16.0], dtype=torch.float16).view(torch.uint8)
+        packed = pack_blocks(filled, format)
         layer = _Layer(32, 256, format, packed, unpack(packed, 32, 256, format).double())
         for sign in (1.0, -1.0):
             x = torch.full((3, 256), sign).bfloat16()

@@ -139,11 +139,12 @@ def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: Lin
     model = Decoder(description.spec, dtype=torch.bfloat16)
     from engine.weights import loader
     from engine.weights.gguf_source import GgufSource
+    from engine.weights.source import EncodedRows
 
     class Mixed(GgufSource):
         """As if values had been stored in 16 bits."""
 
-        def encoded(self, name: str) -> tuple[int, torch.Tensor] | None:
+        def encoded(self, name: str) -> EncodedRows | None:
             return None if "v_proj" in name or "up_proj" in name else super().encoded(name)
 
     rows = loader.family_named(description.spec.family).weight_rows(model.spec)

@@ -48,13 +48,14 @@ inline int64_t panel_bytes_of(Format format, int64_t k) {
     case Format::kQ8_0: return k % 32 == 0 ? k / 32 * (1024 + 64) : 0;
     case Format::kQ4K: return k % 256 == 0 ? k / 256 * (8 * 512 + 2 * 256 + 128) : 0;
     case Format::kQ6K: return k % 256 == 0 ? k / 256 * (12 * 512 + 512 + 64) : 0;
+    case Format::kInt4Group: return k % 32 == 0 ? k / 32 * (512 + 128) : 0;
     case Format::kRotate: return 0;
   }
   return 0;
 }
 
 inline Format checked_format(int64_t format, int64_t k, int64_t panel_bytes, const char* op) {
-  PAGELOOM_CHECK(format >= 0 && format <= 6, op, ": unknown weight format ", format);
+  PAGELOOM_CHECK(format >= 0 && format < static_cast<int64_t>(Format::kRotate), op, ": unknown weight format ", format);
   const int64_t expected = panel_bytes_of(static_cast<Format>(format), k);
   PAGELOOM_CHECK(k > 0 && expected > 0 && expected == panel_bytes, op, ": panels of ", panel_bytes,
                   " bytes do not hold k = ", k, " inputs in format ", format, " (", expected, " bytes)");

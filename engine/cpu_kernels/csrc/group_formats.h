@@ -19,6 +19,9 @@ struct LayoutQ4_0 {
 struct LayoutQ4_1 {
   static constexpr int64_t kInputs = 32, kD = kNibbleBytes, kM = kD + 64, kBytes = kM + 64;
 };
+struct LayoutInt4Group {
+  static constexpr int64_t kInputs = 32, kD = kNibbleBytes, kZ = kD + 64, kBytes = kZ + 64;
+};
 struct LayoutQ8_0 {
   static constexpr int64_t kInputs = 32, kD = 2 * kNibbleBytes, kBytes = kD + 64;
 };

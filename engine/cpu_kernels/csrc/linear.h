@@ -13,6 +13,8 @@
 //              w = d * (q - 8)
 //   kQ4_1      the same nibbles; half d[32]; half m[32].   w = d * q + m   (also what --quantization int4 makes)
 //   kQ8_0      int8 [8][32][4]; half d[32].   w = d * q
+//   kInt4Group as kQ4_1, with a zero point in the place of the minimum: half d[32]; half z[32], whole numbers from 0 to 16.
+//              w = d * (q - z), exact in float32   (GPTQ, AWQ, compressed-tensors)
 //   kQ4K       groups of 256: eight times nibbles [4][32][4]; uint8 sc[8][32]; uint8 mn[8][32]; half d[32]; half dmin[32].
 //              w = d * sc * q - dmin * mn
 //   kQ6K       groups of 256: low nibbles, eight times [4][32][4] as above; high bits, four times [4][32][4] for each two
@@ -31,7 +33,9 @@ inline constexpr int64_t kPanel = 32;  // outputs of a panel
 inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale in the group formats
 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
-enum class Format : int32_t { kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kRotate = 7 };
+enum class Format : int32_t {
+  kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kInt4Group = 7, kRotate = 8
+};
 
 // What a gated layer makes of its gate: its activation, or the layer is not gated. kClampedSwiGLU is GPT-OSS': the gate at
 // most `limit`, up within +-limit; gate * sigmoid(alpha * gate) * (up + 1).

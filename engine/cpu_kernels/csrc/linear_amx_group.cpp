@@ -54,6 +54,11 @@ void decode(LayoutQ4_1, const uint8_t* group, int64_t o, uint8_t* target) {
   decode_nibbles(group + o * 4, target, d, m);
 }
 
+void decode(LayoutInt4Group, const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf d = load_halfs(group + LayoutInt4Group::kD + o * 2), z = load_halfs(group + LayoutInt4Group::kZ + o * 2);
+  decode_nibbles(group + o * 4, target, d, d * -z);
+}
+
 void decode(LayoutQ8_0, const uint8_t* group, int64_t o, uint8_t* target) {
   const vf d = load_halfs(group + LayoutQ8_0::kD + o * 2);
   for (int i = 0; i < 8; ++i) {
@@ -155,6 +160,7 @@ const LinearKernels* pageloom::linear_group_amx(Format format) {
     case Format::kQ8_0: return &Kernels<LayoutQ8_0>::kTable;
     case Format::kQ4K: return &Kernels<LayoutQ4K>::kTable;
     case Format::kQ6K: return &Kernels<LayoutQ6K>::kTable;
+    case Format::kInt4Group: return &Kernels<LayoutInt4Group>::kTable;
     default: return nullptr;
   }
 }

@@ -46,6 +46,11 @@ float value(LayoutQ4_1, const uint8_t* group, int64_t output, int64_t i) {
   return product + half_at(group + LayoutQ4_1::kM, output);
 }
 
+float value(LayoutInt4Group, const uint8_t* group, int64_t output, int64_t i) {
+  const float above = (float)nibble_at(group, output, i) - half_at(group + LayoutInt4Group::kZ, output);
+  return above * half_at(group + LayoutInt4Group::kD, output);
+}
+
 float value(LayoutQ8_0, const uint8_t* group, int64_t output, int64_t i) {
   const auto q = (int8_t)group[i / 4 * 4 * kPanel + output * 4 + i % 4];
   return (float)q * half_at(group + LayoutQ8_0::kD, output);
@@ -84,6 +89,7 @@ DecodeRow quantised_row_decoder(Format format) {
     case Format::kQ8_0: return decode_groups<LayoutQ8_0>;
     case Format::kQ4K: return decode_groups<LayoutQ4K>;
     case Format::kQ6K: return decode_groups<LayoutQ6K>;
+    case Format::kInt4Group: return decode_groups<LayoutInt4Group>;
     default: return nullptr;
   }
 }

@@ -1,7 +1,7 @@
-// Linear layers over the group formats (GGUF's Q4_0, Q4_1, Q8_0, Q4_K, Q6_K; --quantization int4 is Q4_1) with int8
-// activations, one scale for 32 inputs: an integer dot product a group, then one float32 multiply-add with the product
-// of both scales. Minima (m, -dmin * mn) meet the scaled sum of the row's group; constant offsets (q - 8) are taken off
-// in integers, by what the dot product starts from.
+// Linear layers over the group formats (GGUF's Q4_0, Q4_1, Q8_0, Q4_K, Q6_K; --quantization int4 is Q4_1; 4 bits with a
+// zero point) with int8 activations, one scale for 32 inputs: an integer dot product a group, then one float32
+// multiply-add with the product of both scales. Minima (m, -dmin * mn, -d * z) meet the scaled sum of the row's group;
+// constant offsets (q - 8) are taken off in integers, by what the dot product starts from.
 #include "epilogue.h"
 #include "group_formats.h"
 #include "int_dot.h"
@@ -87,7 +87,9 @@ struct Q4_0 : LayoutQ4_0 {
   }
 };
 
-struct Q4_1 : LayoutQ4_1 {
+// Four bits and a minimum, which `F` makes of the second half of an output.
+template <class F, class Layout>
+struct WithMinimum : Layout {
   static constexpr GroupSum kSum = GroupSum::kScaled;
   static constexpr int32_t kOffset = 0;
   template <int R, int P>
@@ -96,12 +98,20 @@ struct Q4_1 : LayoutQ4_1 {
     dot_nibbles<R>(group + lane * 4, x, dots);
     vf d[kVectors], m[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      d[v] = load_halfs(group + kD + (lane + v * VW) * 2);
-      m[v] = load_halfs(group + kM + (lane + v * VW) * 2);
+      d[v] = load_halfs(group + Layout::kD + (lane + v * VW) * 2);
+      m[v] = F::minimum(group, d[v], (lane + v * VW) * 2);
     }
     add_scaled<R>(dots, d, x, acc);
     add_minima<R>(m, x, acc);
   }
+};
+
+struct Q4_1 : WithMinimum<Q4_1, LayoutQ4_1> {
+  PAGELOOM_INLINE vf minimum(const uint8_t* group, vf, int64_t at) { return load_halfs(group + kM + at); }
+};
+
+struct Int4Group : WithMinimum<Int4Group, LayoutInt4Group> {
+  PAGELOOM_INLINE vf minimum(const uint8_t* group, vf d, int64_t at) { return d * -load_halfs(group + kZ + at); }
 };
 
 struct Q8_0 : LayoutQ8_0 {
@@ -267,6 +277,7 @@ const LinearKernels* pageloom::PAGELOOM_FOR_ISA(linear_group)(Format format) {
     case Format::kQ8_0: return &Kernels<Q8_0>::kTable;
     case Format::kQ4K: return &Kernels<Q4K>::kTable;
     case Format::kQ6K: return &Kernels<Q6K>::kTable;
+    case Format::kInt4Group: return &Kernels<Int4Group>::kTable;
     default: return nullptr;
   }
 }

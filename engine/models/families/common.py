@@ -173,20 +173,25 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=qk_norm,
     )
-    which = [0 if window is None or local_rope is None else 1 for window in windows]
-    layers = [
-        LayerSpec(mixer=replace(mixer, window=window, rope=rope if turns else None), mlp=mlp)
-        for window, rope, turns in zip(windows, which, turned or [True] * len(windows), strict=True)
-    ]
     return DecoderSpec(
         family=family,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=integer(config, "hidden_size"),
-        layers=tuple(layers),
+        layers=_layers(mixer, mlp, windows, turned, len(ropes) > 1),
         ropes=ropes,
         norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
+    )
+
+
+def _layers(
+    mixer: MixerSpec, mlp: MlpSpec, windows: Sequence[int | None], turned: Sequence[bool] | None, has_local: bool
+) -> tuple[LayerSpec, ...]:
+    which = [int(has_local and window is not None) for window in windows]
+    return tuple(
+        LayerSpec(mixer=replace(mixer, window=window, rope=rope if turns else None), mlp=mlp)
+        for window, rope, turns in zip(windows, which, turned or [True] * len(windows), strict=True)
     )
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from gguf_blocks import ENCODINGS, random_blocks
+from random_blocks import BLOCK_FORMATS, ENCODINGS, blocks_of, random_blocks
 
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, panel_bytes
-from engine.cpu_kernels.quantize import pack_gguf, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate_back
 from engine.weights.gguf_dequant import dequantize_into
 
@@ -21,9 +21,9 @@ _BY_NAME = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: e
 
 @_BY_NAME
 @pytest.mark.parametrize(("n", "k"), [(32, 256), (1, 256), (70, 768)])
-def test_packed_gguf_blocks_hold_the_same_values_bit_for_bit(encoding: GGMLQuantizationType, n: int, k: int) -> None:
+def test_packed_random_blocks_hold_the_same_values_bit_for_bit(encoding: GGMLQuantizationType, n: int, k: int) -> None:
     blocks, format = random_blocks(encoding, n, k), FORMAT_OF_GGUF[encoding]
-    packed = pack_gguf(blocks, format)
+    packed = pack_blocks(blocks, format)
     assert packed.shape == (-(-n // 32), panel_bytes(k, format))
     values = unpack(packed, n, k, format)
     whole = torch.empty(n, k)
@@ -34,24 +34,33 @@ def test_packed_gguf_blocks_hold_the_same_values_bit_for_bit(encoding: GGMLQuant
 
 
 @_BY_NAME
-def test_packed_gguf_blocks_are_not_inflated(encoding: GGMLQuantizationType) -> None:
+def test_packed_random_blocks_are_not_inflated(encoding: GGMLQuantizationType) -> None:
     blocks = random_blocks(encoding, 64, 1024)
-    packed = pack_gguf(blocks, FORMAT_OF_GGUF[encoding])
+    packed = pack_blocks(blocks, FORMAT_OF_GGUF[encoding])
     assert packed.numel() <= 1.03 * blocks.numel()  # Q4_K's 6-bit scales take a byte each
 
 
 @_BY_NAME
 def test_a_matrix_of_many_runs_of_panels_is_packed_as_one(encoding: GGMLQuantizationType) -> None:
     blocks, format = random_blocks(encoding, 33 * 32 + 5, 512), FORMAT_OF_GGUF[encoding]
-    alone = torch.cat([pack_gguf(part, format) for part in torch.split(blocks, 32)])
-    assert torch.equal(pack_gguf(blocks, format), alone)
+    alone = torch.cat([pack_blocks(part, format) for part in torch.split(blocks, 32)])
+    assert torch.equal(pack_blocks(blocks, format), alone)
 
 
-@pytest.mark.parametrize("format", list(FORMAT_OF_GGUF.values()), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
 def test_outputs_that_pad_the_last_panel_are_zero(format: Format) -> None:
-    encoding = next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format)
-    packed = pack_gguf(random_blocks(encoding, 3, 256), format)
+    packed = pack_blocks(blocks_of(format, 3, 256), format)
     assert not unpack(packed, 32, 256, format)[3:].any()
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 256), (1, 32), (70, 768)])
+def test_four_bits_and_a_zero_point_stand_for_their_exact_product(n: int, k: int) -> None:
+    blocks = blocks_of(Format.INT4_GROUP, n, k)
+    fields = blocks.view(n, k // 32, 20)
+    d, z = (fields[..., at : at + 2].contiguous().view(torch.float16).double() for at in (0, 2))
+    levels = torch.cat((fields[..., 4:] & 15, fields[..., 4:] >> 4), dim=2).double()
+    values = unpack(pack_blocks(blocks, Format.INT4_GROUP), n, k, Format.INT4_GROUP)
+    assert torch.equal(values.double(), (d * (levels - z)).view(n, k))
 
 
 def test_int8_weights_are_within_half_a_step_of_their_output() -> None:
@@ -106,6 +115,6 @@ def test_what_does_not_fit_a_format_is_refused() -> None:
     with pytest.raises(ValueError, match="Q4_1"):
         pack_int4(torch.zeros(4, 48))
     with pytest.raises(ValueError, match="whole Q4_0 blocks"):
-        pack_gguf(torch.zeros(4, 19, dtype=torch.uint8), Format.Q4_0)
-    with pytest.raises(ValueError, match="not a GGUF encoding"):
-        pack_gguf(torch.zeros(4, 18, dtype=torch.uint8), Format.INT8)
+        pack_blocks(torch.zeros(4, 19, dtype=torch.uint8), Format.Q4_0)
+    with pytest.raises(ValueError, match="has no blocks"):
+        pack_blocks(torch.zeros(4, 18, dtype=torch.uint8), Format.INT8)

@@ -1,12 +1,14 @@
-"""GGUF's blocks as panels of 32 outputs and back: a permutation of bytes for each encoding, and what the bytes mean.
+"""Blocks as panels of 32 outputs and back: a permutation of bytes for each encoding, and what the bytes mean.
 
-Blocks: ggml's `ggml-common.h`, structs `block_q4_0` and so on. Panels: `csrc/linear.h`, `csrc/group_formats.h`.
+Blocks: ggml's `ggml-common.h`, structs `block_q4_0` and so on; that of INT4_GROUP is Q4_1's with a zero point in the
+place of the minimum. Panels: `csrc/linear.h`, `csrc/group_formats.h`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -74,8 +76,9 @@ def _nibble_values(groups: Tensor, start: int) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=3)
 
 
-def _four_bits(has_minimum: bool) -> GroupLayout:
-    numbers = 2 if has_minimum else 1
+def _four_bits(second: Literal["none", "minimum", "zero"]) -> GroupLayout:
+    """`second`: what the second half of a block is."""
+    numbers = 1 if second == "none" else 2
     size = 2 * numbers + 16
 
     def to_panels(rows: Tensor) -> Tensor:
@@ -84,7 +87,10 @@ def _four_bits(has_minimum: bool) -> GroupLayout:
 
     def from_panels(groups: Tensor) -> Tensor:
         q, d = _nibble_values(groups, 0).float(), _half_values(groups, 512)[..., None]
-        return q.mul_(d).add_(_half_values(groups, 576)[..., None]) if has_minimum else q.sub_(8.0).mul_(d)
+        if second == "none":
+            return q.sub_(8.0).mul_(d)
+        other = _half_values(groups, 576)[..., None]
+        return q.mul_(d).add_(other) if second == "minimum" else q.sub_(other).mul_(d)
 
     return GroupLayout(32, size, 512 + 64 * numbers, to_panels, from_panels)
 
@@ -151,9 +157,10 @@ def _q6_k_from_panels(groups: Tensor) -> Tensor:
 
 
 LAYOUTS: dict[Format, GroupLayout] = {
-    Format.Q4_0: _four_bits(has_minimum=False),
-    Format.Q4_1: _four_bits(has_minimum=True),
+    Format.Q4_0: _four_bits("none"),
+    Format.Q4_1: _four_bits("minimum"),
     Format.Q8_0: GroupLayout(32, 34, 1088, _q8_0_to_panels, _q8_0_from_panels),
     Format.Q4_K: GroupLayout(256, 144, 4736, _q4_k_to_panels, _q4_k_from_panels),
     Format.Q6_K: GroupLayout(256, 210, 6720, _q6_k_to_panels, _q6_k_from_panels),
+    Format.INT4_GROUP: _four_bits("zero"),
 }

@@ -1,9 +1,11 @@
-"""Random GGUF blocks for tests: any bytes where any are valid, moderate numbers where float16 scales lie."""
+"""Random blocks for tests: any bytes where any are valid, moderate numbers where float16 scales lie."""
 
 from __future__ import annotations
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 
 ENCODINGS = (
     GGMLQuantizationType.Q4_0,
@@ -30,3 +32,16 @@ def random_blocks(encoding: GGMLQuantizationType, n: int, k: int, seed: int = 0)
     halves = (torch.randn(n, k // inputs, count, generator=generator) * 0.01).half()
     blocks[..., start : start + 2 * count] = halves.view(torch.uint8)
     return blocks.flatten(1)
+
+
+def blocks_of(format: Format, n: int, k: int) -> torch.Tensor:
+    """The same of any format that has blocks."""
+    if format is Format.INT4_GROUP:
+        blocks = random_blocks(GGMLQuantizationType.Q4_1, n, k).view(n, k // 32, 20)
+        zeros = torch.randint(0, 17, (n, k // 32, 1), generator=torch.Generator().manual_seed(k))
+        blocks[..., 2:4] = zeros.half().view(torch.uint8)
+        return blocks.flatten(1)
+    return random_blocks(next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format), n, k)
+
+
+BLOCK_FORMATS = (*FORMAT_OF_GGUF.values(), Format.INT4_GROUP)

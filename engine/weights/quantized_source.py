@@ -1,0 +1,161 @@
+"""A quantised Hugging Face checkpoint under the names of the unquantised one: each matrix dequantised when it is read,
+or in blocks that run packed."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.errors import WeightsError
+from engine.models.quantization import StoredFormat
+from engine.sizes import size_text
+from engine.weights import block_floats
+from engine.weights.group_integers import GroupIntegers
+from engine.weights.integer_layouts import awq_integers, gptq_integers, int8_integers, packed_integers
+from engine.weights.safetensors_source import SafetensorsSource
+from engine.weights.source import EncodedRows
+from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
+
+logger = logging.getLogger(__name__)
+
+_READERS = {
+    Kind.GPTQ: gptq_integers,
+    Kind.AWQ: awq_integers,
+    Kind.PACKED: packed_integers,
+    Kind.INT8: int8_integers,
+}
+_DENSE = {
+    Kind.FLOAT8: "no kernel multiplies float8",
+    Kind.NVFP4: "no kernel multiplies 4-bit floats with scales of 8 bits",
+    Kind.EXPERTS: "experts",
+}
+
+
+class QuantizedSource:
+    """`source`: of the checkpoint's tensors, and closed with this one.
+
+    Raises WeightsError where tensors of a matrix are missing or do not fit each other, naming tensor and file; where
+    their values mean nothing, when they are read.
+    """
+
+    def __init__(self, source: SafetensorsSource, stored: StoredFormat) -> None:
+        self._source, self._stored = source, stored
+        try:
+            matrices, used = stored_matrices(source.headers(), stored, lambda name: source.integers(name).tolist())
+        except BaseException:
+            source.__exit__()
+            raise
+        self._matrices = {matrix.name: matrix for matrix in matrices}
+        self._shapes = {name: shape for name, shape in source.shapes().items() if name not in used}
+        self._shapes |= {name: matrix.shape for name, matrix in self._matrices.items()}
+        self._dense: dict[str, set[str]] = defaultdict(set)
+        """matrices that were not kept packed, by the reason"""
+        self._packed: set[str] = set()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def file_of(self, name: str) -> str:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._source.file_of(name)
+        return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(matrix.prefix)))
+
+    def read_into(self, name: str, destination: Tensor) -> None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._source.read_into(name, destination)
+        self._packed.discard(name)
+        if not any(name in names for names in self._dense.values()):
+            self._dense[_DENSE.get(matrix.kind, "")].add(name)
+        if matrix.kind in WHOLE_NUMBERS:
+            self._integers(matrix).dequantize_into(destination)
+        elif matrix.kind is Kind.FLOAT8:
+            self._float8(matrix, destination)
+        elif matrix.kind is Kind.NVFP4:
+            packed, scale = self._tensor(matrix, ".weight_packed"), self._finite(matrix, ".weight_scale")
+            total = self._finite(matrix, ".weight_global_scale", divides=True)
+            block_floats.dequantize_nvfp4(packed, scale, total, destination)
+        elif matrix.kind is Kind.MXFP4:
+            packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
+            block_floats.dequantize_mxfp4(packed, scale, destination)
+        else:
+            self._experts(matrix, destination)
+        return None
+
+    def encoded(self, name: str) -> EncodedRows | None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return None
+        found: EncodedRows | str | None
+        if matrix.kind in WHOLE_NUMBERS:
+            found = self._integers(matrix).encoded()
+        elif matrix.kind is Kind.MXFP4:
+            packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
+            found = block_floats.mxfp4_as_q8_0(packed, scale) or "their scales are beyond float16"
+        else:
+            found = _DENSE[matrix.kind]
+        if isinstance(found, EncodedRows):
+            self._packed.add(name)
+            return found
+        self._dense[found].add(name)
+        return None
+
+    def _integers(self, matrix: StoredMatrix) -> GroupIntegers:
+        return _READERS[matrix.kind](self._source, matrix, self._stored)
+
+    def _float8(self, matrix: StoredMatrix, destination: Tensor) -> None:
+        inverse = f"{matrix.prefix}.weight_scale_inv" in self._source.shapes()
+        scale = self._finite(matrix, ".weight_scale_inv" if inverse else ".weight_scale")
+        weight = self._tensor(matrix, ".weight")
+        block_floats.dequantize_float8(weight, scale, self._stored.block, destination)
+
+    def _experts(self, matrix: StoredMatrix, destination: Tensor) -> None:
+        """[experts, inputs, outputs], of blocks that go along the inputs."""
+        blocks, scales = self._tensor(matrix, "_blocks"), self._powers(matrix, "_scales")
+        _, k, n = matrix.shape
+        rows = torch.empty(n, k)
+        for expert, place in enumerate(destination):
+            block_floats.dequantize_mxfp4(blocks[expert].flatten(1), scales[expert], rows)
+            place.copy_(rows.T)
+
+    def _tensor(self, matrix: StoredMatrix, ending: str) -> Tensor:
+        return self._source.tensor(matrix.prefix + ending)
+
+    def _finite(self, matrix: StoredMatrix, ending: str, *, divides: bool = False) -> Tensor:
+        """`divides`: weights are divided by it, so it is not zero."""
+        name = matrix.prefix + ending
+        scale = self._source.tensor(name)
+        if not bool(scale.float().isfinite().all()) or (divides and not bool(scale.float().all())):
+            raise WeightsError(f"{self._source.file_of(name)}: tensor {name} holds scales that are not finite")
+        return scale
+
+    def _powers(self, matrix: StoredMatrix, ending: str) -> Tensor:
+        name = matrix.prefix + ending
+        scale = self._source.tensor(name)
+        if not block_floats.is_finite_e8m0(scale):
+            raise WeightsError(f"{self._source.file_of(name)}: tensor {name} holds 255, which is no power of two")
+        return scale
+
+    def _report(self) -> None:
+        """In the log: what became of the matrices that were read."""
+        method = self._stored.method
+        if self._packed:
+            logger.info("%s: %d matrices run packed, as they are stored", method, len(self._packed))
+        for reason, names in self._dense.items():
+            elements = sum(torch.Size(self._matrices[name].shape).numel() for name in names)
+            why = f" ({reason}): 16 bits take {size_text(2 * elements)}" if reason else " when they were read"
+            level = logging.WARNING if reason else logging.INFO
+            logger.log(level, "%s: %d matrices were dequantised%s", method, len(names), why)
+
+    def __enter__(self) -> QuantizedSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not any(error):
+            self._report()
+        self._source.__exit__(*error)

@@ -1,0 +1,195 @@
+"""Quantised Hugging Face checkpoints: read as their publishers mean them, served packed where that is exact."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stored_forms import E2M1, FORMS, Form, _pairs, quantized_llama, write
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from dense_attention import logits_of
+from test_packed_models import PROMPT, decoded, logprob_error
+
+from attention_backends.toolchain import default_cache_dir
+from engine.config import EngineArgs
+from engine.cpu_kernels.formats import Format, packed_bytes
+from engine.cpu_kernels.linear import LinearOps, load, unpack
+from engine.cpu_kernels.quantize import pack_blocks
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.models.packed import PackedLinear
+from engine.models.quantization import stored_format
+from engine.resolve import resolve_here
+from engine.runner.loading import load_parts
+from engine.weights.loader import load_weights
+from engine.weights.packing import Packer
+from engine.weights.quantized_source import QuantizedSource
+from engine.weights.safetensors_source import SafetensorsSource
+from engine.weights.sizes import stored_weight_bytes
+
+_by_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+
+
+@pytest.fixture(scope="module")
+def ops() -> LinearOps:
+    return load(default_cache_dir())
+
+
+def opened(folder: Path, form: Form) -> QuantizedSource:
+    stored = stored_format({"quantization_config": form.config})
+    assert stored is not None
+    return QuantizedSource(SafetensorsSource(folder), stored)
+
+
+@_by_form
+def test_a_hundred_matrices_are_read_as_they_are_published_and_packed_without_a_change(
+    form: Form, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tensors, values = {}, {}
+    for index in range(100):
+        n, k = 8 * int(torch.randint(1, 12, (), generator=generator)), 128 * (1 + index % 3)
+        made, values[f"{index}.weight"] = form.make(n, k, generator)
+        tensors |= {f"{index}.{part}": tensor for part, tensor in made.items()}
+    write(tmp_path, tensors)
+    with opened(tmp_path, form) as source:
+        assert source.shapes() == {name: tuple(each.shape) for name, each in values.items()}
+        for name, expected in values.items():
+            n, k = expected.shape
+            read = torch.empty(n, k)
+            source.read_into(name, read)
+            assert torch.equal(read.double(), expected), "float32 holds it"
+            short = torch.empty(n, k, dtype=torch.bfloat16)
+            source.read_into(name, short)
+            assert torch.equal(short, read.bfloat16())
+            found = source.encoded(name)
+            assert (found.format if found is not None else Format.BFLOAT16) is form.format
+            if found is not None:
+                assert torch.equal(unpack(pack_blocks(found.rows, found.format), n, k, found.format), read)
+
+
+@_by_form
+def test_a_model_in_float32_is_the_dequantised_model(form: Form, tmp_path: Path) -> None:
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantized.mkdir()
+    quantized_llama(form, quantized).save_pretrained(plain)
+    logits = [logits_of(_dense(str(path)), PROMPT) for path in (quantized, plain)]
+    assert torch.equal(*logits)
+
+
+def _dense(path: str) -> Decoder:
+    description = describe(path)
+    model = Decoder(description.spec, dtype=torch.float32)
+    load_weights(model, description)
+    return model
+
+
+@_by_form
+def test_a_model_in_bfloat16_stays_packed(form: Form, tmp_path: Path, ops: LinearOps) -> None:
+    quantized_llama(form, tmp_path)
+    description = describe(str(tmp_path))
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(model, description, packer=Packer(ops, "stored"))
+    layers = [module for module in model.layers.modules() if isinstance(module, PackedLinear)]
+    assert {Format(layer.format) for layer in layers} == {form.format}
+    assert len(layers) == 4 * len(model.layers), "merged as the matrices of other checkpoints"
+    for layer in layers:
+        assert layer.weight.nbytes == packed_bytes(layer.n, layer.k, form.format)
+    exact = logits_of(_dense(str(tmp_path)), PROMPT)
+    values = logits_of(decoded(model), PROMPT)
+    torch.testing.assert_close(values, exact, rtol=1e-3 if form.exact else 0.1, atol=1e-3 if form.exact else 0.1)
+    rounded = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(rounded, description)
+    assert logprob_error(model, exact) <= 3 * logprob_error(rounded, exact) + 0.01
+
+
+@_by_form
+def test_planned_bytes_are_those_of_the_loaded_model(form: Form, tmp_path: Path, native_cache: Path) -> None:
+    quantized_llama(form, tmp_path)
+    args = EngineArgs(model=str(tmp_path), device="cpu", cache_dir=str(native_cache))
+    description, config = resolve_here(args)
+    assert config.model.quantization == "stored" and description.quantized is not None
+    told = stored_weight_bytes(str(tmp_path), description.quantized, description.spec)
+    loaded = load_parts(config).weight_bytes
+    if form is FORMS["mxfp4_of_any_scale"]:
+        assert told < loaded, "that is known from its values alone"
+    else:
+        assert told == loaded
+
+
+def test_quantization_none_decodes_and_int8_quantises_anew(tmp_path: Path, native_cache: Path) -> None:
+    quantized_llama(FORMS["awq"], tmp_path)
+    for quantization, format in (("none", Format.BFLOAT16), ("int8", Format.INT8), ("int4", Format.Q4_1)):
+        args = EngineArgs(model=str(tmp_path), device="cpu", cache_dir=str(native_cache), quantization=quantization)
+        model = load_parts(resolve_here(args)[1]).model
+        assert {each.format for each in model.layers.modules() if isinstance(each, PackedLinear)} == {format}
+    args = EngineArgs(model=str(tmp_path), device="cpu", dtype="float32")
+    assert resolve_here(args)[1].model.quantization == "none"
+    with pytest.raises(ConfigError, match="quantization"):
+        EngineArgs(model=str(tmp_path), quantization="squeezellm")
+
+
+def test_layers_that_were_left_out_and_calibration_are_understood(tmp_path: Path, ops: LinearOps) -> None:
+    form = FORMS["packed"]
+    quantized_llama(form, tmp_path)
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0.self_attn"
+    for part in ("weight_packed", "weight_scale", "weight_shape"):
+        del tensors[f"{prefix}.v_proj.{part}"]
+    plain = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors |= {
+        f"{prefix}.v_proj.weight": plain,
+        f"{prefix}.q_proj.input_scale": torch.ones(1),
+        f"{prefix}.k_proj.k_scale": torch.ones(1),
+    }
+    write(tmp_path, tensors)
+    description = describe(str(tmp_path))
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(model, description, packer=Packer(ops, "stored"))
+    parts = [(part.n, part.format) for part in model.layers[0].qkv_proj.parts]
+    assert parts == [(192, Format.Q4_0), (64, Format.BFLOAT16)]
+    assert torch.equal(decoded(model).layers[0].qkv_proj.weight[192:], plain.float())
+
+
+def test_what_runs_wider_than_it_is_stored_is_said_with_the_memory_it_takes(
+    tmp_path: Path, ops: LinearOps, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for name in ("gptq", "gptq_act_order", "fp8_blocks"):
+            folder = tmp_path / name
+            folder.mkdir()
+            quantized_llama(FORMS[name], folder)
+            description = describe(str(folder))
+            model = Decoder(description.spec, dtype=torch.bfloat16)
+            load_weights(model, description, packer=Packer(ops, "stored"))
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("quantized_source")]
+    assert said[0] == "gptq: 14 matrices run packed, as they are stored"
+    assert "14 matrices were dequantised (their groups are ordered by activation (desc_act)): 16 bits take" in said[1]
+    assert "14 matrices were dequantised (no kernel multiplies float8): 16 bits take" in said[2]
+
+
+def test_experts_of_gpt_oss_are_read_under_the_names_of_the_unquantised_model(tmp_path: Path) -> None:
+    experts, n, k = 3, 24, 96
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(0, 16, (experts, n, k), generator=generator)
+    e = torch.randint(110, 130, (experts, n, k // 32), generator=generator)
+    blocks = torch.stack([_pairs(each) for each in q]).view(experts, n, k // 32, 16)
+    write(tmp_path, {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": e.to(torch.uint8)})
+    stored = stored_format({"quantization_config": {"quant_method": "mxfp4"}})
+    assert stored is not None
+    with QuantizedSource(SafetensorsSource(tmp_path), stored) as source:
+        assert source.shapes() == {"mlp.experts.down_proj": (experts, k, n)}
+        read = torch.empty(experts, k, n)
+        source.read_into("mlp.experts.down_proj", read)
+        assert source.encoded("mlp.experts.down_proj") is None
+    expected = E2M1[q] * 2.0 ** (e.double() - 127).repeat_interleave(32, 2)
+    assert torch.equal(read.double(), expected.transpose(1, 2))
+    library = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    assert torch.equal(read.bfloat16(), library(blocks, e.to(torch.uint8)))
