@@ -10,8 +10,12 @@ import math
 import struct
 
 from engine.errors import UnsupportedModelError, WeightsError
-from engine.models.bounds import CONFIG_RANGES, GGUF_RANGES
+from engine.models.bounds import CONFIG_RANGES
+from engine.models.gguf_families import family_config, longrope_parameters
 from engine.models.gguf_header import GgufHeader
+from engine.models.gguf_numbers import number as _number
+from engine.models.gguf_numbers import optional as _optional
+from engine.models.gguf_numbers import required as _required
 from engine.models.json_file import shown
 
 _ARCHITECTURES = {
@@ -20,7 +24,20 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
+_LAYER_NORMS = frozenset({"starcoder2"})
+_PARTIAL = frozenset({"phi3", "glm4"})
+"""whose heads may turn in part"""
 _WIDE_QUERIES = {"gemma2": 46, "gemma3": 62}
 """layers of the 27B models, which scale queries by hidden_size / heads; the file does not say so"""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -46,9 +63,10 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
     hidden_size = _required(header, f"{arch}.embedding_length")
     num_heads = _required(header, f"{arch}.attention.head_count")
     head_dim = _head_dim(header, arch, hidden_size, num_heads)
-    epsilon = _number(header, f"{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    epsilon_key = f"{arch}.attention.layer_norm_{'' if arch in _LAYER_NORMS else 'rms_'}epsilon"
+    epsilon = _number(header, epsilon_key, "rms_norm_eps")
     if epsilon is None:
-        raise WeightsError(f"{header.path}: metadata {arch}.attention.layer_norm_rms_epsilon is missing")
+        raise WeightsError(f"{header.path}: metadata {epsilon_key} is missing")
     tensors = header.tensors
     config: dict[str, object] = {
         "architectures": [_ARCHITECTURES[arch]],
@@ -70,7 +88,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
     }
-    return config | _gemma(header, arch, config) if arch in _WIDE_QUERIES else config
+    return config | (_gemma(header, arch, config) if arch in _WIDE_QUERIES else family_config(header, arch, head_dim))
 
 
 def generation_config_of(header: GgufHeader) -> dict[str, object]:
@@ -84,37 +102,10 @@ def dtype_of(header: GgufHeader) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(stored), "bfloat16")
 
 
-def _required(header: GgufHeader, key: str) -> int:
-    value = header.integer(key)
-    if value is None:
-        found = header.metadata.get(key)
-        reason = "is missing" if found is None else f"is not one integer ({shown(found)})"
-        raise WeightsError(f"{header.path}: metadata {key} {reason}")
-    allowed = GGUF_RANGES[key.partition(".")[2]]
-    if not allowed.holds(value):
-        raise WeightsError(f"{header.path}: metadata {key} must be in {allowed}, found {shown(value)}")
-    return value
-
-
-def _optional(header: GgufHeader, key: str) -> int | None:
-    """0 stands for "not set" in some files."""
-    return _required(header, key) if header.metadata.get(key) else None
-
-
-def _number(header: GgufHeader, key: str, name: str) -> float | None:
-    """`name`: what Hugging Face's configs call it; 0 stands for "not set"."""
-    found = header.metadata.get(key) or None
-    if found is None:
-        return None
-    value, allowed = header.number(key), CONFIG_RANGES[name]
-    if value is None or not allowed.holds(value):
-        raise WeightsError(f"{header.path}: metadata {key} must be a number in {allowed}, found {shown(found)}")
-    return value
-
-
 def _num_layers(header: GgufHeader, arch: str) -> int:
     count = _required(header, f"{arch}.block_count")
-    if f"blk.{count - 1}.attn_norm.weight" not in header.tensors or f"blk.{count}.attn_norm.weight" in header.tensors:
+    name = "attn_output.weight"
+    if f"blk.{count - 1}.{name}" not in header.tensors or f"blk.{count}.{name}" in header.tensors:
         raise WeightsError(f"{header.path}: metadata {arch}.block_count is {count}, the tensors are of another number")
     return count
 
@@ -148,9 +139,9 @@ def _gemma(header: GgufHeader, arch: str, config: dict[str, object]) -> dict[str
 def _head_dim(header: GgufHeader, arch: str, hidden_size: int, num_heads: int) -> int:
     key_length = _optional(header, f"{arch}.attention.key_length")
     rotary = _optional(header, f"{arch}.rope.dimension_count")
-    head_dim = key_length or rotary or hidden_size // num_heads
+    head_dim = key_length or (None if arch in _PARTIAL else rotary) or hidden_size // num_heads
     value_length = _optional(header, f"{arch}.attention.value_length") or head_dim
-    if value_length != head_dim or (rotary or head_dim) != head_dim:
+    if value_length != head_dim or ((rotary or head_dim) != head_dim and arch not in _PARTIAL):
         raise UnsupportedModelError(
             f"{header.path}: key length {head_dim}, value length {value_length}, rotary dimensions {rotary} differ"
         )
@@ -173,6 +164,8 @@ def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, 
         return {"rope_theta": theta, **_llama3_parameters(header, theta, head_dim)}
     if kind == "none" and factor is not None:
         kind = "linear"
+    if "rope_factors_long.weight" in header.tensors:
+        return {"rope_theta": theta, **longrope_parameters(header, arch)}
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":

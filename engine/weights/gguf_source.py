@@ -16,8 +16,9 @@ from engine.models.gguf_header import TensorExtent, read_gguf_header
 from engine.weights.gguf_dequant import dequantize_into, q5_0_as_q8_0
 from engine.weights.source import EncodedRows
 
-_HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight"})
-_INTERLEAVED_ROPE = frozenset({"llama"})
+_HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_INTERLEAVED_ROPE = frozenset({"llama", "granite", "smollm3"})
+"""whose converter brings rows together that Hugging Face has apart"""
 _NORMS_WITH_ONE = frozenset({"gemma2", "gemma3"})
 """whose files hold 1 + weight where Hugging Face has the weight of a norm"""
 

@@ -36,7 +36,8 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
 def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec) -> int:
     """Of a GGUF file that runs from its blocks."""
     vector_bytes = 4 if spec.norm == "rms_wide" else 2
-    return sum(_extent_bytes(extent, vector_bytes) for extent in tensors.values())
+    loaded = [extent for name, extent in tensors.items() if not name.startswith("rope_")]  # those are read as numbers
+    return sum(_extent_bytes(extent, vector_bytes) for extent in loaded)
 
 
 def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec) -> int:

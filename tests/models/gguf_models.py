@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
@@ -15,14 +15,26 @@ ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "granite": MODEL_ARCH.GRANITE,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "glm4": MODEL_ARCH.GLM4,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "hunyuan-dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "starcoder2": MODEL_ARCH.STARCODER2,
 }
+PERMUTED = ("llama", "granite", "smollm3")
+"""whose Q and K rows llama.cpp's converter reorders"""
 
 
 def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationType = GGMLQuantizationType.F32) -> str:
     """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order, 1
     added to Gemma's norms."""
     config = model.config
-    arch = config.model_type.removesuffix("_text")
+    arch = config.model_type.removesuffix("_text").replace("hunyuan_v1_dense", "hunyuan-dense")
     writer = GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -30,7 +42,10 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -44,12 +59,13 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
         if arch == "gemma2":
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _add_numbers(writer, config, head_dim)
     name_map = get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -62,6 +78,20 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def _add_numbers(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
+    """What single families have."""
+    arch = writer.arch
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch in ("phi3", "glm4"):
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if arch in ("phi3", "starcoder2") and config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
 
 
 def _add_rope(writer: GGUFWriter, rope: dict[str, float], head_dim: int) -> None:
@@ -79,6 +109,13 @@ def _add_rope(writer: GGUFWriter, rope: dict[str, float], head_dim: int) -> None
         writer.add_string(f"{writer.arch}.rope.scaling.type", "yarn")
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        for length in ("short", "long"):
+            factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(256 / original) / math.log(original)))
     elif kind == "linear":
         writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(rope["factor"])

@@ -19,6 +19,8 @@ from engine.weights.loader import load_weights
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 FILES = ["llama", "llama_tied", "llama_biases", "llama_head_dim", "llama_yarn_rope", "qwen2", "qwen3"]
+FILES += ["phi3", "phi3_long_rope", "phi3_short_rope_window", "smollm3", "granite", "granite_tied", "olmo2", "glm4"]
+FILES += ["seed_oss", "hunyuan", "ernie4_5", "ernie4_5_biases_untied", "exaone4", "starcoder2"]
 
 
 def logits_of_file(path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

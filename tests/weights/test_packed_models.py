@@ -123,6 +123,16 @@ def test_a_gguf_file_runs_from_its_blocks(name: str, tied: bool, tmp_path: Path,
     assert weight_bytes(model) <= 1.1 * matrices, "not inflated (but for padding of 199 tokens to panels of 32)"
 
 
+@pytest.mark.parametrize("case", ["phi3_long_rope", "granite", "glm4", "hunyuan", "ernie4_5", "exaone4"])
+def test_blocks_of_every_family_are_the_rows_that_its_decoder_wants(case: str, tmp_path: Path, ops: LinearOps) -> None:
+    """Rows that turn together may have to be taken apart within the blocks' matrix."""
+    path = write_gguf(make_model(case), tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    model = packed(path, ops, "gguf")
+    assert any(module.format == Format.Q8_0 for module in model.modules() if isinstance(module, PackedLinear))
+    exact = logits_of(dense(path, torch.float32), PROMPT)
+    assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
+
+
 def test_blocks_of_five_bits_run_as_eight(tmp_path: Path, ops: LinearOps) -> None:
     path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q5_0)
     model = packed(path, ops, "gguf")

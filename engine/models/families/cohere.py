@@ -28,7 +28,7 @@ def cohere_spec(config: Config) -> DecoderSpec:
 
 def cohere2_spec(config: Config) -> DecoderSpec:
     windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 4))
-    return _spec(config, "cohere2", windows, [window is not None for window in windows])
+    return _spec({**config, "head_dim": None}, "cohere2", windows, [window is not None for window in windows])
 
 
 def _spec(config: Config, family: str, windows: list[int | None], turned: list[bool] | None = None) -> DecoderSpec:

@@ -149,13 +149,20 @@ def decoder_spec(
 ) -> DecoderSpec:
     """The spec of a pre-norm RMSNorm, gated, RoPE decoder, whose layers differ in their windows and ropes alone.
 
-    `scale`, `activation`: None for head_dim ** -0.5, and what `hidden_act` says. `local_rope`: of layers with a window.
-    `turned`: which layers turn q and k; None: all. `default_rotary`: how much of a head they turn where the config does
-    not say; None: all, always. `tied`: where the config says nothing of embeddings. `epsilon`: its key.
+    `scale`, `activation`: None for head_dim ** -0.5, and what `hidden_act` says. `local_rope`: what layers with a
+    window have in the place of the config's rope. `turned`: which layers turn q and k; None: all. `default_rotary`: how
+    much of a head they turn where the config does not say; None: all of it, always. `tied`: where the config says
+    nothing of embeddings. `epsilon`: its key.
+
     Raises ConfigError, UnsupportedModelError.
     """
-    num_heads, num_kv_heads, head_dim = _heads(config, default_kv_heads, default_head_dim)
-    ropes, max_position = _ropes(config, local_rope, head_dim, default_rotary)
+    num_heads, num_kv_heads, head_dim = _heads(config, default_head_dim, default_kv_heads)
+    trained_positions = integer(config, "max_position_embeddings")
+    rope = rope_spec(config, head_dim, trained_positions, default_rotary)
+    max_position = _reachable_positions(rope, trained_positions)
+    ropes = [rope]
+    if local_rope is not None:
+        ropes.append(rope_spec(local_rope, head_dim, max_position))
     mlp = MlpSpec(
         intermediate_size=integer(config, "intermediate_size"),
         activation=activation or activation_of(config, "hidden_act", "silu"),
@@ -173,44 +180,27 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=qk_norm,
     )
+    which = [0 if window is None or local_rope is None else 1 for window in windows]
+    rope_of = which if turned is None else [at if turns else None for at, turns in zip(which, turned, strict=True)]
+    mixers = [replace(mixer, window=window, rope=at) for window, at in zip(windows, rope_of, strict=True)]
     return DecoderSpec(
         family=family,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=integer(config, "hidden_size"),
-        layers=_layers(mixer, mlp, windows, turned, len(ropes) > 1),
-        ropes=ropes,
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer in mixers),
+        ropes=tuple(ropes),
         norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
     )
 
 
-def _layers(
-    mixer: MixerSpec, mlp: MlpSpec, windows: Sequence[int | None], turned: Sequence[bool] | None, has_local: bool
-) -> tuple[LayerSpec, ...]:
-    which = [int(has_local and window is not None) for window in windows]
-    return tuple(
-        LayerSpec(mixer=replace(mixer, window=window, rope=rope if turns else None), mlp=mlp)
-        for window, rope, turns in zip(windows, which, turned or [True] * len(windows), strict=True)
-    )
-
-
-def _ropes(
-    config: Config, local_rope: Config | None, head_dim: int, default_rotary: float | None
-) -> tuple[tuple[RopeSpec, ...], int]:
-    """And how far the first one reaches."""
-    trained_positions = integer(config, "max_position_embeddings")
-    rope = rope_spec(config, head_dim, trained_positions, default_rotary)
-    max_position = _reachable_positions(rope, trained_positions)
-    local = () if local_rope is None else (rope_spec(local_rope, head_dim, max_position),)
-    return (rope, *local), max_position
-
-
-def _heads(config: Config, default_kv_heads: int | None, default_head_dim: int | None) -> tuple[int, int, int]:
-    """How many heads there are of queries, and of keys; a head's size."""
-    num_heads, absent = integer(config, "num_attention_heads"), "num_key_value_heads" not in config
-    num_kv_heads = integer(config, "num_key_value_heads", (default_kv_heads if absent else None) or num_heads)
-    head_dim = integer(config, "head_dim", default_head_dim or integer(config, "hidden_size") // num_heads)
+def _heads(config: Config, default_head_dim: int | None, default_kv_heads: int | None) -> tuple[int, int, int]:
+    """Of queries, of keys, and the dimension of either; defaults are for keys that are absent, not null."""
+    num_heads = integer(config, "num_attention_heads")
+    kv_heads = (None if "num_key_value_heads" in config else default_kv_heads) or num_heads
+    dim = (None if "head_dim" in config else default_head_dim) or integer(config, "hidden_size") // num_heads
+    num_kv_heads, head_dim = integer(config, "num_key_value_heads", kv_heads), integer(config, "head_dim", dim)
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key-value heads")
     if head_dim % 2:
