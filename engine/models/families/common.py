@@ -6,7 +6,7 @@ Defaults are those of transformers' config classes, because `config.json` leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -157,12 +157,7 @@ def decoder_spec(
     Raises ConfigError, UnsupportedModelError.
     """
     num_heads, num_kv_heads, head_dim = _heads(config, default_head_dim, default_kv_heads)
-    trained_positions = integer(config, "max_position_embeddings")
-    rope = rope_spec(config, head_dim, trained_positions, default_rotary)
-    max_position = _reachable_positions(rope, trained_positions)
-    ropes = [rope]
-    if local_rope is not None:
-        ropes.append(rope_spec(local_rope, head_dim, max_position))
+    ropes, max_position = _ropes(config, local_rope, head_dim, default_rotary)
     mlp = MlpSpec(
         intermediate_size=integer(config, "intermediate_size"),
         activation=activation or activation_of(config, "hidden_act", "silu"),
@@ -180,15 +175,12 @@ def decoder_spec(
         o_bias=o_bias,
         qk_norm=qk_norm,
     )
-    which = [0 if window is None or local_rope is None else 1 for window in windows]
-    rope_of = which if turned is None else [at if turns else None for at, turns in zip(which, turned, strict=True)]
-    mixers = [replace(mixer, window=window, rope=at) for window, at in zip(windows, rope_of, strict=True)]
     return DecoderSpec(
         family=family,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=integer(config, "hidden_size"),
-        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer in mixers),
-        ropes=tuple(ropes),
+        layers=tuple(_layers(mixer, mlp, windows, turned, len(ropes) - 1)),
+        ropes=ropes,
         norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
@@ -206,6 +198,27 @@ def _heads(config: Config, default_head_dim: int | None, default_kv_heads: int |
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd")
     return num_heads, num_kv_heads, head_dim
+
+
+def _ropes(
+    config: Config, local_rope: Config | None, head_dim: int, default_rotary: float | None
+) -> tuple[tuple[RopeSpec, ...], int]:
+    """And how many positions there are."""
+    trained_positions = integer(config, "max_position_embeddings")
+    rope = rope_spec(config, head_dim, trained_positions, default_rotary)
+    max_position = _reachable_positions(rope, trained_positions)
+    if local_rope is None:
+        return (rope,), max_position
+    return (rope, rope_spec(local_rope, head_dim, max_position)), max_position
+
+
+def _layers(
+    mixer: MixerSpec, mlp: MlpSpec, windows: list[int | None], turned: Sequence[bool] | None, local: int
+) -> Iterator[LayerSpec]:
+    """`local`: the rope of layers with a window."""
+    for window, turns in zip(windows, turned or [True] * len(windows), strict=True):
+        rope = None if not turns else 0 if window is None else local
+        yield LayerSpec(mixer=replace(mixer, window=window, rope=rope), mlp=mlp)
 
 
 def num_layers(config: Config) -> int:
