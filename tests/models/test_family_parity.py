@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_attention import greedy, logits_of
+from dense_attention import DenseAttention, greedy, logits_of
 from safetensors.torch import save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
 
@@ -127,6 +127,20 @@ def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:
     config_file.write_text(json.dumps(config))
     assert describe(path).spec == modern
     assert modern.ropes[0].kind == "yarn"
+
+
+def test_shown_states_of_granite_are_as_large_as_its_authors_have_them(tmp_path: Path) -> None:
+    """Within the decoder they are divided by the residual's multiplier."""
+    reference = make_model("granite")
+    description = describe(save(reference, tmp_path))
+    model = Decoder(description.spec, dtype=torch.float32, shown_layers=(0, 2))
+    load_weights(model, description)
+    model.set_attention(DenseAttention(model.spec))
+    _, first, third = model(torch.tensor(PROMPT), torch.arange(len(PROMPT))).chunk(3, dim=-1)
+    with torch.no_grad():
+        states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(first, states[0][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(third, states[2][0], rtol=1e-4, atol=1e-4)
 
 
 def test_tied_heads_share_one_storage_and_untied_ones_do_not(tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from engine.models.families.common import Config, Family, activation_of, decoder_spec, flag, num_layers, with_defaults
+from engine.models.families.common import (
+    Config,
+    Family,
+    activation_of,
+    decoder_spec,
+    flag,
+    num_layers,
+    refuse,
+    with_defaults,
+)
 from engine.models.families.names import Names
 from engine.models.spec import Activation, DecoderSpec
 
@@ -19,6 +28,7 @@ _ROPE = {
 
 
 def apertus_spec(config: Config) -> DecoderSpec:
+    refuse(config, {"post_norm": "norms stand before attention and MLP", "mlp_bias": "MLPs have no biases"})
     bias = flag(config, "attention_bias")
     activation: Activation | Literal["xielu"] = "xielu"
     if config.get("hidden_act") not in (None, "xielu"):

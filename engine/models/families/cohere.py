@@ -22,7 +22,6 @@ from engine.models.spec import DecoderSpec
 
 
 def cohere_spec(config: Config) -> DecoderSpec:
-    refuse(config, {"use_qk_norm": "there are no norms of q and k"})
     return _spec(with_defaults(config, rope_theta=5e5), "cohere", [None] * num_layers(config))
 
 
@@ -32,6 +31,7 @@ def cohere2_spec(config: Config) -> DecoderSpec:
 
 
 def _spec(config: Config, family: str, windows: list[int | None], turned: list[bool] | None = None) -> DecoderSpec:
+    refuse(config, {"use_qk_norm": "there are no norms of q and k"})
     bias = flag(config, "attention_bias")
     spec = decoder_spec(
         with_defaults(config, layer_norm_eps=1e-5),

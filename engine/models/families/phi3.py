@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.models.families.common import Config, Family, decoder_spec, integer, num_layers, with_defaults
+from engine.models.families.common import Config, Family, decoder_spec, integer, num_layers, refuse, with_defaults
 from engine.models.families.names import Names
 from engine.models.spec import DecoderSpec
 
 
 def phi3_spec(config: Config) -> DecoderSpec:
+    biases = ("attention_bias", "mlp_bias", "lm_head_bias")
+    refuse(config, dict.fromkeys(biases, "no matrix has a bias"))
     window = None if config.get("sliding_window") is None else integer(config, "sliding_window")
     return decoder_spec(
         _with_longrope(with_defaults(config, rms_norm_eps=1e-5, original_max_position_embeddings=4096)),
