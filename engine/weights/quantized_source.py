@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ _READERS = {
     Kind.PACKED: packed_integers,
     Kind.INT8: int8_integers,
 }
+_ASKED_FOR = "packed layers need a CPU, bfloat16 and quantization='auto'"
 _DENSE = {
     Kind.FLOAT8: "no kernel multiplies float8",
     Kind.NVFP4: "no kernel multiplies 4-bit floats with scales of 8 bits",
@@ -55,6 +57,8 @@ class QuantizedSource:
         self._dense: dict[str, set[str]] = defaultdict(set)
         """matrices that were not kept packed, by the reason"""
         self._packed: set[str] = set()
+        self._dtype: torch.dtype | None = None
+        """to which they were dequantised"""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -63,15 +67,17 @@ class QuantizedSource:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._source.file_of(name)
-        return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(matrix.prefix)))
+        starts = (f"{matrix.prefix}.", f"{matrix.prefix}_")
+        return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(starts)))
 
     def read_into(self, name: str, destination: Tensor) -> None:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._source.read_into(name, destination)
         self._packed.discard(name)
+        self._dtype = destination.dtype
         if not any(name in names for names in self._dense.values()):
-            self._dense[_DENSE.get(matrix.kind, "")].add(name)
+            self._dense[_ASKED_FOR].add(name)
         if matrix.kind in WHOLE_NUMBERS:
             self._integers(matrix).dequantize_into(destination)
         elif matrix.kind is Kind.FLOAT8:
@@ -147,10 +153,14 @@ class QuantizedSource:
         if self._packed:
             logger.info("%s: %d matrices run packed, as they are stored", method, len(self._packed))
         for reason, names in self._dense.items():
-            elements = sum(torch.Size(self._matrices[name].shape).numel() for name in names)
-            why = f" ({reason}): 16 bits take {size_text(2 * elements)}" if reason else " when they were read"
-            level = logging.WARNING if reason else logging.INFO
-            logger.log(level, "%s: %d matrices were dequantised%s", method, len(names), why)
+            if self._dtype is None:
+                continue
+            size = size_text(sum(prod(self._matrices[name].shape) for name in names) * self._dtype.itemsize)
+            level = logging.INFO if reason is _ASKED_FOR else logging.WARNING
+            dtype = str(self._dtype).removeprefix("torch.")
+            logger.log(
+                level, "%s: %d matrices were dequantised (%s): %s as %s", method, len(names), reason, size, dtype
+            )
 
     def __enter__(self) -> QuantizedSource:
         return self

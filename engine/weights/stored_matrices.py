@@ -231,9 +231,8 @@ class _Reader:
     def _sizes(self, name: str, dimensions: int | None, dtypes: tuple[str, ...]) -> tuple[int, ...]:
         header = self._headers.get(name)
         if header is None:
-            file = self._headers[
-                next(other for other in self._headers if other.startswith(name.rpartition(".")[0]))
-            ].file
+            module = name.rpartition(".")[0] + "."
+            file = next(header.file for other, header in self._headers.items() if other.startswith(module))
             raise WeightsError(f"{file}: tensor {name} is missing, without which the weights beside it mean nothing")
         self.used.add(name)
         if header.dtype not in dtypes:

@@ -169,10 +169,14 @@ def test_what_runs_wider_than_it_is_stored_is_said_with_the_memory_it_takes(
             description = describe(str(folder))
             model = Decoder(description.spec, dtype=torch.bfloat16)
             load_weights(model, description, packer=Packer(ops, "stored"))
+        quantized_llama(FORMS["awq"], folder)
+        _dense(str(folder))
     said = [record.getMessage() for record in caplog.records if record.name.endswith("quantized_source")]
     assert said[0] == "gptq: 14 matrices run packed, as they are stored"
-    assert "14 matrices were dequantised (their groups are ordered by activation (desc_act)): 16 bits take" in said[1]
-    assert "14 matrices were dequantised (no kernel multiplies float8): 16 bits take" in said[2]
+    size = "576KiB as bfloat16"  # 2 layers of (256 + 128 + 512 + 256) x 128
+    assert said[1] == f"gptq: 14 matrices were dequantised (their groups are ordered by activation (desc_act)): {size}"
+    assert said[2] == f"fp8: 14 matrices were dequantised (no kernel multiplies float8): {size}"
+    assert said[3].startswith("awq: 14 matrices were dequantised (packed layers need a CPU, bfloat16 and quantization")
 
 
 def test_experts_of_gpt_oss_are_read_under_the_names_of_the_unquantised_model(tmp_path: Path) -> None:
