@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.models.layers import LayerNorm, Norm, RMSNorm, finished
-from engine.models.spec import Activation
+from engine.models.spec import Activation, QkNorm
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.formats import Format
@@ -101,24 +101,35 @@ class ActivatedLinear(nn.Module):
 
 
 class HeadRotation(nn.Module):
-    """RoPE on rows of heads, and the norm of each head where the model has one, in one operator (two, where the norm
-    comes last)."""
+    """RoPE on rows of heads, and the norms of q and k where the model has some, in one operator (two, where the norms
+    are of turned heads, or of rows of q and k, which then have as many heads)."""
 
-    def __init__(self, ops: LinearOps, q_heads: int, k_heads: int, head_dim: int, norm_last: bool = False) -> None:
+    def __init__(
+        self, ops: LinearOps, q_heads: int, k_heads: int, head_dim: int, qk_norm: QkNorm | None = "head"
+    ) -> None:
         super().__init__()
-        self.q_heads, self.k_heads, self.head_dim, self.norm_last = q_heads, k_heads, head_dim, norm_last
+        self.q_heads, self.k_heads, self.head_dim, self.qk_norm = q_heads, k_heads, head_dim, qk_norm
         self.op = ops.rotate_heads
 
     def forward(
         self, qkv: torch.Tensor, rope: torch.Tensor | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
     ) -> torch.Tensor:
         """qkv [tokens, n], bfloat16: its first heads rotated, the others as they are. rope [tokens, rotary_dim]."""
-        if self.norm_last and rope is not None:
-            return self._call(self._call(qkv, rope, None, None), None, q_norm, k_norm)
-        return self._call(qkv, rope, q_norm, k_norm)
+        heads = (self.q_heads, self.k_heads, self.head_dim)
+        if self.qk_norm == "row":
+            normed = self._call(qkv, None, q_norm, k_norm, (1, 1, self.q_heads * self.head_dim))
+            return self._call(normed, rope, None, None, heads)
+        if self.qk_norm == "turned_head":
+            return self._call(self._call(qkv, rope, None, None, heads), None, q_norm, k_norm, heads)
+        return self._call(qkv, rope, q_norm, k_norm, heads)
 
     def _call(
-        self, qkv: torch.Tensor, rope: torch.Tensor | None, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+        self,
+        qkv: torch.Tensor,
+        rope: torch.Tensor | None,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        heads: tuple[int, int, int],
     ) -> torch.Tensor:
         rotated: torch.Tensor = self.op(
             qkv,
@@ -126,9 +137,7 @@ class HeadRotation(nn.Module):
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
-            self.q_heads,
-            self.k_heads,
-            self.head_dim,
+            *heads,
             None,
         )
         return rotated

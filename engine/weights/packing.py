@@ -28,6 +28,7 @@ from engine.models.packed import (
     PackedLinear,
     RowNorm,
 )
+from engine.models.spec import MixerSpec
 from engine.weights.source import EncodedRows, Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
@@ -106,11 +107,9 @@ class Packer:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
         for layer, spec in zip(model.layers, model.spec.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            mixer, is_rms = spec.mixer, isinstance(layer.q_norm, RMSNorm)
-            by_head = mixer.rope is not None if mixer.qk_norm is None else is_rms and mixer.qk_norm != "row"
-            if by_head:
-                heads, last = (mixer.num_heads, mixer.num_kv_heads), mixer.qk_norm == "turned_head"
-                layer.rotation = HeadRotation(self._ops, *heads, mixer.head_dim, last)
+            if _turns_natively(spec.mixer, layer):
+                heads = (spec.mixer.num_heads, spec.mixer.num_kv_heads, spec.mixer.head_dim)
+                layer.rotation = HeadRotation(self._ops, *heads, spec.mixer.qk_norm)
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
@@ -194,3 +193,10 @@ class Packer:
             assert source is not None
             source.read_into(part.name, weight[first : first + part.rows])
             first += part.rows
+
+
+def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:
+    """Norms over rows of q and k are one call of the operator where those are equally wide."""
+    if mixer.qk_norm is None:
+        return mixer.rope is not None
+    return isinstance(layer.q_norm, RMSNorm) and (mixer.qk_norm != "row" or mixer.num_heads == mixer.num_kv_heads)
