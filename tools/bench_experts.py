@@ -5,7 +5,7 @@ another as a step does. Beside them, in alternation: a gated MLP of dense packed
 experts, laid end to end as one matrix each, with as many rows as an expert has on average: the same bytes and the same
 operations, without sorting, gathering and combining. And how fast the machine reads memory (the best round), which also
 empties the caches. Times are medians over the rounds, and so are the ratios to the dense layers' bytes and operations a
-second.
+second. With one thread they are its time on a core: on a busy machine other processes disturb that less.
 
     python -m tools.bench_experts [--tokens 1,8,64,512] [--formats BFLOAT16,INT8,Q4_1] [--threads 2] [--rounds 15]
 """
@@ -124,6 +124,7 @@ def measure(
         "experts": experts_step(ops, layers, tokens, isa),
         "dense": dense_step(ops, layers, tokens, isa),
     }
+    alone = options.threads == 1
     read = memory_reader(options.cache_dir, options.threads)
     rates: dict[str, list[float]] = {name: [] for name in ("experts", "dense", "read", "bytes", "flops")}
     expert_bytes = sum(matrix[0].numel() for matrix in (layers[0].gate_up, layers[0].down))
@@ -131,8 +132,8 @@ def measure(
         chosen = routes[number % ROUTES]
         seconds = {}
         for name, step in steps.items():
-            seconds["read"] = timed(read)
-            seconds[name] = timed(partial(step, chosen))
+            seconds["read"] = timed(read, alone)
+            seconds[name] = timed(partial(step, chosen), alone)
         if number == 0:
             continue
         dense_rows = sum(c.used * max(1, round(tokens * TOP_K / c.used)) for c in chosen)
@@ -160,10 +161,11 @@ def figures(rates: dict[str, list[float]], tokens: int, step_bytes: float) -> di
     }
 
 
-def timed(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def timed(run: Callable[[], None], alone: bool) -> float:
+    clock = time.thread_time if alone else time.perf_counter
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
