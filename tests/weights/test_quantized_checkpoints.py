@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from stored_forms import E2M1, FORMS, Form, _pairs, quantized_llama, write
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from dense_attention import logits_of
@@ -197,3 +199,40 @@ def test_experts_of_gpt_oss_are_read_under_the_names_of_the_unquantised_model(tm
     assert torch.equal(read.double(), expected.transpose(1, 2))
     library = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     assert torch.equal(read.bfloat16(), library(blocks, e.to(torch.uint8)))
+
+
+def test_groups_that_do_not_divide_the_inputs_end_with_a_shorter_one(tmp_path: Path) -> None:
+    form = FORMS["gptq_64"]
+    made, values = form.make(32, 160, torch.Generator().manual_seed(4))
+    for with_index in (True, False):
+        if not with_index:
+            del made["g_idx"]
+        write(tmp_path, {f"a.{part}": tensor for part, tensor in made.items()})
+        with opened(tmp_path, form) as source:
+            read = torch.empty(32, 160)
+            source.read_into("a.weight", read)
+            assert torch.equal(read.double(), values)
+            found = source.encoded("a.weight")
+            assert found is not None and found.format is Format.INT4_GROUP
+            assert torch.equal(unpack(pack_blocks(found.rows, found.format), 32, 160, found.format), read)
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("gptq_8", lambda made: made | {"qzeros": made["qzeros"] ^ 0x55555555}),  # 9 bits with their sign
+        ("packed", lambda made: made | {"weight_scale": made["weight_scale"] * 2.0**-20}),
+        ("packed", lambda made: made | {"weight_scale": made["weight_scale"].float() * 2.0**30}),
+    ],
+    ids=["nine bits", "below float16", "above float16"],
+)
+def test_what_no_block_holds_is_dequantised(
+    form: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    made, _ = FORMS[form].make(32, 128, torch.Generator().manual_seed(4))
+    write(tmp_path, {f"a.{part}": tensor for part, tensor in change(made).items()})
+    with opened(tmp_path, FORMS[form]) as source:
+        assert source.encoded("a.weight") is None
+        read = torch.empty(32, 128)
+        source.read_into("a.weight", read)
+        assert bool(read.isfinite().all()) and bool(read.any())

@@ -171,7 +171,7 @@ def is_one_of(asked: str, names: Sequence[str]) -> bool:
 
 def _files_of(model: ModelDescription) -> Files:
     path = Path(model.path)
-    quantization = None
+    quantization = None if model.quantized is None else model.quantized.method.upper()
     if model.source == "gguf":
         quantization = _file_type(read_gguf_header(path).integer("general.file_type"))
     found = [path] if path.is_file() else [path / "config.json", *path.glob("*.safetensors")]
