@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from random_blocks import BLOCK_FORMATS, blocks_of
 
 from attention_backends.native_build import ISAS, Unit
 from engine.cpu_kernels.build import sources
+from engine.cpu_kernels.linear import LinearOps, load
+from engine.cpu_kernels.quantize import pack_blocks
 
 CALL = re.compile(r"\b(linear_\w+?|rotate_heads)_(" + "|".join(ISAS) + r")\(")
 CHOOSES = "linear_isa.cpp"
@@ -36,3 +41,19 @@ def test_a_build_for_one_cpu_has_every_kernel_that_it_calls(widest: str) -> None
     calls = {call for unit in units if unit.isas != () and unit.source.name != CHOOSES for call in called(unit)}
     assert calls - made_by(units) == set()
     assert (widest == "amx") == bool(calls)  # tiles leave some shapes to vectors: something is looked at here
+
+
+@pytest.mark.slow
+def test_a_library_for_this_cpu_multiplies_blocks_as_that_of_every_isa_does(
+    linear_ops: LinearOps, tmp_path: Path
+) -> None:
+    """By the same kernels, whose sums have an order of their own: not by the portable ones."""
+    own = load(tmp_path)
+    x = torch.randn(32, 768, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for format in BLOCK_FORMATS:
+        weight = pack_blocks(blocks_of(format, 256, 768), format)
+        ours, theirs = (
+            ops.packed_linear(x, weight, 256, int(format), None, None, 0.0, None, 0, True, 0)
+            for ops in (own, linear_ops)
+        )
+        assert torch.equal(ours, theirs), format.name

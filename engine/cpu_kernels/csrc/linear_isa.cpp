@@ -121,7 +121,8 @@ struct Table {
   Table() {
     for (int64_t isa = kPortable; isa <= kWidest; ++isa) {
       const Family family = family_of(isa);
-      available[isa] = (family.bf16 != nullptr || family.int8 != nullptr) && cpu_has(isa);
+      const bool built = family.bf16 != nullptr || family.int8 != nullptr || family.group != nullptr;
+      available[isa] = built && cpu_has(isa);
       for (int format = 0; format < kFormats; ++format) {
         const LinearKernels* own = nullptr;
         if (available[isa] && format == 0 && family.bf16 != nullptr) own = family.bf16();
