@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused(ops: LinearOps) -> None:
         ("weight must be", {"n": 32}),
         ("weight must be", {"weight": packed.view(torch.int8)}),
         ("multiples of 64", {"weight": torch.zeros(2 * 4096 + 2, dtype=torch.uint8)[2:].view(2, 4096)}),
-        ("unknown weight format", {"format": 7}),
+        ("unknown weight format", {"format": max(Format) + 1}),
         ("do not hold", {"format": int(Format.INT8)}),
         ("bias must be", {"bias": rand(63)}),
         ("norm_weight must be", {"norm": rand(64).double()}),
