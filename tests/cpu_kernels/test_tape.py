@@ -289,7 +289,7 @@ def test_a_layer_of_wrong_or_missing_tensors_is_refused(ops: LinearOps) -> None:
         ("do not hold k = 96", matrix_program(5)),
         ("do not hold k = 64", matrix_program(0, k=64)),
         ("do not hold k = 96 inputs in format 1", matrix_program(0, format=1)),
-        ("unknown weight format 7", matrix_program(0, format=7)),
+        ("unknown weight format 8", matrix_program(0, format=8)),
         (r"bias must be contiguous bfloat16 \[96\]", matrix_program(0, bias=1)),
         ("norm_weight must be", matrix_program(0, norm=2)),
     ]
