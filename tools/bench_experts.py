@@ -7,7 +7,7 @@ operations, without sorting, gathering and combining. And how fast the machine r
 empties the caches. Times are medians over the rounds, and so are the ratios to the dense layers' bytes and operations a
 second. With one thread they are its time on a core: on a busy machine other processes disturb that less.
 
-    python -m tools.bench_experts [--tokens 1,8,64,512] [--formats BFLOAT16,INT8,Q4_1] [--threads 2] [--rounds 15]
+    python tools/bench_experts.py [--tokens 1,8,64,512] [--formats BFLOAT16,INT8,Q4_1] [--threads 2] [--rounds 15]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from bench_linear import keep_memory
 
 from attention_backends.native_build import ISAS, NativeSources, Unit, build
 from attention_backends.toolchain import default_cache_dir
@@ -31,7 +32,6 @@ from engine.cpu_kernels.build import CSRC
 from engine.cpu_kernels.experts import ExpertWeights, Routing, pack_experts
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.streams import Matrix, choose_streams
-from tools.bench_linear import keep_memory
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 8, 32, 4, 576, 384
 ROUTES = 8

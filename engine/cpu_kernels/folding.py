@@ -75,7 +75,7 @@ class _Folding:
         node.replace_all_uses_with(other)
         self._graph.erase_node(node)
         for each in self._graph.nodes:  # what was a part of this memory is one of its arguments' now
-            if each.op != "placeholder" and _is_tensor(each) and _storage(each) == storage:
+            if each.op != "placeholder" and any(_memory(tensor) == storage for tensor in _tensors(each)):
                 each.meta["example_value"] = self._value(each)
 
     def join_equal_products(self) -> None:
@@ -194,7 +194,8 @@ class _Folding:
     def _value(self, node: fx.Node) -> Any:
         """What the node makes of its arguments' fake tensors."""
         arguments: Any = fx.map_arg(node.args, cast(Any, value_of))
-        with _tensor(node.all_input_nodes[0]).fake_mode:  # type: ignore[attr-defined]
+        fake: Any = next(tensor for source in node.all_input_nodes for tensor in _tensors(source))
+        with fake.fake_mode:
             return _computed(node, arguments, node.kwargs)
 
 
@@ -310,8 +311,18 @@ def _tensor(node: fx.Node) -> Tensor:
     return value
 
 
+def _tensors(node: fx.Node) -> list[Tensor]:
+    """Its value, or those in it."""
+    value = value_of(node)
+    return [each for each in (value if isinstance(value, tuple | list) else (value,)) if isinstance(each, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _storage(node: fx.Node) -> int:
-    return int(_tensor(node).untyped_storage()._cdata)
+    return _memory(_tensor(node))
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.cpu_kernels.experts import Routing
 from engine.cpu_kernels.linear import LinearOps
 
-_EXTREMES = [-math.inf, -3e38, -104.0, -88.0, -1e-30, -0.0, 0.0, 1e-30, 88.0, 104.0, 3e38]
+_EXTREMES = [float(np.float32(x)) for x in (-math.inf, -3e38, -104, -88, -1e-30, -0.0, 0, 1e-30, 88, 104, 3e38)]
 _TIED = st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0])
 _ANY = st.one_of(st.floats(-20, 20, width=32), st.sampled_from(_EXTREMES))
 _expf = ctypes.CDLL("libm.so.6").expf

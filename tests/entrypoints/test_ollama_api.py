@@ -349,7 +349,7 @@ def test_the_commands_first_question_is_answered(model: Path) -> None:
 
 def test_the_size_is_that_of_the_weights_whichever_files_are_missing(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x" * 300)
-    described = SimpleNamespace(path=str(tmp_path), source="safetensors")
+    described = SimpleNamespace(path=str(tmp_path), source="safetensors", quantized=None)
     assert _files_of(described).size == 300  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text("{}")
     assert _files_of(described).size == 300  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.kv_budget import kv_bytes_per_token
 from engine.machine import CudaDevice, Machine, probe_machine
 from engine.models.description import ModelDescription, describe
+from engine.models.spec import LayerSpec
 from engine.resolve import resolve, resolve_here
 from engine.sizes import parse_size
 
@@ -58,17 +59,12 @@ def test_defaults_on_a_cpu(model: ModelDescription) -> None:
 )
 def test_a_step_on_a_cpu_is_bounded_by_its_work(model: ModelDescription, hidden: int, dtype: Any, tokens: int) -> None:
     """SmolLM2's width and depth, one a third wider, one of 8B: half a second on two cores, or 256 tokens."""
-    heads, layers = hidden // 64, model.spec.layers[:1] * 30
-    spec = msgspec.structs.replace(
-        model.spec,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_heads=heads,
-        num_kv_heads=heads // 3,
-        head_dim=64,
-        layers=layers,
-    )
-    described = msgspec.structs.replace(model, spec=spec)
+    assert model.spec is not None
+    heads, replace = hidden // 64, msgspec.structs.replace
+    mixer = replace(model.spec.layers[0].mixer, num_heads=heads, num_kv_heads=heads // 3, head_dim=64)
+    mlp = replace(model.spec.layers[0].mlp, intermediate_size=hidden * 8 // 3)
+    spec = replace(model.spec, hidden_size=hidden, layers=(LayerSpec(mixer=mixer, mlp=mlp),) * 30)
+    described = replace(model, spec=spec, facts=spec.facts)
     scheduler = _resolve(described, dtype=dtype).scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_mixed_prefill_tokens) == (tokens, max(tokens // 2, 256))
 
@@ -168,7 +164,7 @@ def test_contradictions_are_refused_by_name(
 
 
 def test_the_context_shrinks_to_what_the_given_cache_holds(model: ModelDescription) -> None:
-    assert kv_bytes_per_token(model.spec, "bfloat16") == PER_TOKEN
+    assert kv_bytes_per_token(model.facts, "bfloat16") == PER_TOKEN
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 100).model.max_model_len == 96  # whole blocks
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 10_000).model.max_model_len == MAX_POSITION
 
@@ -200,8 +196,9 @@ def test_sizes_may_be_written_with_units_and_a_bad_one_is_refused_by_name(model:
 
 
 def test_a_model_that_is_far_too_large_is_refused_by_its_dimensions(model: ModelDescription) -> None:
-    spec = msgspec.structs.replace(model.spec, hidden_size=2**17, intermediate_size=2**20)
-    large = msgspec.structs.replace(model, spec=spec)
+    assert model.spec is not None
+    spec = msgspec.structs.replace(model.spec, hidden_size=2**17)
+    large = msgspec.structs.replace(model, facts=msgspec.structs.replace(spec.facts, linear_weights=2**42))
     for settings in ({}, {"quantization": "int4"}):
         with pytest.raises(ConfigError, match="num_hidden_layers=2, hidden_size=131072"):
             _resolve(large, **settings)
