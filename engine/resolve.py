@@ -283,7 +283,7 @@ _CPU_STEP_TOKENS = (256, 512, 1024, 2048)
 
 def _cpu_step_tokens(facts: ModelFacts, dtype: str) -> int:
     """Tokens of a step by its work: a multiplication and an addition for each weight and token."""
-    budget = _CPU_STEP_OPERATIONS[dtype] / (2 * facts.linear_weights)
+    budget = _CPU_STEP_OPERATIONS[dtype] / (2 * facts.active_weights)
     return max(tokens for tokens in _CPU_STEP_TOKENS if tokens <= max(budget, _CPU_STEP_TOKENS[0]))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,16 +34,6 @@ class Routing(IntEnum):
     SIGMOID = 2
     """sigmoids; chosen by sigmoid + bias in the best groups, which are compared by the sum of their two best
     (DeepSeek-V3, as in its own code: experts of other groups are never chosen; transformers gives them the score 0)"""
-
-
-@dataclass(frozen=True)
-class ClampedSwiGLU:
-    """The gate of GPT-OSS, which dense layers do not have (theirs: `engine.models.packed.FUSED_GATES`): the gate at
-    most `limit`, up within ± `limit`; gate · sigmoid(alpha · gate) · (up + 1)."""
-
-    limit: float = 7.0
-    alpha: float = 1.702
-    number: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ def pack_experts(
         format,
         hidden,
         inner,
-        *_biases(count, hidden, inner, gate_up_bias, down_bias),
+        *expert_biases(count, hidden, inner, gate_up_bias, down_bias),
     )
 
 
@@ -145,11 +134,11 @@ def pack_gguf_experts(
         down_format,
         hidden,
         inner,
-        *_biases(count, hidden, inner, gate_up_bias, down_bias),
+        *expert_biases(count, hidden, inner, gate_up_bias, down_bias),
     )
 
 
-def _biases(
+def expert_biases(
     count: int, hidden: int, inner: int, gate_up: Tensor | None, down: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """As the operator takes them."""

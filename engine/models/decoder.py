@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from engine.models.experts import Experts, Router
 from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed_experts import PackedExperts
 from engine.models.rope import RopeTable
-from engine.models.spec import DecoderSpec, LayerSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
@@ -37,19 +39,22 @@ AnyNorm = RMSNorm | LayerNorm
 
 
 class DecoderLayer(nn.Module):
-    """Its linear layers may be replaced by packed ones before the first forward, and be given an operator that
-    rotates heads."""
+    """Its linear layers and experts may be replaced by packed ones before the first forward, and be given an operator
+    that rotates heads."""
 
     qkv_proj: AnyLinear
     o_proj: AnyLinear
-    gate_up_proj: AnyLinear
+    gate_up_proj: AnyLinear | None
     """of a plain MLP: its first matrix"""
-    down_proj: AnyLinear
+    down_proj: AnyLinear | None
+    beside_gate: AnyLinear | None
+    router: Router | None
+    experts: Experts | PackedExperts | None
     rotation: HeadRotation | None
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        hidden, mixer, mlp = spec.hidden_size, layer.mixer, layer.mlp
+        hidden, mixer = spec.hidden_size, layer.mixer
 
         def norm(size: int, exists: bool = True) -> AnyNorm | None:
             return NORMS[spec.norm](size, spec.norm_eps, dtype, device) if exists else None
@@ -70,12 +75,27 @@ class DecoderLayer(nn.Module):
         self.o_proj = Linear(mixer.q_size, hidden, mixer.o_bias, dtype, device)
         self.attention_out_norm = norm(hidden, behind)
         self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead)
-        activation = None if mlp.activation == "xielu" else mlp.activation
-        self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, activation, mlp.gated)
-        self.activation = XIELU(dtype, device) if mlp.activation == "xielu" else None
-        self.down_proj = Linear(mlp.intermediate_size, hidden, mlp.bias, dtype, device)
         self.mlp_out_norm = norm(hidden, behind)
         self.rotation = None
+        self._build_mlp(layer.mlp, hidden, dtype, device)
+        self._build_experts(layer.experts, hidden, dtype, device)
+
+    def _build_mlp(self, mlp: MlpSpec | None, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.gate_up_proj = self.activation = self.down_proj = None
+        if mlp is not None:
+            activation = None if mlp.activation == "xielu" else mlp.activation
+            self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, activation, mlp.gated)
+            self.activation = XIELU(dtype, device) if mlp.activation == "xielu" else None
+            self.down_proj = Linear(mlp.intermediate_size, hidden, mlp.bias, dtype, device)
+
+    def _build_experts(
+        self, experts: ExpertsSpec | None, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.router = self.experts = self.beside_gate = None
+        if experts is not None:
+            self.router = Router(experts.router, hidden, experts.count, dtype, device)
+            self.experts = Experts(experts, hidden, dtype, device)
+            self.beside_gate = Linear(hidden, 1, False, dtype, device) if experts.gated_beside else None
 
     def forward(
         self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
@@ -83,10 +103,37 @@ class DecoderLayer(nn.Module):
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token (one more
         element where queries grow)."""
         attended = self.attention(hidden, rope, attend, layer_index)
-        inner = self.gate_up_proj(hidden if self.parallel else attended, self.mlp_norm if self.norms_first else None)
-        if self.activation is not None:
-            inner = self.activation(inner)
+        given = hidden if self.parallel else attended
+        if self.router is not None and self.experts is not None:
+            return self._mixed(attended, given, self.router, self.experts)
+        assert self.down_proj is not None
+        inner = self._inner(given, self.mlp_norm if self.norms_first else None)
         return self._add(attended, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
+
+    def _inner(self, x: torch.Tensor, norm: AnyNorm | None) -> torch.Tensor:
+        assert self.gate_up_proj is not None
+        inner: torch.Tensor = self.gate_up_proj(x, norm)
+        return inner if self.activation is None else self.activation(inner)
+
+    def _mixed(
+        self, attended: torch.Tensor, x: torch.Tensor, router: Router, experts: Experts | PackedExperts
+    ) -> torch.Tensor:
+        """What experts, and a dense MLP beside them, make of `x`, and the residual and the norms around it."""
+        out_norm, ahead = self.mlp_out_norm, self.mlp_norm if self.norms_first else None
+        rows = x if ahead is None else ahead(x)
+        sum_so_far = attended if out_norm is None else None
+        if self.down_proj is not None and self.beside_gate is None:
+            sum_so_far = self.down_proj(self._inner(rows, None), residual=sum_so_far)
+        elif self.down_proj is not None and self.beside_gate is not None:
+            beside = torch.sigmoid(self.beside_gate(rows)) * self.down_proj(self._inner(rows, None))
+            sum_so_far = beside if sum_so_far is None else sum_so_far + beside
+        ids, factors = router(rows)
+        if router.spec.of_inputs:
+            rows, factors = rows * factors.to(rows.dtype), torch.ones_like(factors)
+        added: torch.Tensor = experts(rows, ids, factors, sum_so_far)
+        if out_norm is not None:
+            added = out_norm(added, attended)
+        return added if self.norms_first or self.mlp_norm is None else self.mlp_norm.forward(added)
 
     def attention(
         self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int

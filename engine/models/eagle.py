@@ -26,7 +26,7 @@ class EagleLayer(DecoderLayer):
         self, embedded: torch.Tensor, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, index: int
     ) -> torch.Tensor:
         """embedded, hidden [tokens, hidden_size] → [tokens, hidden_size]. `index`: of the layer, for `attend`."""
-        assert self.input_norm is not None
+        assert self.input_norm is not None and self.gate_up_proj is not None and self.down_proj is not None
         normed = self.hidden_norm(hidden)
         qkv = self.qkv_proj(torch.cat((self.input_norm(embedded), normed), dim=-1))
         residual = normed if self._norm_before_residual else hidden

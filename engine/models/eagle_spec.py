@@ -16,7 +16,8 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
 from engine.models.facts import ModelFacts
 from engine.models.families.common import Config, decoder_spec, flag, integer
-from engine.models.families.names import LLAMA_NAMES, Rows
+from engine.models.families.names import LLAMA_NAMES
+from engine.models.families.rows import Rows
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
 

@@ -78,11 +78,54 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (1 + self.gated) * self.intermediate_size
 
 
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """From a token's logits to the experts that it is given to, and the factors of what they return, in float32."""
+
+    kind: Literal["softmax", "chosen_softmax", "sigmoid"] = "softmax"
+    """scores: softmax over all experts; logits, and factors a softmax over those of the chosen; sigmoids"""
+    top_k: int
+    normalise: bool = True
+    """factors are divided by their sum"""
+    correction: bool = False
+    """a learnt number joins each expert's score where experts are chosen, but not its factor (DeepSeek-V3)"""
+    groups: int = 1
+    """of experts, of which `top_groups` are looked at: those whose two best scores have the largest sum"""
+    top_groups: int = 1
+    scale: float = 1.0
+    """of factors, in the end"""
+    bias: bool = False
+    """of logits"""
+    wide: bool = False
+    """logits are made in float32, whatever the model's dtype"""
+    of_inputs: bool = False
+    """the one factor is multiplied with what an expert is given, not with what it returns (Llama 4)"""
+
+
+class ClampedSwiGLU(msgspec.Struct, frozen=True):
+    """GPT-OSS's gate: the gate at most `limit`, up within ± `limit`; gate · sigmoid(alpha · gate) · (up + 1)."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Gated MLPs, of which a router chooses some for each token."""
+
+    count: int
+    inner_size: int
+    router: RouterSpec
+    activation: Activation | ClampedSwiGLU = "silu"
+    bias: bool = False
+    gated_beside: bool = False
+    """the dense MLP beside them is multiplied with a sigmoid of its own (Qwen2-MoE)"""
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What mixes tokens in a layer, and what each token then goes through alone."""
+    """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
     mixer: MixerSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | None = None
+    experts: ExpertsSpec | None = None
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,21 +166,40 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
-        mlps = [layer.mlp for layer in self.layers]
+        mixers = [hidden * (layer.mixer.qkv_size + layer.mixer.q_size) for layer in self.layers]
         return ModelFacts(
             family=self.family,
             vocab_size=self.vocab_size,
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
             layers=tuple(layer.mixer for layer in self.layers),
-            intermediate_size=max(mlp.intermediate_size for mlp in mlps),
-            mlp_values=(1 + outputs) * hidden + max(mlp.first_size + mlp.intermediate_size for mlp in mlps),
-            linear_weights=sum(_matrix_weights(layer, hidden) for layer in self.layers),
+            intermediate_size=max(_widest(layer) for layer in self.layers),
+            mlp_values=(1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers),
+            linear_weights=sum(mixers) + sum(_mlp_weights(layer, hidden, all_experts=True) for layer in self.layers),
+            active_weights=sum(mixers) + sum(_mlp_weights(layer, hidden, all_experts=False) for layer in self.layers),
             tie_embeddings=self.tie_embeddings,
             max_position=self.max_position,
         )
 
 
-def _matrix_weights(layer: LayerSpec, hidden: int) -> int:
-    mixer, mlp = layer.mixer, layer.mlp
-    return hidden * (mixer.qkv_size + mixer.q_size + mlp.first_size + mlp.intermediate_size)
+def _widest(layer: LayerSpec) -> int:
+    mlp, experts = layer.mlp, layer.experts
+    return max(mlp.intermediate_size if mlp else 0, experts.inner_size if experts else 0)
+
+
+def _values(layer: LayerSpec, hidden: int) -> int:
+    """Of one token, alive at once in what follows attention, beside its state."""
+    mlp, experts = layer.mlp, layer.experts
+    dense = mlp.first_size + mlp.intermediate_size if mlp else 0
+    if experts is None:
+        return dense
+    return max(dense, experts.router.top_k * (3 * experts.inner_size + 2 * hidden) + 2 * experts.count) + hidden
+
+
+def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:
+    mlp, experts = layer.mlp, layer.experts
+    dense = hidden * (mlp.first_size + mlp.intermediate_size) if mlp else 0
+    if experts is None:
+        return dense
+    of_each = 3 * experts.inner_size * hidden
+    return dense + hidden * experts.count + (experts.count if all_experts else experts.router.top_k) * of_each

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from engine.models.families.names import Rows
+from engine.models.families.rows import Rows
 from engine.weights.source import EncodedRows, WeightSource
+
+_AS_IT_IS = Rows("", 0, 0)
 
 
 class ArrangedSource:
@@ -19,12 +21,12 @@ class ArrangedSource:
         self._rows = rows
         self._ignored = ignored
 
-    def _stored(self, name: str) -> str:
-        return self._rows[name].stored if name in self._rows else "as it is"
+    def _place(self, name: str) -> Rows:
+        return self._rows.get(name, _AS_IT_IS)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {
-            name: shape[::-1] if self._stored(name) == "transposed" else shape
+            name: (*shape[:-2], shape[-1], shape[-2]) if self._place(name).transposed else shape
             for name, shape in self._source.shapes().items()
             if not name.endswith(self._ignored)
         }
@@ -32,25 +34,26 @@ class ArrangedSource:
     def file_of(self, name: str) -> str:
         return self._source.file_of(name)
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        stored = self._stored(name)
-        if stored == "transposed":
-            turned = torch.empty(destination.shape[::-1], dtype=destination.dtype)
-            self._source.read_into(name, turned)
-            destination.copy_(turned.T)
-            return
-        self._source.read_into(name, destination)
-        if stored == "less one":
+    def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
+        place = self._place(name)
+        if place.transposed:
+            turned = torch.empty_like(destination.mT, memory_format=torch.contiguous_format)
+            self._source.read_into(name, turned, expert)
+            destination.copy_(turned.mT)
+        else:
+            self._source.read_into(name, destination, expert)
+        if place.stored == "less one":
             destination.add_(1.0)
-        elif stored != "as it is":
-            destination.copy_(destination[_order(self._rows[name])])
+        elif place.stored != "as it is":
+            axis = 0 if expert is not None else place.axis
+            destination.copy_(destination.index_select(axis, _order(place).to(destination.device)))
 
-    def encoded(self, name: str) -> EncodedRows | None:
-        stored = self._stored(name)
-        found = None if stored in ("transposed", "less one") else self._source.encoded(name)
-        if found is None or stored == "as it is":
+    def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
+        place = self._place(name)
+        found = None if place.transposed or place.stored == "less one" else self._source.encoded(name, expert)
+        if found is None or place.stored == "as it is":
             return found
-        return replace(found, rows=found.rows[_order(self._rows[name])])
+        return replace(found, rows=found.rows[_order(place)])
 
     def __enter__(self) -> ArrangedSource:
         return self
@@ -64,6 +67,8 @@ def _order(row: Rows) -> torch.Tensor:
     rows = torch.arange(row.count)
     if row.stored == "heads of qkv":
         return rows.view(row.heads, 3, -1).transpose(0, 1).flatten()
+    if row.stored == "in turns":
+        return rows.view(-1, 2).T.flatten()
     heads = rows.view(row.heads, -1)
     turned = heads[:, : row.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call]
     return torch.cat((turned, heads[:, row.paired :]), dim=1).flatten()

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from engine.cpu_kernels.experts import ClampedSwiGLU
+from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, RMSNorm, WideRMSNorm, activated
 from engine.models.packed import FUSED_GATES, PackedEmbedding, PackedLinear, RowNorm
 from engine.models.packed_experts import PackedExperts
-from engine.models.spec import Activation
+from engine.models.spec import Activation, ClampedSwiGLU, ExpertsSpec, RouterSpec
 from engine.weights.source import Part
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _GATES = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _EPSILONS = ("variance_epsilon", "eps")
 _ROWS = 5
+_ANY_ROUTER = RouterSpec(top_k=1)
 _SAME, _CLOSE, _CLOSE_QUANTISED = 1e-5, 2e-2, 0.3
 """largest difference over the largest value: of float32, of bfloat16, and where weights of four bits are in it"""
 
@@ -210,17 +211,23 @@ def _experts(module: Any, packer: Packer) -> LibraryExperts | None:
     """Where `module` is one of the library's stacks of gated MLPs with a gate that the kernels have."""
     if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module.down_proj.dim() != 3:
         return None
-    dense = [_stacked(module, name, module.is_transposed) for name in ("gate_up_proj", "down_proj")]
-    biases = [_stacked(module, f"{name}_bias") if module.has_bias else None for name in ("gate_up_proj", "down_proj")]
-    weights = packer.pack_experts(*dense, *biases)
-    if weights is None:
-        return None
-    gate = _gate_of(module, weights.inner)
+    gate_up, down = (_stacked(module, name, module.is_transposed) for name in ("gate_up_proj", "down_proj"))
+    count, hidden, inner = down.shape
+    gate = _gate_of(module, inner)
     if gate is None:
         return None
-    experts = LibraryExperts(PackedExperts(packer.ops, weights, gate))
-    x = _random(weights.hidden).to(module.down_proj.dtype)
-    chosen = torch.arange(2 * _ROWS).view(_ROWS, 2) % weights.experts
+    spec = ExpertsSpec(count=count, inner_size=inner, router=_ANY_ROUTER, activation=gate, bias=module.has_bias)
+    dense = Experts(spec, hidden, down.dtype, torch.device("meta"))
+    dense.gate_up, dense.down = (nn.Parameter(each, requires_grad=False) for each in (gate_up, down))
+    if module.has_bias:
+        biases = (_stacked(module, f"{name}_bias") for name in ("gate_up_proj", "down_proj"))
+        dense.gate_up_bias, dense.down_bias = (nn.Parameter(each, requires_grad=False) for each in biases)
+    packed = packer.pack_experts(dense, [], [], None)
+    if not isinstance(packed, PackedExperts):
+        return None
+    experts = LibraryExperts(packed)
+    x = _random(hidden).to(module.down_proj.dtype)
+    chosen = torch.arange(2 * _ROWS).view(_ROWS, 2) % count
     arguments = (x, chosen, torch.full((_ROWS, 2), 0.5, dtype=x.dtype))
     with torch.no_grad():
         return experts if _distance(experts(*arguments), module(*arguments)) <= _CLOSE_QUANTISED else None

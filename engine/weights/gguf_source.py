@@ -54,10 +54,10 @@ class GgufSource:
     def file_of(self, name: str) -> str:
         return self._path
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
+    def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
         extent = self._extents[name]
         try:
-            dequantize_into(self._bytes_of(extent), extent.encoding, destination)
+            dequantize_into(self._bytes_of(extent, expert), extent.encoding, destination)
         except WeightsError as error:
             raise WeightsError(f"{self._path}: tensor {extent.name}: {error}") from error
         heads = self._interleaved_heads(name)
@@ -66,13 +66,14 @@ class GgufSource:
         if self._norms_with_one and name.endswith("norm.weight"):
             destination.sub_(1.0)
 
-    def encoded(self, name: str) -> EncodedRows | None:
+    def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         extent = self._extents[name]
         as_eight_bits = extent.encoding == GGMLQuantizationType.Q5_0  # one more would cost what it saves
         format = Format.Q8_0 if as_eight_bits else FORMAT_OF_GGUF.get(extent.encoding)
-        if format is None or len(extent.shape) != 2:
+        shape = extent.shape if expert is None else extent.shape[1:]
+        if format is None or len(shape) != 2:
             return None
-        rows = self._bytes_of(extent).view(extent.shape[0], -1).clone()  # a view would keep the map open
+        rows = self._bytes_of(extent, expert).view(shape[0], -1).clone()  # a view would keep the map open
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(rows, heads)
@@ -80,8 +81,10 @@ class GgufSource:
             rows = q5_0_as_q8_0(rows.view(len(rows), -1, GGML_QUANT_SIZES[extent.encoding][1])).flatten(1)
         return EncodedRows(format, rows)
 
-    def _bytes_of(self, extent: TensorExtent) -> torch.Tensor:
-        return torch.frombuffer(self._data, dtype=torch.uint8, count=extent.size_bytes, offset=extent.offset)
+    def _bytes_of(self, extent: TensorExtent, expert: int | None) -> torch.Tensor:
+        size = extent.size_bytes if expert is None else extent.size_bytes // extent.shape[0]
+        start = extent.offset + size * (expert or 0)
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=start)
 
     def _interleaved_heads(self, name: str) -> int | None:
         """How many heads' rows llama.cpp has re-ordered in this tensor; None: none."""

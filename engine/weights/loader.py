@@ -14,9 +14,10 @@ from torch import nn
 from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription
+from engine.models.experts import Experts
 from engine.models.families.common import Family
-from engine.models.families.names import Rows
 from engine.models.families.registry import family_named
+from engine.models.families.rows import Rows, stacked_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.weights.arranged_source import ArrangedSource
@@ -57,6 +58,7 @@ def load_weights(
     else:
         source: WeightSource
         if description.source == "gguf":
+            rows = stacked_rows(rows)
             source = GgufSource(description.path, model.spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
@@ -87,7 +89,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer: Packer | None) -> None:
     shapes = source.shapes()
-    places = {name: model.get_parameter(row.parameter)[row.start : row.start + row.count] for name, row in rows.items()}
+    places = {name: row.of(model.get_parameter(row.parameter)) for name, row in rows.items()}
     _check(source, shapes, {name: tuple(place.shape) for name, place in places.items()}, model)
     matrices = _matrices(model, rows) if packer is not None else {}
     packed = {part.name for parts in matrices.values() for part in parts}
@@ -101,13 +103,18 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
 
 def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]:
     """What a packer takes, by parameter: the parts of linear layers' weights, the unembedding's among them, and the
-    embedding of tokens."""
+    embedding of tokens; and of experts, one expert's after another's."""
     parts: dict[str, list[Part]] = {}
     for name, row in rows.items():
-        module, _, kind = row.parameter.rpartition(".")
-        is_linear = kind == "weight" and isinstance(model.get_submodule(module), Linear)
+        path, _, kind = row.parameter.rpartition(".")
+        module = model.get_submodule(path)
+        is_linear = kind == "weight" and isinstance(module, Linear) and module.weight.dtype != torch.float32
         if is_linear or row.parameter == _EMBEDDING:
             parts.setdefault(row.parameter, []).append(Part(name, row.count))
+        elif isinstance(module, Experts) and kind in ("gate_up", "down"):
+            parts.setdefault(row.parameter, []).extend(
+                Part(name, row.count, expert) for expert in row.experts(module.count)
+            )
     return parts
 
 
@@ -119,9 +126,15 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
     for parameter, parts in matrices.items():
         path, _, name = parameter.removesuffix(".weight").rpartition(".")
         owner = model.get_submodule(path)
-        layer = getattr(owner, name)
-        assert isinstance(layer, Linear)
-        setattr(owner, name, packer.pack_linear(layer, parts, source))
+        if isinstance(owner, Experts):
+            if name == "gate_up":
+                layer, _, attribute = path.rpartition(".")
+                packed = packer.pack_experts(owner, parts, matrices[f"{path}.down"], source)
+                setattr(model.get_submodule(layer), attribute, packed)
+            continue
+        linear = getattr(owner, name)
+        assert isinstance(linear, Linear)
+        setattr(owner, name, packer.pack_linear(linear, parts, source))
     packer.fuse_heads_and_norms(model)
 
 

@@ -7,17 +7,18 @@ stays dense, and is computed by the library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from engine.config import Quantization
-from engine.cpu_kernels.experts import ExpertWeights, pack_experts
+from engine.cpu_kernels.experts import ExpertWeights, Routing, expert_biases
 from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
+from engine.models.experts import Experts, Router
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.packed import (
     FUSED_GATES,
@@ -28,6 +29,7 @@ from engine.models.packed import (
     PackedLinear,
     RowNorm,
 )
+from engine.models.packed_experts import PackedExperts
 from engine.models.spec import MixerSpec
 from engine.weights.source import EncodedRows, Part, WeightSource
 
@@ -88,20 +90,53 @@ class Packer:
         return joined if layer.activation is None else ActivatedLinear(joined, layer.activation, layer.gated)
 
     def pack_experts(
+        self, layer: Experts, gate_up: Sequence[Part], down: Sequence[Part], source: WeightSource | None
+    ) -> Experts | PackedExperts:
+        """What takes the place of `layer`, whose biases are filled and whose weights are the parts of `source`, one
+        expert's after another's; without a source its weights are filled, too. `layer` itself, filled, where not even
+        bfloat16 can be packed, or the kernels do not have its activation."""
+        count, hidden, inner = layer.down.shape
+        activation = layer.activation
+        known = not isinstance(activation, str) or activation in FUSED_GATES
+        possible = packable(2 * inner, hidden, Format.BFLOAT16) and packable(hidden, inner, Format.BFLOAT16)
+        if not known or not possible or (2 * inner) % PANEL:
+            self._fill_experts(layer.gate_up, gate_up, source)
+            self._fill_experts(layer.down, down, source)
+            return layer
+        first = self._stacked(layer.gate_up, gate_up, source, interleave_gate_up)
+        second = self._stacked(layer.down, down, source, torch.Tensor.contiguous)
+        biases = expert_biases(count, hidden, inner, layer.gate_up_bias, layer.down_bias)
+        weights = ExpertWeights(first[1], second[1], first[0], second[0], hidden, inner, *biases)
+        return PackedExperts(self._ops, weights, activation)
+
+    def _stacked(
         self,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-    ) -> ExpertWeights | None:
-        """Dense weights of all experts of a layer, shapes as `engine.cpu_kernels.experts.pack_experts` takes them;
-        None where not even bfloat16 can be packed."""
-        _, hidden, inner = down.shape
-        wanted = _MATRIX_FORMAT.get(self._quantization, Format.BFLOAT16)
-        for format in (wanted, Format.BFLOAT16):
-            if inner % 16 == 0 and packable(2 * inner, hidden, format) and packable(hidden, inner, format):
-                return pack_experts(gate_up, down, format, gate_up_bias=gate_up_bias, down_bias=down_bias)
-        return None
+        weights: torch.Tensor,
+        parts: Sequence[Part],
+        source: WeightSource | None,
+        order: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[Format, torch.Tensor]:
+        """All experts' matrices in one format: the first one's, or bfloat16 where others have another."""
+        each = len(parts) // len(weights)
+        stacked: torch.Tensor | None = None
+        format = None
+        for expert in range(len(weights)):
+            weight = weights[expert] if source is None else torch.empty_like(weights[expert])
+            run = self._one_run(weight, parts[each * expert : each * (expert + 1)], source)
+            if stacked is not None and run.format is not format:
+                dense = Packer(self._ops, "none")
+                return dense._stacked(weights, parts, source, order)
+            packed = _Rows(run.format, order(run.rows)).packed()
+            if stacked is None:
+                format, stacked = run.format, packed.new_empty((len(weights), *packed.shape))
+            stacked[expert] = packed
+        assert stacked is not None and format is not None
+        return format, stacked
+
+    def _fill_experts(self, weights: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
+        each = len(parts) // len(weights)
+        for expert, weight in enumerate(weights):
+            self._fill(weight, parts[each * expert : each * (expert + 1)], source)
 
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
@@ -113,6 +148,8 @@ class Packer:
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
+            if isinstance(module, Router):
+                module.use(self._ops, Routing[module.spec.kind.upper()])
 
     def pack_tables(
         self, model: Tables, embedding_part: Part, head_part: Part | None, source: WeightSource | None
@@ -146,13 +183,24 @@ class Packer:
 
     def _gated(self, layer: Linear, runs: list[_Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         n, k = layer.weight.shape
-        run = runs[0]
-        if len(runs) > 1:  # gate and up are encoded differently, and could not share a panel
-            self._fill(layer.weight, parts, source)
-            run = _Rows(Format.BFLOAT16, layer.weight.detach())
+        run = self._as_one(runs, layer.weight, parts, source)
         bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
         mixed = _Rows(run.format, interleave_gate_up(run.rows))
         return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gate=layer.activation)
+
+    def _one_run(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
+        runs = self._encoded(weight, parts, source, _MATRIX_FORMAT)
+        assert runs is not None  # whoever calls has seen that bfloat16 is possible
+        return self._as_one(runs, weight, parts, source)
+
+    def _as_one(
+        self, runs: list[_Rows], weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None
+    ) -> _Rows:
+        """Bfloat16 where gate and up are encoded differently, and could not share a panel."""
+        if len(runs) == 1:
+            return runs[0]
+        self._fill(weight, parts, source)
+        return _Rows(Format.BFLOAT16, weight.detach())
 
     def _encoded(
         self,
@@ -180,18 +228,18 @@ class Packer:
         return None
 
     def _stored_rows(self, part: Part, k: int, source: WeightSource) -> _Rows:
-        encoded = source.encoded(part.name)
+        encoded = source.encoded(part.name, part.expert)
         if encoded is not None:
             return _Rows(encoded.format, encoded.rows)
         dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
-        source.read_into(part.name, dense)
+        source.read_into(part.name, dense, part.expert)
         return _Rows(Format.BFLOAT16, dense)
 
     def _fill(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
         first = 0
         for part in parts if source is not None else ():
             assert source is not None
-            source.read_into(part.name, weight[first : first + part.rows])
+            source.read_into(part.name, weight[first : first + part.rows], part.expert)
             first += part.rows
 
 

@@ -70,10 +70,10 @@ class QuantizedSource:
         starts = (f"{matrix.prefix}.", f"{matrix.prefix}_")
         return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(starts)))
 
-    def read_into(self, name: str, destination: Tensor) -> None:
+    def read_into(self, name: str, destination: Tensor, expert: int | None = None) -> None:
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._source.read_into(name, destination)
+            return self._source.read_into(name, destination, expert)
         self._packed.discard(name)
         self._dtype = destination.dtype
         if not any(name in names for names in self._dense.values()):
@@ -90,10 +90,10 @@ class QuantizedSource:
             packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
             block_floats.dequantize_mxfp4(packed, scale, destination)
         else:
-            self._experts(matrix, destination)
+            self._experts(matrix, destination, expert)
         return None
 
-    def encoded(self, name: str) -> EncodedRows | None:
+    def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         matrix = self._matrices.get(name)
         if matrix is None:
             return None
@@ -120,13 +120,14 @@ class QuantizedSource:
         weight = self._tensor(matrix, ".weight")
         block_floats.dequantize_float8(weight, scale, self._stored.block, destination)
 
-    def _experts(self, matrix: StoredMatrix, destination: Tensor) -> None:
-        """[experts, inputs, outputs], of blocks that go along the inputs."""
+    def _experts(self, matrix: StoredMatrix, destination: Tensor, expert: int | None) -> None:
+        """[experts, inputs, outputs], of blocks that go along the inputs; or one of them."""
         blocks, scales = self._tensor(matrix, "_blocks"), self._powers(matrix, "_scales")
         _, k, n = matrix.shape
         rows = torch.empty(n, k)
-        for expert, place in enumerate(destination):
-            block_floats.dequantize_mxfp4(blocks[expert].flatten(1), scales[expert], rows)
+        places = enumerate(destination) if expert is None else [(expert, destination)]
+        for index, place in places:
+            block_floats.dequantize_mxfp4(blocks[index].flatten(1), scales[index], rows)
             place.copy_(rows.T)
 
     def _tensor(self, matrix: StoredMatrix, ending: str) -> Tensor:

@@ -89,13 +89,13 @@ class SafetensorsSource:
     def file_of(self, name: str) -> str:
         return str(self._directory / self._file_of[name])
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
+    def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
         handle = self._handles[self._file_of[name]]
         stored = handle.get_slice(name).get_dtype()
         if stored not in _FLOATING:
             readable = ", ".join(sorted(_FLOATING))
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
-        destination.copy_(handle.get_tensor(name))
+        destination.copy_(handle.get_tensor(name) if expert is None else handle.get_slice(name)[expert])
 
     def headers(self) -> Headers:
         """Shapes and types of all tensors."""
@@ -117,7 +117,7 @@ class SafetensorsSource:
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}, not as whole numbers")
         return self.tensor(name).to(torch.int64)
 
-    def encoded(self, name: str) -> None:
+    def encoded(self, name: str, expert: int | None = None) -> None:
         """Element by element, always."""
 
     def __enter__(self) -> SafetensorsSource:

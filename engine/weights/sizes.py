@@ -27,8 +27,8 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     head = Format.INT8 if matrix is not None and matrix is not Format.BFLOAT16 else matrix
     width = spec.embedding_size or spec.hidden_size
     norms, others = _norm_values(spec), _vector_values(spec)
-    total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _sink_bytes(spec)
-    total += sum(_matrix_bytes(n, k, matrix, dtype_bytes) for n, k in _matrices(spec))
+    total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec)
+    total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes) for count, n, k in _matrices(spec))
     total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes)
     return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
 
@@ -67,11 +67,11 @@ def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
 
 
 def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int) -> int:
-    """Of a tensor of a checkpoint; what is no matrix is not packed."""
-    if len(shape) != 2:
+    """Of a tensor of a checkpoint; what is no matrix, nor stacks some, is not packed."""
+    if len(shape) < 2:
         return vector_bytes * prod(shape)
-    n, k = shape
-    return _matrix_bytes(n, k, format, 2)
+    *stacked, n, k = shape
+    return prod(stacked) * _matrix_bytes(n, k, format, 2)
 
 
 def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> int:
@@ -84,17 +84,25 @@ def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> in
     return dtype_bytes * n * k
 
 
-def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of all but the tables."""
+def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
+    """(how many, outputs, inputs) of all but the tables."""
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
     for layer in spec.layers:
-        yield layer.mixer.qkv_size, hidden
-        yield hidden, layer.mixer.q_size
-        yield layer.mlp.first_size, hidden
-        yield hidden, layer.mlp.intermediate_size
+        yield 1, layer.mixer.qkv_size, hidden
+        yield 1, hidden, layer.mixer.q_size
+        if layer.mlp is not None:
+            yield 1, layer.mlp.first_size, hidden
+            yield 1, hidden, layer.mlp.intermediate_size
+        if layer.experts is not None:
+            yield layer.experts.count, 2 * layer.experts.inner_size, hidden
+            yield layer.experts.count, hidden, layer.experts.inner_size
+            if not layer.experts.router.wide:
+                yield 1, layer.experts.count, hidden
+            if layer.experts.gated_beside:
+                yield 1, 1, hidden
     if width != hidden:
-        yield hidden, width
-        yield width, hidden
+        yield 1, hidden, width
+        yield 1, width, hidden
 
 
 def _norm_values(spec: DecoderSpec) -> int:
@@ -113,14 +121,24 @@ def _vector_values(spec: DecoderSpec) -> int:
     hidden = spec.hidden_size
     values = spec.vocab_size * spec.head_bias
     for layer in spec.layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias + (mlp.first_size + hidden) * mlp.bias
-        values += 2 * (mlp.activation == "xielu")
+        mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
+        values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias
+        if mlp is not None:
+            values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
+        if experts is not None:
+            values += experts.count * (2 * experts.inner_size + hidden) * experts.bias
+            values += experts.count * (experts.router.bias and not experts.router.wide)
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden
     return values
 
 
-def _sink_bytes(spec: DecoderSpec) -> int:
-    """float32 in any case."""
-    return sum(4 * layer.mixer.num_heads for layer in spec.layers if layer.mixer.sinks)
+def _float32_bytes(spec: DecoderSpec) -> int:
+    """Of what is float32 in any case: sinks, and of routers."""
+    values = 0
+    for layer in spec.layers:
+        values += layer.mixer.num_heads * layer.mixer.sinks
+        if layer.experts is not None:
+            router, count = layer.experts.router, layer.experts.count
+            values += count * router.correction + count * (spec.hidden_size + router.bias) * router.wide
+    return 4 * values

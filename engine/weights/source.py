@@ -26,6 +26,8 @@ class Part:
 
     name: str
     rows: int
+    expert: int | None = None
+    """which of the matrices that the tensor stacks; None: it is one"""
 
 
 class WeightSource(Protocol):
@@ -39,16 +41,18 @@ class WeightSource(Protocol):
         """Where the tensor lies, for messages."""
         ...
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Write the tensor, converted to the destination's dtype and device. Shapes agree; destination is contiguous.
+    def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
+        """Write the tensor, or one of those that it stacks, converted to the destination's dtype and device. Shapes
+        agree.
 
         Raises WeightsError when the stored type cannot be read.
         """
         ...
 
-    def encoded(self, name: str) -> EncodedRows | None:
-        """A matrix as it runs packed without a change of its values, rows in the order that `read_into` gives. None: it
-        is stored element by element, or in a way that no kernel multiplies."""
+    def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
+        """A matrix, or one of those that the tensor stacks, as it runs packed without a change of its values, rows in
+        the order that `read_into` gives (of outputs, where that is transposed). None: it is stored element by element,
+        or in a way that no kernel multiplies."""
         ...
 
     def __enter__(self) -> WeightSource: ...

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from random_blocks import ENCODINGS, random_blocks
 from torch import Tensor
 
-from engine.cpu_kernels.experts import ClampedSwiGLU, ExpertWeights, pack_experts, pack_gguf_experts
+from engine.cpu_kernels.experts import ExpertWeights, pack_experts, pack_gguf_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, unpack
 from engine.cpu_kernels.rotation import rotate, rotate_back
+from engine.models.spec import ClampedSwiGLU
 
 FORMATS = (Format.BFLOAT16, Format.INT8, *FORMAT_OF_GGUF.values())
 CLAMPED = ClampedSwiGLU()

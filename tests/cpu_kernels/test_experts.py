@@ -13,10 +13,12 @@ from expert_oracle import CLAMPED, FORMATS, Case, choices, make_case, normal, on
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
-from engine.cpu_kernels.experts import ClampedSwiGLU, ExpertWeights, Routing, pack_experts, pack_gguf_experts
+from engine.cpu_kernels.experts import ExpertWeights, Routing, pack_experts, pack_gguf_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.cpu_kernels.linear import LinearOps
-from engine.models.packed_experts import PackedExperts, Router
+from engine.models.experts import Router
+from engine.models.packed_experts import PackedExperts
+from engine.models.spec import ClampedSwiGLU, RouterSpec
 
 _by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 _by_isa = pytest.mark.parametrize("isa", ISAS)
@@ -307,11 +309,15 @@ def test_packing_refuses_what_it_cannot_hold() -> None:
 
 def test_modules_compile_and_return_what_the_operators_do(linear_ops: LinearOps) -> None:
     case = make_case(Format.INT8)
-    router = Router(linear_ops, Routing.SIGMOID, 3, bias=torch.zeros(6), groups=3, top_groups=2, scale=2.5)
+    spec = RouterSpec(kind="sigmoid", top_k=3, correction=True, groups=3, top_groups=2, scale=2.5)
+    router = Router(spec, 8, 6, torch.bfloat16, torch.device("cpu"))
+    assert router.correction is not None
+    router.correction.zero_()
+    router.use(linear_ops, Routing.SIGMOID)
     silu, clamped = (PackedExperts(linear_ops, case.weights, gate) for gate in ("silu", CLAMPED))
 
     def forward(x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = router(logits)
+        ids, weights = router.choose(logits)
         return clamped(silu(x, ids, weights), ids, weights, x)
 
     x, logits = _rows(5, case), normal(5, 6)

@@ -154,8 +154,8 @@ def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: Lin
     class Mixed(GgufSource):
         """As if values had been stored in 16 bits."""
 
-        def encoded(self, name: str) -> EncodedRows | None:
-            return None if "v_proj" in name or "up_proj" in name else super().encoded(name)
+        def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
+            return None if "v_proj" in name or "up_proj" in name else super().encoded(name, expert)
 
     rows = loader.family_named(description.spec.family).weight_rows(model.spec)
     with Mixed(path, model.spec.facts, list(rows)) as source, torch.no_grad():

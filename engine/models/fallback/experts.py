@@ -1,76 +1,26 @@
-"""Experts of a library's model: `pageloom::expert_linear`, and what the library's `ExpertsInterface` calls.
-
-One operator, because how many rows an expert gets is known only when a step runs. What stands between an expert's
-matrices (its gate, its norms) is the model's own code, and traced.
-"""
+"""Experts of a library's model: what the library's `ExpertsInterface` calls. What stands between an expert's matrices
+(its gate, its norms) is the model's own code, and traced."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+
+from engine.models.expert_op import expert_linear
 
 EXPERTS = "pageloom"
-EXPERT_LINEAR_OP = "pageloom::expert_linear"
-
-_library = torch.library.Library("pageloom", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
-_library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    "expert_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-
-
-def on_cpu(
-    x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    """The operator on CPU tensors: an expert's rows together."""
-    order = torch.argsort(ids, stable=True)
-    counts = torch.bincount(ids, minlength=weight.size(0)).tolist()
-    out = x.new_empty(x.size(0), weight.size(2 if transposed else 1))
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            rows = order[first : first + count]
-            matrix = weight[expert].T if transposed else weight[expert]
-            out[rows] = F.linear(x[rows], matrix, None if bias is None else bias[expert])
-            first += count
-    return out
-
-
-def on_cuda(
-    x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    """The operator on CUDA tensors: the host never learns the counts, so that a graph can hold it."""
-    order = torch.argsort(ids, stable=True)
-    ends = torch.searchsorted(ids[order], torch.arange(weight.size(0), device=x.device), right=True, out_int32=True)
-    product = torch._grouped_mm(x[order], weight if transposed else weight.transpose(1, 2), offs=ends)
-    out = torch.empty_like(product)
-    out[order] = product
-    return out if bias is None else out + bias[ids]
-
-
-def _shape(
-    x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    return x.new_empty(x.size(0), weight.size(2 if transposed else 1))
-
-
-for _key, _function in (("CUDA", on_cuda), ("CPU", on_cpu)):
-    _library.impl("expert_linear", _function, _key)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-torch.library.register_fake(EXPERT_LINEAR_OP, _shape, lib=_library)
 
 
 def experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """What `ExpertsInterface` calls: hidden [tokens, hidden_size], chosen and factors [tokens, choices]."""
     choices, ids = chosen.size(-1), chosen.reshape(-1)
-    op = torch.ops.pageloom.expert_linear
     name = "gate_up_proj" if module.has_gate else "up_proj"
     biases = [getattr(module, f"{each}_bias") if module.has_bias else None for each in (name, "down_proj")]
     rows = hidden.repeat_interleave(choices, dim=0)
-    inner = op(rows, ids, getattr(module, name), biases[0], module.is_transposed)
+    inner = expert_linear(rows, ids, getattr(module, name), biases[0], module.is_transposed)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = op(inner, ids, module.down_proj, biases[1], module.is_transposed)
+    out = expert_linear(inner, ids, module.down_proj, biases[1], module.is_transposed)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
     weighted: torch.Tensor = (out * factors.reshape(-1, 1)).view(hidden.size(0), choices, -1)

@@ -104,9 +104,16 @@ def facts_of(config: PreTrainedConfig, whole: PreTrainedModel, layers: Sequence[
         intermediate_size=widest,
         mlp_values=4 * hidden + 3 * widest * int(getattr(config, "num_experts_per_tok", None) or 1),
         linear_weights=sum(each.numel() for each in matrices),
+        active_weights=sum(_active(each, int(getattr(config, "num_experts_per_tok", None) or 1)) for each in matrices),
         tie_embeddings=bool(config.tie_word_embeddings),
         max_position=_max_position(config),
     )
+
+
+def _active(matrix: nn.Parameter, top_k: int) -> int:
+    """Weights of it that a token meets; of stacked ones, those of its experts."""
+    stacked = matrix.shape[0] if matrix.dim() > 2 else 1
+    return matrix.numel() // stacked * min(top_k, stacked)
 
 
 def _width(head: nn.Module, hidden: int) -> int:

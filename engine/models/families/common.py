@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_RANGES
-from engine.models.families.names import Rows
+from engine.models.families.rows import Rows
 from engine.models.json_file import shown
 from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, QkNorm, RopeSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.models.families.common import Config, Family, activation_of, flag, integer, number, refuse
-from engine.models.families.names import Rows
+from engine.models.families.rows import Rows
 from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 
@@ -48,7 +48,7 @@ def gpt2_spec(config: Config) -> DecoderSpec:
 
 
 def gpt2_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
-    hidden, inner = spec.hidden_size, spec.layers[0].mlp.intermediate_size
+    hidden, inner = spec.hidden_size, spec.facts.intermediate_size
     rows = {
         "transformer.wte.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
         "transformer.wpe.weight": Rows("embed_positions.weight", 0, spec.max_position),
@@ -66,7 +66,7 @@ def gpt2_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     for layer in range(spec.num_layers):
         source, target = f"transformer.h.{layer}", f"layers.{layer}"
         for name, parameter, count in matrices:
-            rows[f"{source}.{name}.weight"] = Rows(f"{target}.{parameter}.weight", 0, count, "transposed")
+            rows[f"{source}.{name}.weight"] = Rows(f"{target}.{parameter}.weight", 0, count, transposed=True)
             rows[f"{source}.{name}.bias"] = Rows(f"{target}.{parameter}.bias", 0, count)
         for name, parameter in (("ln_1", "input_norm"), ("ln_2", "mlp_norm")):
             for part in ("weight", "bias"):

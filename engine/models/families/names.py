@@ -1,31 +1,11 @@
-"""Where a checkpoint's tensors go: `Rows` of the decoder's parameters, and the names of a family as data."""
+"""The names that a family's checkpoints give to the decoder's parameters, as data."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from engine.models.spec import DecoderSpec
-
-Stored = Literal["as it is", "transposed", "less one", "pairs", "heads of qkv"]
-
-
-class Rows(msgspec.Struct, frozen=True):
-    """Where a checkpoint tensor goes: rows `start .. start + count` of a parameter of `Decoder`."""
-
-    parameter: str
-    start: int
-    count: int
-    stored: Stored = "as it is"
-    """how the checkpoint holds what the parameter is: [inputs, outputs] (GPT-2); 1 less (Gemma's norms); with rows that
-    turn together beside each other in every head (GLM), not half of what turns apart; or as q, k and v of one head
-    after the other (GPT-NeoX)"""
-    heads: int = 0
-    """in those rows, where `stored` speaks of heads"""
-    paired: int = 0
-    """pairs: rows of a head that turn"""
-
+from engine.models.families.rows import ExpertNames, Rows, Stored, linears
+from engine.models.spec import DecoderSpec, ExpertsSpec, MixerSpec, MlpSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -56,6 +36,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     qkv_stored: Stored = "as it is"
     norms_stored: Stored = "as it is"
+    experts: ExpertNames = ExpertNames()
 
     def rows(self, spec: DecoderSpec) -> dict[str, Rows]:
         """Checkpoint name → place, for every tensor that a checkpoint of this spec must hold."""
@@ -72,18 +53,16 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
     def layer_rows(self, spec: DecoderSpec, layer: int, source: str, target: str) -> dict[str, Rows]:
         """Of one layer: names that begin with `source` in the checkpoint, `target` in the module."""
-        mixer, mlp, hidden = spec.layers[layer].mixer, spec.layers[layer].mlp, spec.hidden_size
-        sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
-        parts = [mlp.first_size // len(self.gate_up)] * len(self.gate_up)
-        rows = self._qkv(spec, layer, source, f"{target}.qkv_proj", sizes)
-        rows |= _linears(source, (self.o,), f"{target}.o_proj", [hidden], mixer.o_bias)
-        rows |= _linears(source, self.gate_up, f"{target}.gate_up_proj", parts, mlp.bias)
-        rows |= _linears(source, (self.down,), f"{target}.down_proj", [hidden], mlp.bias)
-        if mlp.activation == "xielu":
-            names = ("alpha_p", "alpha_n")
-            rows |= {f"{source}.mlp.act_fn.{name}": Rows(f"{target}.activation.{name}", 0, 1) for name in names}
-        if mixer.sinks:
-            rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
+        layer_spec, hidden = spec.layers[layer], spec.hidden_size
+        mixer = layer_spec.mixer
+        rows = self._attention(spec, mixer, source, target)
+        if layer_spec.mlp is not None:
+            shared = layer_spec.experts is not None
+            *first, down = self.experts.shared if shared else (*self.gate_up, self.down)
+            rows |= _mlp(layer_spec.mlp, hidden, source, target, first, down)
+        if layer_spec.experts is not None:
+            rows |= _router(layer_spec.experts, self.experts, source, target)
+            rows |= _experts(layer_spec.experts, hidden, self.experts, source, target)
         for name, parameter in self.norms or _NORMS[spec.norm_placement]:
             if parameter != "mlp_norm" or spec.parallel != "one_norm":
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
@@ -94,9 +73,16 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", width)
         return rows
 
-    def _qkv(self, spec: DecoderSpec, layer: int, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:
-        mixer = spec.layers[layer].mixer
-        rows = _linears(source, self.qkv, target, sizes, mixer.qkv_bias)
+    def _attention(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str) -> dict[str, Rows]:
+        sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
+        rows = self._qkv(spec, mixer, source, f"{target}.qkv_proj", sizes)
+        rows |= linears(source, (self.o,), f"{target}.o_proj", [spec.hidden_size], mixer.o_bias)
+        if mixer.sinks:
+            rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
+        return rows
+
+    def _qkv(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:
+        rows = linears(source, self.qkv, target, sizes, mixer.qkv_bias)
         if self.qkv_stored == "heads of qkv":
             return {name: _stored(row, "heads of qkv", mixer.num_heads) for name, row in rows.items()}
         if self.qkv_stored == "pairs" and spec.ropes:
@@ -118,13 +104,42 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 LLAMA_NAMES = Names()
 
 
-def _linears(source: str, names: tuple[str, ...], target: str, sizes: list[int], bias: bool) -> dict[str, Rows]:
-    """Matrices, and biases, one below the other in one parameter."""
-    rows, start = {}, 0
-    for name, count in zip(names, sizes, strict=True):
-        for part in ("weight", "bias") if bias else ("weight",):
-            rows[f"{source}.{name}.{part}"] = Rows(f"{target}.{part}", start, count)
-        start += count
+def _mlp(mlp: MlpSpec, hidden: int, source: str, target: str, first: list[str], down: str) -> dict[str, Rows]:
+    parts = [mlp.first_size // len(first)] * len(first)
+    rows = linears(source, first, f"{target}.gate_up_proj", parts, mlp.bias)
+    rows |= linears(source, (down,), f"{target}.down_proj", [hidden], mlp.bias)
+    if mlp.activation == "xielu":
+        names = ("alpha_p", "alpha_n")
+        rows |= {f"{source}.mlp.act_fn.{name}": Rows(f"{target}.activation.{name}", 0, 1) for name in names}
+    return rows
+
+
+def _router(experts: ExpertsSpec, names: ExpertNames, source: str, target: str) -> dict[str, Rows]:
+    rows = linears(source, (names.router,), f"{target}.router.logits", [experts.count], experts.router.bias)
+    if experts.router.correction:
+        rows[f"{source}.{names.correction}"] = Rows(f"{target}.router.correction", 0, experts.count)
+    if experts.gated_beside:
+        rows |= linears(source, (names.shared_gate,), f"{target}.beside_gate", [1], False)
+    return rows
+
+
+def _experts(experts: ExpertsSpec, hidden: int, names: ExpertNames, source: str, target: str) -> dict[str, Rows]:
+    rows, first = {}, 2 * experts.inner_size
+    *gates, down = names.parts
+    sizes = [first // len(gates)] * len(gates)
+    places = [*zip(gates, ["gate_up"] * len(gates), range(0, first, sizes[0]), sizes, strict=True)]
+    for name, parameter, start, count in [*places, (down, "down", 0, hidden)]:
+        stored = names.turns if parameter == "gate_up" else "as it is"
+        kinds = {"": names.transposed, "_bias": False} if experts.bias else {"": names.transposed}
+        for kind, transposed in kinds.items():
+            place = Rows(f"{target}.experts.{parameter}{kind}", start, count, stored, transposed=transposed)
+            if names.stacked:
+                rows[f"{source}.{names.experts}.{name}{kind}"] = msgspec.structs.replace(place, expert="all")
+                continue
+            ending = ".bias" if kind else ".weight"
+            for expert in range(experts.count):
+                of_one = msgspec.structs.replace(place, expert=expert)
+                rows[f"{source}.{names.experts}.{expert}.{name}{ending}"] = of_one
     return rows
 
 

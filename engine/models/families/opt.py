@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.common import Config, Family, activation_of, flag, integer
-from engine.models.families.names import Rows
+from engine.models.families.rows import Rows
 from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
 
 
@@ -52,6 +52,7 @@ def opt_spec(config: Config) -> DecoderSpec:
 def opt_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     hidden, width = spec.hidden_size, spec.embedding_size
     mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert mlp is not None
     rows = {
         "model.decoder.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),
         "model.decoder.embed_positions.weight": Rows("embed_positions.weight", 0, spec.max_position + 2),

@@ -1,0 +1,121 @@
+"""A mixture of experts with dense weights: the router, and the experts by the operator `pageloom::expert_linear`.
+
+On CPUs a packer puts `PackedExperts` in their place, and gives the router an operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from engine.models.expert_op import expert_linear
+from engine.models.layers import Linear, activated, parameter
+from engine.models.spec import Activation, ClampedSwiGLU, ExpertsSpec, RouterSpec
+
+if TYPE_CHECKING:
+    from engine.cpu_kernels.linear import LinearOps
+    from engine.models.packed import PackedLinear
+
+_LEAST_SUM = 1e-20
+
+
+class Router(nn.Module):
+    """Which experts a token is given to, and the factors of what they return.
+
+    `logits`: the layer that makes them. `correction`: float32 [experts].
+    """
+
+    logits: Linear | PackedLinear
+    correction: torch.Tensor | None
+
+    def __init__(self, spec: RouterSpec, hidden: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.logits = Linear(hidden, count, spec.bias, torch.float32 if spec.wide else dtype, device)
+        self.correction = parameter((count,), torch.float32, device) if spec.correction else None
+        self._op: tuple[LinearOps, int] | None = None
+
+    def use(self, ops: LinearOps, kind: int) -> None:
+        """An operator for all that follows the logits. `kind`: its number for what the spec says."""
+        self._op = ops, kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [tokens, hidden] → ids int32, the best first, and factors float32, both [tokens, top_k]."""
+        return self.choose(self.logits(x.float() if self.spec.wide else x).float())
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [tokens, experts] → what `forward` returns."""
+        spec = self.spec
+        if self._op is None:
+            return chosen(logits, spec, self.correction)
+        ops, kind = self._op
+        ids, factors = ops.route(
+            logits, kind, spec.top_k, spec.normalise, self.correction, spec.groups, spec.top_groups, spec.scale
+        )
+        return ids, factors
+
+
+def chosen(
+    logits: torch.Tensor, spec: RouterSpec, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rules of `RouterSpec` in torch: float32 [tokens, experts] → ids int32 and factors float32 [tokens, top_k].
+    Experts of groups that are not looked at are never chosen."""
+    scores = logits
+    if spec.kind != "chosen_softmax":
+        scores = torch.sigmoid(logits) if spec.kind == "sigmoid" else torch.softmax(logits, -1)
+    ranks = scores if correction is None else scores + correction
+    if spec.groups > 1:
+        groups = ranks.view(-1, spec.groups, ranks.size(-1) // spec.groups)
+        best = torch.topk(groups.topk(2).values.sum(-1), spec.top_groups).indices
+        is_seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
+        ranks = groups.masked_fill(~is_seen[..., None], -torch.inf).flatten(1)
+    ids = torch.topk(ranks, spec.top_k).indices
+    factors = scores.gather(1, ids)
+    if spec.kind == "chosen_softmax":
+        factors = torch.softmax(factors, -1)
+    elif spec.normalise:
+        factors = factors / (factors.sum(-1, keepdim=True) + _LEAST_SUM)
+    return ids.to(torch.int32), factors * spec.scale
+
+
+def gated(inner: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
+    """[rows, 2 * n], gates and then ups, → [rows, n]."""
+    gate, up = inner.chunk(2, dim=-1)
+    if isinstance(activation, str):
+        return activated(gate, activation) * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+
+
+class Experts(nn.Module):
+    """The gated MLPs of all experts of a layer.
+
+    `gate_up` [experts, 2 * inner, hidden], `down` [experts, hidden, inner], `gate_up_bias` [experts, 2 * inner] and
+    `down_bias` [experts, hidden], in the model's dtype.
+    """
+
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def __init__(self, spec: ExpertsSpec, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        count, inner = spec.count, spec.inner_size
+        self.count, self.activation = count, spec.activation
+        self.gate_up = parameter((count, 2 * inner, hidden), dtype, device)
+        self.down = parameter((count, hidden, inner), dtype, device)
+        self.gate_up_bias = parameter((count, 2 * inner), dtype, device) if spec.bias else None
+        self.down_bias = parameter((count, hidden), dtype, device) if spec.bias else None
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [tokens, hidden], normed already; ids and factors [tokens, top_k], as `Router` returns them. `residual`
+        [tokens, hidden] is added to the result."""
+        top_k, flat = ids.size(1), ids.flatten()
+        inner = expert_linear(x.repeat_interleave(top_k, dim=0), flat, self.gate_up, self.gate_up_bias)
+        out = expert_linear(gated(inner, self.activation), flat, self.down, self.down_bias)
+        weighted = out.float().unflatten(0, (-1, top_k)) * factors[..., None]  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        y: torch.Tensor = weighted.sum(dim=1).to(x.dtype)
+        return y if residual is None else residual + y
