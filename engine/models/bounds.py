@@ -20,6 +20,8 @@ _VOCABULARY = Range(1, 2**24)
 _WIDTH = Range(1, 2**17)
 _INNER = Range(1, 2**20)
 _LAYERS = Range(1, 2**11)
+_EXPERTS = Range(1, 2**13)
+_CHOSEN = Range(1, 2**8)
 _HEADS = Range(1, 2**12)
 _HEAD_DIM = Range(1, 2**12)
 _POSITIONS = Range(1, 2**24)
@@ -37,7 +39,30 @@ CONFIG_RANGES = {
     "intermediate_size": _INNER,
     "n_inner": _INNER,
     "ffn_dim": _INNER,
+    "moe_intermediate_size": _INNER,
+    "shared_expert_intermediate_size": _INNER,
+    "shared_intermediate_size": _INNER,
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "moe_num_experts": _EXPERTS,
+    "n_shared_experts": _EXPERTS,
+    "moe_num_shared_experts": _EXPERTS,
+    "num_experts_per_tok": _CHOSEN,
+    "moe_k": _CHOSEN,
+    "n_group": _EXPERTS,
+    "topk_group": _EXPERTS,
+    "routed_scaling_factor": Range(0.0, 1e3, open_low=True),
+    "swiglu_limit": Range(0.0, 1e6, open_low=True),
+    "swiglu_alpha": Range(0.0, 1e3, open_low=True),
+    "rotary_dim": _HEAD_DIM,
     "num_hidden_layers": _LAYERS,
+    "decoder_sparse_step": _LAYERS,
+    "first_k_dense_replace": Range(0, 2**11),
+    "max_window_layers": Range(0, 2**11),
+    "moe_layer_interval": _LAYERS,
+    "moe_layer_start_index": Range(0, 2**11),
+    "moe_layer_end_index": Range(-1, 2**11),
     "n_layer": _LAYERS,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,

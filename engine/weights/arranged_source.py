@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,24 +12,25 @@ from engine.models.families.rows import Rows
 from engine.weights.source import EncodedRows, WeightSource
 
 _AS_IT_IS = Rows("", 0, 0)
+_IN_ORDER = ("as it is", "less one", "one row")
 
 
 class ArrangedSource:
-    """`rows`: how each tensor is stored; names that end in one of `ignored` are left out."""
+    """`rows`: how each tensor is stored; names that match `left_out` are not there."""
 
-    def __init__(self, source: WeightSource, rows: Mapping[str, Rows], ignored: tuple[str, ...] = ()) -> None:
+    def __init__(self, source: WeightSource, rows: Mapping[str, Rows], left_out: re.Pattern[str]) -> None:
         self._source = source
         self._rows = rows
-        self._ignored = ignored
+        self._left_out = left_out
 
     def _place(self, name: str) -> Rows:
         return self._rows.get(name, _AS_IT_IS)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {
-            name: (*shape[:-2], shape[-1], shape[-2]) if self._place(name).transposed else shape
+            name: _arranged(shape, self._place(name))
             for name, shape in self._source.shapes().items()
-            if not name.endswith(self._ignored)
+            if self._left_out.search(name) is None
         }
 
     def file_of(self, name: str) -> str:
@@ -36,7 +38,9 @@ class ArrangedSource:
 
     def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
         place = self._place(name)
-        if place.transposed:
+        if place.stored == "one row":
+            self._source.read_into(name, destination[None])
+        elif place.transposed:
             turned = torch.empty_like(destination.mT, memory_format=torch.contiguous_format)
             self._source.read_into(name, turned, expert)
             destination.copy_(turned.mT)
@@ -44,7 +48,7 @@ class ArrangedSource:
             self._source.read_into(name, destination, expert)
         if place.stored == "less one":
             destination.add_(1.0)
-        elif place.stored != "as it is":
+        elif place.stored not in _IN_ORDER:
             axis = 0 if expert is not None else place.axis
             destination.copy_(destination.index_select(axis, _order(place).to(destination.device)))
 
@@ -60,6 +64,12 @@ class ArrangedSource:
 
     def __exit__(self, *error: object) -> None:
         self._source.__exit__(*error)
+
+
+def _arranged(shape: tuple[int, ...], place: Rows) -> tuple[int, ...]:
+    if place.transposed:
+        return (*shape[:-2], shape[-1], shape[-2])
+    return shape[1:] if place.stored == "one row" and shape[0] == 1 else shape
 
 
 def _order(row: Rows) -> torch.Tensor:

@@ -5,6 +5,7 @@ Everything that can be wrong with names and shapes is found before the first byt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows, stacked_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
+from engine.models.spec import DecoderSpec
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.quantized_source import QuantizedSource
@@ -66,11 +68,19 @@ def load_weights(
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
-            arranged = ArrangedSource(source, rows, family.ignored)
+            arranged = ArrangedSource(source, rows, _left_out(family, model.spec))
             _fill(model, arranged, rows, packer)
             if description.generates:
                 _check_tied_copy(model, arranged, rows)
     return weight_bytes(model)
+
+
+def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
+    """Names of a checkpoint that are not read."""
+    endings = [f"{re.escape(ending)}$" for ending in family.ignored]
+    if family.predicts_more:
+        endings.append(rf"^{re.escape(family.prefix)}layers\.{spec.num_layers}\.")
+    return re.compile("|".join(endings) if endings else "$^")
 
 
 def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> dict[str, Rows]:

@@ -1,12 +1,21 @@
-"""GPT-OSS, its attention: sinks, a window on every other layer, YaRN, biases. Its mixture of experts is not there yet,
-so a whole model is refused."""
+"""GPT-OSS: experts with biases and a clamped gate, sinks, a window on every other layer, YaRN."""
 
 from __future__ import annotations
 
-from engine.errors import UnsupportedModelError
-from engine.models.families.common import Config, Family, alternating_windows, decoder_spec, flag
-from engine.models.families.names import LLAMA_NAMES
-from engine.models.spec import DecoderSpec
+from engine.models.families.common import (
+    Config,
+    Family,
+    alternating_windows,
+    decoder_spec,
+    flag,
+    integer,
+    number,
+    with_defaults,
+)
+from engine.models.families.mixtures import with_experts
+from engine.models.families.names import Names
+from engine.models.families.rows import ExpertNames
+from engine.models.spec import ClampedSwiGLU, DecoderSpec, ExpertsSpec, RouterSpec
 
 _ROPE = {
     "rope_type": "yarn",
@@ -18,11 +27,10 @@ _ROPE = {
 }
 
 
-def gpt_oss_attention_spec(config: Config) -> DecoderSpec:
-    """Right for attention and the norm before it; the MLP is none of GPT-OSS's."""
+def gpt_oss_spec(config: Config) -> DecoderSpec:
     bias = flag(config, "attention_bias", True)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or _ROPE
-    return decoder_spec(
+    spec = decoder_spec(
         {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, **config, "rope_scaling": rope},
         "gpt_oss",
         windows=alternating_windows(config, 128, period=2),
@@ -32,10 +40,18 @@ def gpt_oss_attention_spec(config: Config) -> DecoderSpec:
         default_head_dim=64,
         default_kv_heads=8,
     )
+    config = with_defaults(config, num_local_experts=128, num_experts_per_tok=4)
+    experts = ExpertsSpec(
+        count=integer(config, "num_local_experts"),
+        inner_size=integer(config, "intermediate_size"),
+        router=RouterSpec(kind="chosen_softmax", top_k=integer(config, "num_experts_per_tok"), bias=True),
+        activation=ClampedSwiGLU(number(config, "swiglu_limit", 7.0), number(config, "swiglu_alpha", 1.702)),
+        bias=True,
+    )
+    return with_experts(spec, experts)
 
 
-def gpt_oss_spec(config: Config) -> DecoderSpec:
-    raise UnsupportedModelError("GPT-OSS is not supported: its mixture of experts is missing here (attention is not)")
-
-
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, LLAMA_NAMES.rows)
+_EXPERTS = ExpertNames(
+    router="mlp.router", parts=("gate_up_proj", "down_proj"), stacked=True, transposed=True, turns="in turns"
+)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, Names(experts=_EXPERTS).rows)

@@ -16,11 +16,11 @@ from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
-def granite_spec(config: Config) -> DecoderSpec:
+def granite_spec(config: Config, family: str = "granite") -> DecoderSpec:
     bias = flag(config, "attention_bias")
     spec = decoder_spec(
         config,
-        "granite",
+        family,
         windows=[None] * num_layers(config),
         qkv_bias=bias,
         o_bias=bias,

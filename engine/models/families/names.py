@@ -117,7 +117,9 @@ def _mlp(mlp: MlpSpec, hidden: int, source: str, target: str, first: list[str], 
 def _router(experts: ExpertsSpec, names: ExpertNames, source: str, target: str) -> dict[str, Rows]:
     rows = linears(source, (names.router,), f"{target}.router.logits", [experts.count], experts.router.bias)
     if experts.router.correction:
-        rows[f"{source}.{names.correction}"] = Rows(f"{target}.router.correction", 0, experts.count)
+        rows[f"{source}.{names.correction}"] = Rows(
+            f"{target}.router.correction", 0, experts.count, names.correction_stored
+        )
     if experts.gated_beside:
         rows |= linears(source, (names.shared_gate,), f"{target}.beside_gate", [1], False)
     return rows

@@ -7,17 +7,17 @@ from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
-def qwen3_spec(config: Config) -> DecoderSpec:
+def qwen3_spec(config: Config, family: str = "qwen3", default_kv_heads: int = 32) -> DecoderSpec:
     attention_bias = flag(config, "attention_bias")
     return decoder_spec(
         config,
-        "qwen3",
+        family,
         windows=layer_type_windows(config),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm="head",
         default_head_dim=128,
-        default_kv_heads=32,
+        default_kv_heads=default_kv_heads,
     )
 
 

@@ -10,26 +10,34 @@ from engine.models.families.apertus import APERTUS
 from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
 from engine.models.families.ernie4_5 import ERNIE4_5
+from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
 from engine.models.families.gemma2 import GEMMA2
 from engine.models.families.gemma3 import GEMMA3
 from engine.models.families.glm import GLM, GLM4
+from engine.models.families.glm4_moe import DOTS1, GLM4_MOE
 from engine.models.families.gpt2 import GPT2
 from engine.models.families.gpt_neox import GPT_NEOX
 from engine.models.families.gpt_oss import GPT_OSS
 from engine.models.families.granite import GRANITE
+from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
+from engine.models.families.hunyuan_moe import HUNYUAN_MOE
 from engine.models.families.llama import LLAMA
+from engine.models.families.minimax_m2 import MINIMAX_M2
 from engine.models.families.ministral import MINISTRAL, MINISTRAL3
 from engine.models.families.mistral import MISTRAL
+from engine.models.families.mixtral import MIXTRAL
 from engine.models.families.nemotron import NEMOTRON
 from engine.models.families.olmo2 import OLMO2, OLMO3
+from engine.models.families.olmoe import OLMOE
 from engine.models.families.opt import OPT
 from engine.models.families.phi import PHI
 from engine.models.families.phi3 import PHI3
 from engine.models.families.qwen2 import QWEN2
 from engine.models.families.qwen3 import QWEN3
+from engine.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from engine.models.families.seed_oss import SEED_OSS
 from engine.models.families.smollm3 import SMOLLM3
 from engine.models.families.stablelm import STABLELM
@@ -67,6 +75,18 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX,
     PHI,
     STABLELM,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GPT_OSS,
+    GLM4_MOE,
+    DOTS1,
+    MINIMAX_M2,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    HUNYUAN_MOE,
+    ERNIE4_5_MOE,
 )
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel")
@@ -77,7 +97,7 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, bool]:
     head."""
     architectures = config.get("architectures")
     named = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    for family in (*FAMILIES, GPT_OSS):
+    for family in FAMILIES:
         if family.architecture in named or (not named and family.name == config.get("model_type")):
             return family, True
         if _HEAD.sub("Model", family.architecture) in named:
