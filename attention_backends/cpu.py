@@ -24,7 +24,7 @@ from attention_backends.toolchain import default_cache_dir, find_compiler
 Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx")
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_BLOCK_SIZE = 1024
 
 
@@ -96,6 +96,7 @@ class CpuBackend(AttentionBackend):
             kv_dtypes=frozenset({torch.int8}),
             window=True,
             soft_cap=True,
+            sinks=True,
         )
 
     @classmethod
@@ -177,6 +178,7 @@ class CpuBackend(AttentionBackend):
             layer.scale,
             layer.window or 0,
             layer.soft_cap or 0.0,
+            layer.sinks,
             self._isa,
             metadata.step,
         )
@@ -187,7 +189,7 @@ class CpuBackend(AttentionBackend):
             return None
         window, soft_cap = layer.window or 0, layer.soft_cap or 0.0
         described = self._native_layer(
-            kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, self._isa
+            kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, layer.sinks, self._isa
         )
         if layer.num_kv_heads != kv_cache.shape[2]:  # forward sees it in k and v
             raise RuntimeError(f"attention: k and v must have the cache's {kv_cache.shape[2]} heads")

@@ -109,7 +109,7 @@ class NativeLayer:
     function: int
     """address of a `pageloom::NativeAttention`, the same for every layer of a backend; good until the process ends"""
     layer: torch.Tensor
-    """uint8 on the host; points into the cache, which its holder keeps alive"""
+    """uint8 on the host; points into the cache and the layer's sinks, which its holder keeps alive"""
     step: int = 0
     """which of the caller's steps it takes: layer groups have each their own"""
 

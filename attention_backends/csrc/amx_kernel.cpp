@@ -197,7 +197,7 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
       continue;
     }
     auto* const out = (uint16_t*)p.out.data + item.place_of(p, p.out, at);
-    const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
+    const float inverse = inverse_sum<false>(p, item.kv_head * p.group + at.head, s.maximum[r], sum);
     for (int64_t d = 0; d < p.cache.head_dim; d += kTile) {
       store_bfloat16(out + d, loadf(row + d) * inverse, p.cache.head_dim - d);
     }

@@ -5,13 +5,12 @@
 
 #include "kernels.h"
 #include "simd.h"
+#include "softmax.h"
 
 using namespace pageloom;
 
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kFloor = -1e30f;   // the running maximum starts here, so that -inf - maximum is never NaN
 constexpr int64_t kTile = 16;      // rows of a tile, and 32-bit lanes of its rows
 constexpr int64_t kPassRows = 32;  // two tiles of rows meet two tiles of keys: every loaded tile is used twice
 constexpr int64_t kKeys = 256;     // keys between two rescalings of the accumulator

@@ -1,13 +1,11 @@
 // Paged attention of one work item: FlashAttention's online softmax (Dao et al. 2022, algorithm 1) over key tiles
 // that are read in place from pages. The file is compiled once per ISA; PAGELOOM_KERNELS names the table it exports.
 #include "key_tile.h"
+#include "softmax.h"
 
 using namespace pageloom;
 
 namespace {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kFloor = -1e30f;  // the running maximum starts here, so that -inf - maximum is never NaN
 
 // Whether scores stay as they are up to the exponential, whose exponents are in units of `factor_of`. Maxima are, too, and
 // subtracted before: a product that is rounded there and fused here would differ by more than 2^7 where scores are huge.
@@ -141,7 +139,7 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
 // A query of an int8 cache: bfloat16 -> 16-bit integers; returns what one of them is worth, NaN or infinite where an
 // element is. Writes whole vectors.
 float quantize_query(const uint16_t* x, int64_t count, int16_t* out) {
-  vf values[256 / VW];
+  vf values[kMaxHeadDim / VW];
   vi largest = {};
   for (int64_t i = 0; i < count; i += VW) {
     uint16_t row[VW] = {};
@@ -175,9 +173,9 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* q
 
 template <class T>
 void write_row(const AttentionProblem& p, const WorkItem& item, const RowCursor& at, const float* accumulator,
-               float sum) {
+               float maximum, float sum) {
   auto* const out = (typename T::Storage*)p.out.data + item.place_of(p, p.out, at);
-  const float inverse = sum == 0 ? 0 : 1 / sum;  // a row that sees no key gives 0; a NaN stays in its row
+  const float inverse = inverse_sum<T::kPrecise>(p, item.kv_head * p.group + at.head, maximum, sum);
 #if PAGELOOM_NATIVE_BF16
   if constexpr (T::kBFloat16Out) {
     for (int64_t d = 0; d < p.cache.head_dim; d += VW) {
@@ -217,7 +215,7 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkIte
     const float sum = reduce_add(loadf(s.sums + r * VW));
     float* const target = item.partial_of(p, partials, at, dims + kPartialExtra);
     if (target == nullptr) {
-      write_row<T>(p, item, at, row, sum);
+      write_row<T>(p, item, at, row, s.maximum[r] * factor_of<T>(p), sum);
     } else {
       memcpy(target, row, dims * sizeof(float));
       target[dims] = s.maximum[r] * factor_of<T>(p);
@@ -236,14 +234,15 @@ void combine_typed(const AttentionProblem& p, const WorkItem& item, const float*
     const float* rows = partials + (at.row - item.row_begin) * row_stride;
     float maximum = kFloor, sum = 0;
     for (int64_t i = 0; i < parts; ++i) maximum = rows[i * stride + dims] > maximum ? rows[i * stride + dims] : maximum;
-    alignas(64) float total[256 + 16] = {};
+    alignas(64) float total[kMaxHeadDim];
+    memset(total, 0, dims * sizeof(float));
     for (int64_t i = 0; i < parts; ++i) {
       const float* part = rows + i * stride;
       const vf weight = exp2_of<T::kPrecise>(splat(part[dims] - maximum));
       sum += part[dims + 1] * weight[0];
       for (int64_t d = 0; d < dims; d += VW) storef(total + d, loadf(total + d) + loadf(part + d) * weight);
     }
-    write_row<T>(p, item, at, total, sum);
+    write_row<T>(p, item, at, total, maximum, sum);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -113,8 +114,8 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
   cache.head_dim = head_dim;
   cache.base = static_cast<char*>(kv_cache.data_ptr());
-  PAGELOOM_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= 256 && cache.padded_dim == (head_dim + 15) / 16 * 16,
-                  "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to 256)");
+  PAGELOOM_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim && cache.padded_dim == (head_dim + 15) / 16 * 16,
+                  "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to ", kMaxHeadDim, ")");
   PAGELOOM_CHECK(cache.block_size % 8 == 0, "attention: block size ", cache.block_size, " is not a multiple of 8");
   return cache;
 }
@@ -152,12 +153,15 @@ void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor
 }
 
 Layer layer_of(const Tensor& kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window,
-               double soft_cap, int64_t isa) {
+               double soft_cap, const std::optional<Tensor>& sinks, int64_t isa) {
   const CacheLayout cache = layout_of(kv_cache, head_dim);
   PAGELOOM_CHECK(cache.num_kv_heads > 0 && num_heads > 0 && num_heads % cache.num_kv_heads == 0,
                   "attention: query heads must be a multiple of KV heads");
+  const bool fits = !sinks || (sinks->scalar_type() == ScalarType::Float && sinks->numel() == num_heads &&
+                               sinks->is_contiguous());
+  PAGELOOM_CHECK(fits, "attention: sinks must be a contiguous float32 tensor of ", num_heads, " elements, as heads");
   return {&layer_tag, cache, num_heads / cache.num_kv_heads, &pick(isa, cache), window, static_cast<float>(scale),
-          static_cast<float>(soft_cap)};
+          static_cast<float>(soft_cap), sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr};
 }
 
 Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
@@ -173,8 +177,8 @@ Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor
 
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
                      Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
-                     int64_t window, double soft_cap, int64_t isa, int64_t step) {
-  const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, isa);
+                     int64_t window, double soft_cap, std::optional<Tensor> sinks, int64_t isa, int64_t step) {
+  const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, sinks, isa);
   const Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
   check_kv_heads(layer.cache, k, v);
   PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
@@ -202,8 +206,8 @@ Tensor bytes_of(const T& value) {
 }
 
 Tensor native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window, double soft_cap,
-                    int64_t isa) {
-  const Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, isa);
+                    std::optional<Tensor> sinks, int64_t isa) {
+  const Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, sinks, isa);
   PAGELOOM_CHECK(layer.cache.dtype == Dtype::kBFloat16 || layer.cache.dtype == Dtype::kInt8,
                   "attention: native calls have bfloat16 rows, so the KV cache must be bfloat16 or int8");
   return bytes_of(layer);
@@ -291,7 +295,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
-      "int window, float soft_cap, int isa, int step) -> ()");
+      "int window, float soft_cap, Tensor? sinks, int isa, int step) -> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(
@@ -299,8 +303,8 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "int group, int window, int isa) -> (int, int, int)");
   m.define("native_attention() -> int");
   m.define(
-      "native_layer(Tensor kv_cache, int num_heads, int head_dim, float scale, int window, float soft_cap, int isa) "
-      "-> Tensor");
+      "native_layer(Tensor kv_cache, int num_heads, int head_dim, float scale, int window, float soft_cap, "
+      "Tensor? sinks, int isa) -> Tensor");
   m.define(
       "native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, "
       "int num_tokens, int step) -> Tensor");

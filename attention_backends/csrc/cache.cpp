@@ -28,7 +28,7 @@ void write_token(const CacheLayout& cache, int64_t head, int64_t slot, const T* 
 // with it whatever the token takes part in.
 float quantize(const uint16_t* x, int64_t count, int8_t* out) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  int32_t bits[256], largest = 0;
+  int32_t bits[kMaxHeadDim], largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     bits[i] = static_cast<int32_t>(static_cast<uint32_t>(x[i]) << 16);
     largest = std::max(largest, bits[i] & 0x7fffffff);  // orders like |x|, NaN last
@@ -49,7 +49,7 @@ float quantize(const uint16_t* x, int64_t count, int8_t* out) {
 
 void write_quantized(const CacheLayout& cache, int64_t head, int64_t slot, const uint16_t* k, const uint16_t* v) {
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
-  int8_t row[256];
+  int8_t row[kMaxHeadDim];
   cache.k_scales(block, head)[offset] = quantize(k, cache.head_dim, row);
   uint16_t* const keys = static_cast<uint16_t*>(cache.k_of(block, head)) + offset;
   for (int64_t d = 0; d < cache.head_dim; d += 2) memcpy(keys + d / 2 * cache.block_size, row + d, 2);

@@ -76,6 +76,7 @@ struct AttentionProblem {
   int64_t window;      // 0: none
   float scale;
   float soft_cap;      // 0: none
+  const float* sinks;  // a logit of each query head that joins the softmax without a value; null: none
   int64_t step;        // not 0: calls with the same step and the same tables may be cut alike; see schedule.h
   const SharedToken* shared;
 };
@@ -131,6 +132,7 @@ struct WorkItem {
 };
 
 // A partial result of one item: rows x (accumulator[padded_dim], maximum, sum), unnormalised.
+inline constexpr int64_t kMaxHeadDim = 512;
 inline constexpr int64_t kPartialExtra = 16;
 inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
 inline constexpr int64_t kKeyTile = 256;  // keys between two rescalings of the accumulator

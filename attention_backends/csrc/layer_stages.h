@@ -24,6 +24,7 @@ struct Layer {
   int64_t window;
   float scale;
   float soft_cap;
+  const float* sinks;
 };
 
 // What the layers of a step have in common; all checked.
@@ -48,6 +49,7 @@ AttentionProblem problem_of(const Layer& layer, const Step& step, TokenView q, T
   p.window = layer.window;
   p.scale = layer.scale;
   p.soft_cap = layer.soft_cap;
+  p.sinks = layer.sinks;
   return p;
 }
 

@@ -42,6 +42,38 @@ def test_every_isa_and_dtype_gives_the_equation(
         assert_matches_oracle(case, cpu_backend(isa))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_a_sink_joins_once_however_keys_are_split(cpu_backend: Prepared, isa: Isa, dtype: torch.dtype) -> None:
+    """Lengths of one part and of several, of one tile of rows and of several, and no queries at all."""
+    lengths = [*MIXED, (1, 1500), (150, 1300)]
+    for window, soft_cap in [(None, None), (21, None), (None, 20.0), (600, 5.0)]:
+        case = Case(lengths, dtype=dtype, window=window, soft_cap=soft_cap, sinks=True)
+        assert_matches_oracle(case, cpu_backend(isa))
+    assert_matches_oracle(Case(lengths, num_heads=8, num_kv_heads=1, dtype=dtype, sinks=True), cpu_backend(isa))
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("sink", [-1e30, -90.0, 90.0, 1e30])
+def test_sinks_far_from_all_scores(cpu_backend: Prepared, isa: Isa, sink: float) -> None:
+    class Far(Case):
+        @property
+        def layer(self) -> AttentionLayer:
+            return replace(super().layer, sinks=torch.full((self.num_heads,), sink))
+
+    assert_matches_oracle(Far([(1, 700), (40, 90)], dtype=torch.bfloat16), cpu_backend(isa))
+
+
+def test_sinks_of_another_shape_are_refused(cpu_backend: Prepared) -> None:
+    class Wrong(Case):
+        @property
+        def layer(self) -> AttentionLayer:
+            return replace(super().layer, sinks=torch.zeros(self.num_heads - 1))
+
+    with pytest.raises(RuntimeError, match="sinks must be a contiguous float32 tensor of 4 elements"):
+        Wrong([(1, 5)]).run(cpu_backend("auto"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (9, 3), (8, 2), (16, 2), (7, 1), (128, 1)], ids=str)
 def test_grouped_query_heads_share_their_kv_head(
@@ -51,7 +83,7 @@ def test_grouped_query_heads_share_their_kv_head(
 
 
 @pytest.mark.parametrize("isa", ISAS[1:])
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 128, 256, 504, 512])
 def test_head_dims(cpu_backend: Prepared, head_dim: int, isa: Isa) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert_matches_oracle(Case(MIXED, head_dim=head_dim, dtype=dtype), cpu_backend(isa))

@@ -50,11 +50,13 @@ def assert_matches_oracle(case: Case, backend: CpuBackend) -> None:
 @pytest.mark.parametrize("isa", ISAS[1:])
 def test_every_isa_gives_the_equation_on_dequantised_values(int8_backend: Bound, isa: Isa) -> None:
     for window, soft_cap in [(None, None), (21, None), (None, 20.0), (70, 5.0)]:
-        assert_matches_oracle(case_of(MIXED, window=window, soft_cap=soft_cap), int8_backend(isa))
+        for sinks in (False, True):
+            case = case_of(MIXED, window=window, soft_cap=soft_cap, sinks=sinks)
+            assert_matches_oracle(case, int8_backend(isa))
 
 
 @pytest.mark.parametrize("isa", ISAS[1:])
-@pytest.mark.parametrize("shape", [(8, 8), (40, 24), (72, 32), (80, 64), (128, 16), (256, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 8), (40, 24), (72, 32), (80, 64), (128, 16), (256, 128), (512, 16)], ids=str)
 def test_head_dims_and_block_sizes(int8_backend: Bound, shape: tuple[int, int], isa: Isa) -> None:
     for heads in ((4, 2), (9, 3), (16, 1)):
         case = case_of(MIXED, head_dim=shape[0], block_size=shape[1], num_heads=heads[0], num_kv_heads=heads[1])

@@ -104,7 +104,13 @@ def test_the_same_bits_as_forward(
     backend_of: Callable[[torch.dtype], CpuBackend], lengths: list[tuple[int, int]], kv_dtype: torch.dtype
 ) -> None:
     case = Case(lengths, dtype=BF16, kv_dtype=kv_dtype)
-    for changes in ({}, {"window": 21}, {"soft_cap": 20.0}, {"num_heads": 9, "num_kv_heads": 3, "head_dim": 40}):
+    for changes in (
+        {},
+        {"sinks": True},
+        {"window": 21},
+        {"soft_cap": 20.0},
+        {"num_heads": 9, "num_kv_heads": 3, "head_dim": 40},
+    ):
         assert_same_bits(replace(case, **changes), backend_of(kv_dtype))  # type: ignore[arg-type]  # checked by Case
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer, GptOssRotaryEmbedding
 
+from attention_backends.cpu import CpuBackend
 from attention_backends.interface import AttentionBatch
 from attention_backends.registry import select
 from engine.config import EngineArgs, EngineConfig
@@ -74,14 +76,17 @@ def filled(layers: list[GptOssDecoderLayer]) -> Decoder:
     return model
 
 
-def test_an_attention_block_equals_transformers() -> None:
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_attention_block_equals_transformers(backend: str, native_cache: Path) -> None:
     torch.manual_seed(0)
     references = [reference_layer(index) for index in range(2)]
     model = filled(references)
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
     assert [layer.window for layer in model.spec.facts.layers] == [WINDOW, None]
     sinks = [layer.sinks for layer in layers if layer.sinks is not None]
-    chosen = select("cpu", torch.float32, 32, BLOCK, True, False, name="reference", needs_sinks=True).backend
+    chosen = select(
+        "cpu", torch.float32, 32, BLOCK, True, False, name=backend, cache_dir=native_cache, needs_sinks=True
+    ).backend
     attention = PagedAttention(chosen, attention_layers(model.spec.facts, sinks), torch.float32)
     attention.allocate(TOKENS // BLOCK + 1, 0, BLOCK, torch.device("cpu"))
     attention.begin_step([one_prompt()])
@@ -139,7 +144,9 @@ def configured(model_path: Path, backend: str) -> EngineConfig:
     return resolve_here(args)[1]
 
 
-def test_a_backend_without_sinks_is_rejected_by_name(model_path: Path) -> None:
+def test_a_backend_without_sinks_is_rejected_by_name(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    able = replace(CpuBackend.capabilities(), sinks=False)
+    monkeypatch.setattr(CpuBackend, "capabilities", lambda: able)
     with pytest.raises(ConfigError, match="cpu: has no attention sinks"):
         load_parts(configured(model_path, "cpu"))
 
