@@ -33,7 +33,7 @@ def arrival_words(num_seqs: int, num_kv_heads: int, max_rows: int) -> int:
 
 class Launchers(Protocol):
     """Every call queues work on the current stream and returns; none synchronises. Raises RuntimeError for tensors that
-    do not fit. `kv_cache` is [num_blocks, 2, num_kv_heads, block_size, head_dim], contiguous."""
+    do not fit. `kv_cache` is [num_blocks, 2, num_kv_heads, block_size, head_dim], its blocks contiguous."""
 
     def schedule_decode(
         self,

@@ -145,8 +145,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache. The runner allocates it zeroed, contiguous, in the cache dtype; block b of it
-        must be contiguous, `shape[0] == num_blocks`."""
+        """Shape of one layer's cache, `shape[0] == num_blocks`. The runner allocates it zeroed, in the cache dtype;
+        blocks are contiguous, at multiples of 16 bytes, and between two there may be what other layers keep."""
 
     def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
         """Upper estimate of the scratch memory that steps and graphs of up to `max_num_seqs` sequences over `layers`,
@@ -202,17 +202,18 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block source → destination in every layer, one call (copy-on-write).
+        """Copy block source → destination in every cache, one call (copy-on-write).
 
+        A cache here is contiguous, [num_blocks, ...]: one layer's, or what several have together of each block.
         Destinations are distinct from sources."""
 
     def swap_blocks(
         self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """Copy block source → destination in every layer between the device's caches and host caches of the same block
-        shape, in either direction. Work that is queued on the current stream afterwards sees the result; the host may
-        read it after synchronising with that stream. Host caches should be pinned: with pageable memory copies are
-        slow, and the host waits for them."""
+        """Copy block source → destination in every cache between the device's, as in `copy_blocks`, and host caches of
+        the same block shape, in either direction. Work that is queued on the current stream afterwards sees the result;
+        the host may read it after synchronising with that stream. Host caches should be pinned: with pageable memory
+        copies are slow, and the host waits for them."""
         for source, destination in zip(sources, destinations, strict=True):
             for from_block, to_block in pairs:
                 destination[to_block].copy_(source[from_block], non_blocking=True)

@@ -2,6 +2,7 @@
 // the same checks made once a layer and once a step.
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <tuple>
@@ -102,10 +103,13 @@ TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens,
 }
 
 // kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim], or padded_dim + 4 (bytes of a scale) where it is
-// int8; the shape states sizes, kernels.h the order inside a block.
+// int8, with free strides between blocks; the shape states sizes, kernels.h the order inside a block.
 CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
-  PAGELOOM_CHECK(kv_cache.dim() == 5 && kv_cache.is_contiguous() && kv_cache.size(1) == 2,
-                  "attention: kv_cache must be contiguous and of kv_cache_shape()");
+  PAGELOOM_CHECK(kv_cache.dim() == 5 && kv_cache.size(1) == 2, "attention: kv_cache must be of kv_cache_shape()");
+  int64_t elements = 1;  // of a block
+  for (int64_t d = 4; d > 0; elements *= std::max<int64_t>(kv_cache.size(d--), 1))
+    PAGELOOM_CHECK(kv_cache.size(d) <= 1 || kv_cache.stride(d) == elements,
+                   "attention: kv_cache's blocks must be contiguous");
   CacheLayout cache{};
   cache.num_blocks = kv_cache.size(0);
   cache.num_kv_heads = kv_cache.size(2);
@@ -113,6 +117,7 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.dtype = dtype_of(kv_cache);
   cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
   cache.head_dim = head_dim;
+  cache.block_stride = kv_cache.stride(0) * kv_cache.element_size();
   cache.base = static_cast<char*>(kv_cache.data_ptr());
   PAGELOOM_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim && cache.padded_dim == (head_dim + 15) / 16 * 16,
                   "attention: head_dim ", head_dim, " does not fit this cache (multiples of 8 up to ", kMaxHeadDim, ")");

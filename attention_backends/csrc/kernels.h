@@ -16,13 +16,15 @@ enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 
 //   K of one block and head: cells [padded_dim / per_cell][block_size]; a cell pairs two neighbouring dims of a token.
 //   V of one block and head: cells [block_size / per_cell][padded_dim]; a cell pairs two neighbouring tokens of a dim.
 // One block: K of every head, then V of every head; an int8 cache has behind them float32 scales, of K
-// [heads][block_size] and of V likewise: an element is its cell times the scale of its token and head.
+// [heads][block_size] and of V likewise: an element is its cell times the scale of its token and head. Between blocks there
+// may be what is not this layer's.
 struct CacheLayout {
   int64_t num_blocks;
   int64_t block_size;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t padded_dim;  // head_dim rounded up to 16
+  int64_t padded_dim;    // head_dim rounded up to 16
+  int64_t block_stride;  // bytes from one block to the next
   Dtype dtype;
   char* base;
 
@@ -31,11 +33,8 @@ struct CacheLayout {
   }
   PAGELOOM_ALWAYS_INLINE int64_t cell_bytes() const { return dtype == Dtype::kInt8 ? 2 : 4; }
   PAGELOOM_ALWAYS_INLINE int64_t head_bytes() const { return block_size * padded_dim * element_bytes(); }
-  PAGELOOM_ALWAYS_INLINE int64_t block_bytes() const {
-    return 2 * num_kv_heads * (head_bytes() + (dtype == Dtype::kInt8 ? 4 * block_size : 0));
-  }
   PAGELOOM_ALWAYS_INLINE void* k_of(int64_t block, int64_t head) const {
-    return base + block * block_bytes() + head * head_bytes();
+    return base + block * block_stride + head * head_bytes();
   }
   PAGELOOM_ALWAYS_INLINE void* v_of(int64_t block, int64_t head) const { return k_of(block, num_kv_heads + head); }
   // int8 only: of the block's tokens

@@ -1,8 +1,8 @@
 """What a borrowed attention library does not bring: page lists, KV writes and block copies over a paged cache.
 
 One interface: Triton on CUDA, vectorised torch elsewhere, which is the oracle of the Triton kernels at once. Triton is
-imported only when a CUDA device asks for it. Caches here are contiguous
-[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim].
+imported only when a CUDA device asks for it. Caches here are [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]
+with contiguous blocks; those that are copied are contiguous as a whole, whatever is in their blocks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _write_kv(values: str, cache: str, head_dim: int, kv_heads: int) -> KernelSi
             "v": values,
             "cache": cache,
             "slots": "*i64",
+            "block_stride": "i32",
             "k_token_stride": "i32",
             "v_token_stride": "i32",
             "k_head_stride": "i32",

@@ -61,6 +61,7 @@ def write_kv_kernel(
     v: tl.tensor,
     cache: tl.tensor,
     slots: tl.tensor,
+    block_stride: tl.tensor,
     k_token_stride: tl.tensor,
     v_token_stride: tl.tensor,
     k_head_stride: tl.tensor,
@@ -86,7 +87,7 @@ def write_kv_kernel(
         if FP8:
             keys = _e4m3_bits(keys, k_scale)
             values = _e4m3_bits(values, v_scale)
-        target = cache + (slot // PAGE) * (2 * half) + head * (PAGE * HEAD_DIM) + (slot % PAGE) * HEAD_DIM + dim
+        target = cache + (slot // PAGE) * block_stride + head * (PAGE * HEAD_DIM) + (slot % PAGE) * HEAD_DIM + dim
         tl.store(target, keys, mask=mask)
         tl.store(target + half, values, mask=mask)
 
@@ -141,6 +142,7 @@ class TritonKernels:
             v,
             kv_cache.view(torch.uint8) if fp8 else kv_cache,
             slot_mapping,
+            kv_cache.stride(0),
             k.stride(0),
             v.stride(0),
             k.stride(1),

@@ -100,7 +100,7 @@ class Tokens(ctypes.Structure):
 class Cache(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("num_blocks", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
     )
@@ -320,10 +320,11 @@ class EmulatedLaunchers:
 
     def _cache(self, kv_cache: torch.Tensor) -> Cache:
         assert kv_cache.dtype == self.kv_dtype
-        assert kv_cache.is_contiguous()
-        num_blocks, two, num_kv_heads, block_size, head_dim = kv_cache.shape
+        assert kv_cache[0].is_contiguous()
+        _, two, num_kv_heads, block_size, head_dim = kv_cache.shape
         assert (two, head_dim) == (2, self.head_dim)
-        return Cache(kv_cache.data_ptr(), num_blocks, num_kv_heads, block_size)
+        block_bytes = kv_cache.stride(0) * kv_cache.element_size()
+        return Cache(kv_cache.data_ptr(), block_bytes, num_kv_heads, block_size)
 
     def _batch(
         self,

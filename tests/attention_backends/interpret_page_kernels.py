@@ -45,7 +45,7 @@ def check_gather(rng: np.random.Generator) -> None:
 
 def check_write(rng: np.random.Generator, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     heads, dim, page, blocks = int(rng.integers(1, 4)), int(rng.choice([64, 96, 256])), 16, 5
-    tokens, padding = int(rng.integers(1, 9)), 3
+    tokens, padding, gaps = int(rng.integers(1, 9)), 3, int(rng.integers(0, 3))
     # k and v as views of one projection's output, whose first columns are the queries
     merged = torch.from_numpy(rng.standard_normal((tokens + padding, (2 + 2 * heads) * dim)) * 100).to(dtype)
     _, k, v = (part.unflatten(1, (-1, dim)) for part in merged.split([2 * dim, heads * dim, heads * dim], dim=1))
@@ -55,10 +55,12 @@ def check_write(rng: np.random.Generator, dtype: torch.dtype, cache_dtype: torch
     scales = (float(rng.uniform(0.01, 3)), float(rng.uniform(0.01, 3)))
     caches = []
     for kernels in KERNELS:
-        raw = torch.full((blocks, 2, heads, page, dim), 7, dtype=torch.uint8 if cache_dtype == FP8 else cache_dtype)
-        cache = raw.view(cache_dtype)
+        size, gap = 2 * heads * page * dim, 64 * gaps
+        raw = torch.full((blocks, gap + size), 7, dtype=torch.uint8 if cache_dtype == FP8 else cache_dtype)
+        cache = raw[:, gap:].view(blocks, 2, heads, page, dim).view(cache_dtype)
         kernels.write_kv(k, v, cache, slots, *scales)
         caches.append(cache)
+        assert (raw[:, :gap] == 7).all()
     assert_same_bits(*caches)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0 and cache_dtype != FP8:

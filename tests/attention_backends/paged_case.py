@@ -3,6 +3,7 @@ unused slots. Inputs are drawn on the CPU, so that a case is the same on every d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class Case:
     """a power of two, so that dividing by it or multiplying by its inverse is the same"""
     v_scale: float = 1.0
     sinks: bool = False
+    apart: int = 0
+    """elements between two blocks of the cache that are not the layer's: NaN before and after the call"""
     graph_size: int | None = None
     """a decode padded to this many sequences; those beyond `lengths` have length 0"""
 
@@ -142,7 +145,11 @@ class Case:
 
     def empty_cache(self, backend: AttentionBackend, dtype: torch.dtype) -> torch.Tensor:
         """One layer's cache, all NaN."""
-        shape = backend.kv_cache_shape(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        blocks, *block = backend.kv_cache_shape(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        size = math.prod(block)
+        return self._nans((blocks, size + self.apart), dtype)[:, self.apart // 2 :][:, :size].view(blocks, *block)
+
+    def _nans(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype == torch.int8:  # scales of all ones are NaN
             return torch.full(shape, -1, dtype=dtype, device=self.device)
         if dtype == FP8:
@@ -172,7 +179,16 @@ class Case:
             self._forget_left_blocks(batch.block_tables)
         backend.forward(q, k, v, out, kv_cache, self.layer, backend.build_metadata(batch))
         assert (out[self.num_tokens :] == 7.0).all(), "padding tokens were touched"
+        self._check_gaps(kv_cache)
         return out[: self.num_tokens]
+
+    def _check_gaps(self, kv_cache: torch.Tensor) -> None:
+        whole = torch.empty(0, dtype=kv_cache.dtype, device=self.device).set_(kv_cache.untyped_storage())
+        rows = whole.view(self.num_blocks, -1)
+        size, first = kv_cache[0].numel(), self.apart // 2
+        for gap in (rows[:, :first], rows[:, first + size :]):
+            untouched = self._nans(tuple(gap.shape), kv_cache.dtype)
+            assert torch.equal(gap.contiguous().view(torch.uint8), untouched.view(torch.uint8)), "gaps were touched"
 
     def _forget_left_blocks(self, tables: torch.Tensor) -> None:
         assert self.window is not None

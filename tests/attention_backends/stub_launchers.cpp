@@ -24,7 +24,7 @@ int64_t at(const void* p) { return reinterpret_cast<int64_t>(p); }
 
 void note_tokens(const pageloom::cuda::Tokens* t) { note(" tokens", at(t->data), t->token_stride, t->head_stride); }
 void note_cache(const pageloom::cuda::Cache* c) {
-  note(" cache", at(c->data), c->num_blocks, c->num_kv_heads, c->block_size);
+  note(" cache", at(c->data), c->block_bytes, c->num_kv_heads, c->block_size);
 }
 void note_batch(const pageloom::cuda::Batch* b) {
   note(" batch", at(b->query_start_loc), at(b->seq_lens), at(b->block_tables), b->block_table_stride, b->first_seq,

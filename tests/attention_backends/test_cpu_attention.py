@@ -74,6 +74,12 @@ def test_sinks_of_another_shape_are_refused(cpu_backend: Prepared) -> None:
         Wrong([(1, 5)]).run(cpu_backend("auto"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_blocks_may_lie_apart(cpu_backend: Prepared, dtype: torch.dtype) -> None:
+    for isa in cpu_backend("auto").supported_isas:
+        assert_matches_oracle(Case(MIXED, dtype=dtype, apart=3 * 64), cpu_backend(isa))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (9, 3), (8, 2), (16, 2), (7, 1), (128, 1)], ids=str)
 def test_grouped_query_heads_share_their_kv_head(

@@ -58,8 +58,9 @@ def test_every_isa_gives_the_equation_on_dequantised_values(int8_backend: Bound,
 @pytest.mark.parametrize("isa", ISAS[1:])
 @pytest.mark.parametrize("shape", [(8, 8), (40, 24), (72, 32), (80, 64), (128, 16), (256, 128), (512, 16)], ids=str)
 def test_head_dims_and_block_sizes(int8_backend: Bound, shape: tuple[int, int], isa: Isa) -> None:
-    for heads in ((4, 2), (9, 3), (16, 1)):
-        case = case_of(MIXED, head_dim=shape[0], block_size=shape[1], num_heads=heads[0], num_kv_heads=heads[1])
+    for heads, apart in (((4, 2), 0), ((9, 3), 0), ((16, 1), 0), ((4, 2), 192)):
+        sizes = {"head_dim": shape[0], "block_size": shape[1], "apart": apart}
+        case = case_of(MIXED, num_heads=heads[0], num_kv_heads=heads[1], **sizes)
         assert_matches_oracle(case, int8_backend(isa))
 
 

@@ -120,7 +120,7 @@ def test_attend_hands_everything_on_in_order(
     row = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     tokens = {name: f"tokens {at[name]} {row} {HEAD_DIM}" for name in "qkv"}
     tokens["out"] = f"tokens {at['out']} {HEADS * HEAD_DIM} {HEAD_DIM}"
-    cache = f"cache {at['kv_cache']} 6 {KV_HEADS} {BLOCK}"
+    cache = f"cache {at['kv_cache']} {step.arguments['kv_cache'][0].nbytes} {KV_HEADS} {BLOCK}"
     batch = f"batch {at['query_start_loc']} {at['seq_lens']} {at['block_tables']} 7"
     layer = f"layer {HEADS} 9 0.125 30 0.5 2 {at['sinks']}"
     schedule = f"schedule {at['schedule']} {at['schedule'] + 8} {at['schedule'] + 8 + 40} 5"
@@ -178,6 +178,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("not a multiple of 2 KV", {"q": torch.zeros(12, 7, HEAD_DIM, dtype=torch.bfloat16)}),
     ("bfloat16 KV cache", {"kv_cache": torch.zeros(6, 2, KV_HEADS, BLOCK, HEAD_DIM)}),
     ("kv_cache must be", {"kv_cache": torch.zeros(6, KV_HEADS, 2, BLOCK, 32, dtype=torch.bfloat16)}),
+    ("blocks must be contiguous", {"kv_cache": torch.zeros(6, 2, KV_HEADS, HEAD_DIM, BLOCK).bfloat16().mT}),
     ("block size 24", {"kv_cache": torch.zeros(6, 2, KV_HEADS, 24, HEAD_DIM, dtype=torch.bfloat16)}),
     ("slot_mapping", {"slot_mapping": torch.zeros(10, dtype=torch.int64)}),
     ("query_start_loc", {"query_start_loc": torch.zeros(3, dtype=torch.int32)}),

@@ -100,6 +100,12 @@ def test_block_sizes_at_their_edges(backends: Backends, block_size: int) -> None
     assert_matches_oracle(case, backends.for_case(case))
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=str)
+def test_blocks_may_lie_apart(backends: Backends, kv_dtype: torch.dtype) -> None:
+    case = case_of(MIXED, kv_dtype=kv_dtype, apart=3 * 64)
+    assert_matches_oracle(case, backends.for_case(case))
+
+
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 64, 100, 1000])
 def test_window_smaller_and_larger_than_a_block(backends: Backends, window: int) -> None:
     case = case_of([*EDGES, (1, 700), (4, 640), (70, 400)], window=window)

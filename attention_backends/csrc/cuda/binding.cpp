@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "launch.h"
@@ -83,14 +84,20 @@ Tokens tokens_of(const Device& device, const Tensor& t, int64_t heads, int64_t n
 
 Cache cache_of(const Device& device, const Tensor& t) {
   device.check(t, "kv_cache");
-  STD_TORCH_CHECK(t.dim() == 5 && t.is_contiguous() && t.size(1) == 2 && t.size(4) == kHeadDim,
-                  "attention: kv_cache must be contiguous [blocks, 2, kv_heads, block_size, ", kHeadDim, "]");
+  STD_TORCH_CHECK(t.dim() == 5 && t.size(1) == 2 && t.size(4) == kHeadDim,
+                  "attention: kv_cache must be [blocks, 2, kv_heads, block_size, ", kHeadDim, "]");
+  int64_t elements = 1;  // of a block
+  for (int64_t d = 4; d > 0; elements *= std::max<int64_t>(t.size(d--), 1))
+    STD_TORCH_CHECK(t.size(d) <= 1 || t.stride(d) == elements, "attention: kv_cache's blocks must be contiguous");
   STD_TORCH_CHECK(t.scalar_type() == kCacheType, "attention: these kernels are for a ", kCacheName, " KV cache");
   const int64_t block_size = t.size(3);
   STD_TORCH_CHECK(block_size >= 16 && (block_size & (block_size - 1)) == 0, "attention: block size ", block_size,
                   " is not a power of two of at least 16");
-  STD_TORCH_CHECK(aligned(t.data_ptr()), "attention: kv_cache must start at a 16-byte boundary");
-  return {t.data_ptr(), t.size(0), narrow(t.size(2), "kv heads"), static_cast<int32_t>(block_size)};
+  constexpr int64_t kBytes = PAGELOOM_KV_FP8 ? 1 : 2;  // of an element
+  const int64_t block_bytes = t.stride(0) * kBytes;
+  STD_TORCH_CHECK(aligned(t.data_ptr()) && block_bytes % kAlignment == 0,
+                  "attention: kv_cache's blocks must start at 16-byte boundaries");
+  return {t.data_ptr(), block_bytes, narrow(t.size(2), "kv heads"), static_cast<int32_t>(block_size)};
 }
 
 template <class T>

@@ -38,6 +38,7 @@ struct WriteParams {
   Source k;
   Source v;
   Kv* cache;
+  int64_t block_stride;  // in elements
   const int64_t* slots;
   int num_kv_heads;
   int block_shift;
@@ -78,8 +79,8 @@ __global__ void __launch_bounds__(THREADS) write_kv(const WriteParams p) {
   const Source rows = half != 0 ? p.v : p.k;
   const Half* from = rows.data + token * rows.token_stride + head * rows.head_stride + at;
   const int64_t block = slot >> p.block_shift, offset = slot & ((int64_t{1} << p.block_shift) - 1);
-  const int64_t page = (block * 2 + half) * p.num_kv_heads + head;
-  Kv* to = p.cache + ((page << p.block_shift) + offset) * HEAD_DIM + at;
+  const int64_t page = half * p.num_kv_heads + head;
+  Kv* to = p.cache + block * p.block_stride + ((page << p.block_shift) + offset) * HEAD_DIM + at;
   store16(to, as_cached(from, rows.scale));
 }
 
@@ -165,6 +166,7 @@ const char* pageloom_write_kv(const Tokens* k, const Tokens* v, const Cache* cac
   const WriteParams params{{static_cast<const Half*>(k->data), k->token_stride, k->head_stride, k_scale},
                            {static_cast<const Half*>(v->data), v->token_stride, v->head_stride, v_scale},
                            static_cast<Kv*>(cache->data),
+                           cache->block_bytes / static_cast<int64_t>(sizeof(Kv)),
                            slots,
                            cache->num_kv_heads,
                            block_shift,

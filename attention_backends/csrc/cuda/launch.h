@@ -22,10 +22,10 @@ struct Tokens {
   int64_t head_stride;
 };
 
-// Contiguous [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]; block_size is a power of two, 16 or more.
+// [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], blocks contiguous; block_size is a power of two, 16 or more.
 struct Cache {
   void* data;
-  int64_t num_blocks;
+  int64_t block_bytes;  // from one block to the next, a multiple of 16
   int32_t num_kv_heads;
   int32_t block_size;
 };

@@ -96,7 +96,7 @@ struct Pages {
     table = batch.block_tables + (batch.first_seq + seq) * batch.block_table_stride;
     keys = static_cast<const char*>(cache.data) + head * page_bytes;
     to_values = cache.num_kv_heads * page_bytes;
-    block_bytes = 2 * to_values;
+    block_bytes = cache.block_bytes;
     block_size = cache.block_size;
     shift = 0;
     while ((2 << shift) <= block_size) ++shift;
