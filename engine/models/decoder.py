@@ -245,6 +245,12 @@ class Decoder(nn.Module):
         self._rope_of = [layer.mixer.rope for layer in spec.layers]
         self.set_attention(_attention_not_set)
 
+    @property
+    def sinks(self) -> tuple[torch.Tensor, ...]:
+        """float32 [num_heads] each, of the layers whose attention has them, for whoever supplies it."""
+        layers = (layer for layer in self.layers if isinstance(layer, DecoderLayer))
+        return tuple(layer.sinks for layer in layers if layer.sinks is not None)
+
     def set_attention(self, attend: Attend) -> None:
         """Bind what computes attention: an operator while tracing, a function of the runner when eager."""
         # Past nn.Module's own __setattr__, which would make a module given here a part of this one.

@@ -21,7 +21,7 @@ from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.streams import Matrix, choose_streams
 from engine.errors import ConfigError
 from engine.machine import release_free_memory
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
 from engine.models.facts import ModelFacts
@@ -146,7 +146,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None
-    model, sinks = _filled(config, description, () if draft is None else draft.shown_layers, packer)
+    model = _filled(config, description, () if draft is None else draft.shown_layers, packer)
     _choose_streams(packer, model, config)
     draft_parts = None if draft is None else load_draft(config, draft, model, packer)
     release_free_memory()
@@ -158,7 +158,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         dtype=dtype,
         backend=backend,
         weight_bytes=weight_bytes(model),
-        sinks=sinks,
+        sinks=model.sinks,
         draft=draft_parts,
     )
 
@@ -189,13 +189,13 @@ def _backend(
 
 def _filled(
     config: EngineConfig, description: ModelDescription, shown_layers: Sequence[int], packer: Packer | None
-) -> tuple[Decoder | FallbackModel, tuple[torch.Tensor, ...]]:
-    """The model with its weights, and the sinks of its attention."""
+) -> Decoder | FallbackModel:
+    """The model with its weights."""
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
     dummy = settings.load_format == "dummy"
     if description.spec is None:
-        fallback = load_fallback(
+        return load_fallback(
             description,
             dtype=dtype,
             device=device,
@@ -204,8 +204,6 @@ def _filled(
             seed=settings.seed,
             packer=packer,
         )
-        return fallback, fallback.sinks
     model = Decoder(description.spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer)
-    sinks = (layer.sinks for layer in model.layers if isinstance(layer, DecoderLayer))
-    return model, tuple(each for each in sinks if each is not None)
+    return model

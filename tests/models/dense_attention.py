@@ -46,7 +46,7 @@ class DenseAttention:
 
 def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]; the prompt is fed in pieces of the given sizes, then the rest at once."""
-    model.set_attention(DenseAttention(model.spec))
+    model.set_attention(DenseAttention(model.spec, model.sinks))
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         parts.append(model.compute_logits(model(ids[at : at + size], torch.arange(at, at + size))))
@@ -55,7 +55,7 @@ def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()
 
 
 def greedy(model: Decoder, prompt: list[int], num_tokens: int) -> list[int]:
-    model.set_attention(DenseAttention(model.spec))
+    model.set_attention(DenseAttention(model.spec, model.sinks))
     ids, at, tokens = prompt, 0, []
     for _ in range(num_tokens):
         hidden = model(torch.tensor(ids), torch.arange(at, at + len(ids)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_mixtures import mixtures
 from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
@@ -236,6 +237,8 @@ CASES: dict[str, Any] = {
         **SHAPE, use_parallel_residual=True, use_qkv_bias=True, partial_rotary_factor=0.5, tie_word_embeddings=True
     ),
 }
+CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
+MIXTURES = tuple(mixtures(SHAPE, GRANITE_NUMBERS, YARN))
 
 
 def make_model(case: str) -> PreTrainedModel:
@@ -244,10 +247,13 @@ def make_model(case: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CASES[case](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.3)
             elif "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return model
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from engine.models.families.common import Config, Family, integer, with_defaults
 from engine.models.families.ernie4_5 import ernie4_5_spec
 from engine.models.families.mixtures import experts_spec, from_zero, with_experts
@@ -14,7 +12,7 @@ from engine.models.spec import DecoderSpec, RouterSpec
 
 def ernie4_5_moe_spec(config: Config) -> DecoderSpec:
     config = with_defaults(config, moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, num_key_value_heads=4)
-    spec = replace(ernie4_5_spec(config), family="ernie4_5_moe")
+    spec = ernie4_5_spec(config, "ernie4_5_moe", None)
     router = RouterSpec(top_k=integer(config, "moe_k"), correction=True, wide=True)
     experts = experts_spec(config, router, "moe_num_experts")
     every, first = integer(config, "moe_layer_interval", 1), from_zero(config, "moe_layer_start_index", 1)

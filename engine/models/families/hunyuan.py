@@ -21,12 +21,12 @@ from engine.models.families.names import Names
 from engine.models.spec import DecoderSpec
 
 
-def hunyuan_spec(config: Config) -> DecoderSpec:
+def hunyuan_spec(config: Config, family: str = "hunyuan_v1_dense") -> DecoderSpec:
     refuse(config, {"use_cla": "every layer has keys and values of its own", "mlp_bias": "MLPs have no biases"})
     bias = flag(config, "attention_bias")
     return decoder_spec(
         _with_fixed_base(with_defaults(config, rms_norm_eps=1e-5)),
-        "hunyuan_v1_dense",
+        family,
         windows=[None] * num_layers(config),
         qkv_bias=bias,
         o_bias=bias,

@@ -16,7 +16,7 @@ from engine.models.spec import DecoderSpec, RouterSpec
 def hunyuan_moe_spec(config: Config) -> DecoderSpec:
     top_k = _same(config, "moe_topk")
     inner = _same({"moe_intermediate_size": config.get("intermediate_size"), **config}, "moe_intermediate_size")
-    spec = replace(hunyuan_spec(config), family="hunyuan_v1_moe")
+    spec = hunyuan_spec(config, "hunyuan_v1_moe")
     numbers = {**config, "num_experts_per_tok": top_k, "moe_intermediate_size": inner}
     router = RouterSpec(top_k=integer(numbers, "num_experts_per_tok", 1), wide=True)
     return with_experts(spec, experts_spec(numbers, router, "num_experts"), beside=spec.facts.intermediate_size)

@@ -7,7 +7,9 @@ from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
-def qwen3_spec(config: Config, family: str = "qwen3", default_kv_heads: int = 32) -> DecoderSpec:
+def qwen3_spec(
+    config: Config, family: str = "qwen3", default_head_dim: int | None = 128, default_kv_heads: int = 32
+) -> DecoderSpec:
     attention_bias = flag(config, "attention_bias")
     return decoder_spec(
         config,
@@ -16,7 +18,7 @@ def qwen3_spec(config: Config, family: str = "qwen3", default_kv_heads: int = 32
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm="head",
-        default_head_dim=128,
+        default_head_dim=default_head_dim,
         default_kv_heads=default_kv_heads,
     )
 

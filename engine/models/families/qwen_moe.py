@@ -34,10 +34,13 @@ def qwen2_moe_spec(config: Config) -> DecoderSpec:
 
 
 def qwen3_moe_spec(config: Config) -> DecoderSpec:
-    config = with_defaults(config, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    written_by_transformers_5 = config.get("num_local_experts") or 128
+    config = with_defaults(
+        config, num_experts=written_by_transformers_5, num_experts_per_tok=8, moe_intermediate_size=768
+    )
     sliding = flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None
     window = integer(config, "sliding_window", 4096) if sliding else None
-    dense = qwen3_spec({**config, "use_sliding_window": False}, "qwen3_moe", default_kv_heads=4)
+    dense = qwen3_spec({**config, "use_sliding_window": False}, "qwen3_moe", None, 4)
     layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for layer in dense.layers)
     return with_experts(replace(dense, layers=layers), _experts(config), sparse_layers(config))
 
