@@ -115,6 +115,13 @@ GGUF_RANGES = {
     "attention.value_length": _HEAD_DIM,
     "attention.sliding_window": _POSITIONS,
     "rope.dimension_count": _HEAD_DIM,
+    "expert_count": _EXPERTS,
+    "expert_used_count": _CHOSEN,
+    "expert_shared_count": _EXPERTS,
+    "expert_group_count": _EXPERTS,
+    "expert_group_used_count": _EXPERTS,
+    "expert_feed_forward_length": _INNER,
+    "expert_shared_feed_forward_length": _INNER,
     "context_length": _POSITIONS,
     "rope.scaling.original_context_length": _POSITIONS,
 }

@@ -13,6 +13,7 @@ from engine.errors import UnsupportedModelError, WeightsError
 from engine.models.bounds import CONFIG_RANGES
 from engine.models.gguf_families import family_config, longrope_parameters
 from engine.models.gguf_header import GgufHeader
+from engine.models.gguf_mixtures import mixture_config
 from engine.models.gguf_numbers import number as _number
 from engine.models.gguf_numbers import optional as _optional
 from engine.models.gguf_numbers import required as _required
@@ -34,9 +35,19 @@ _ARCHITECTURES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeSharedForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM"}
+"""architectures that are of another family where they have experts"""
 _LAYER_NORMS = frozenset({"starcoder2"})
-_PARTIAL = frozenset({"phi3", "glm4"})
+_PARTIAL = frozenset({"phi3", "glm4", "glm4moe", "minimax-m2"})
 """whose heads may turn in part"""
 _WIDE_QUERIES = {"gemma2": 46, "gemma3": 62}
 """layers of the 27B models, which scale queries by hidden_size / heads; the file does not say so"""
@@ -56,11 +67,10 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
     if arch not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise UnsupportedModelError(f"{header.path}: architecture {arch!r} is not supported; supported are {supported}")
-    if header.integer(f"{arch}.expert_count"):
-        raise UnsupportedModelError(f"{header.path}: mixture-of-experts {arch!r} models are not supported")
     if "token_embd.weight" not in header.tensors:
         raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
-    hidden_size = _required(header, f"{arch}.embedding_length")
+    hidden_size, layers = _required(header, f"{arch}.embedding_length"), _num_layers(header, arch)
+    mixed = bool(header.integer(f"{arch}.expert_count"))
     num_heads = _required(header, f"{arch}.attention.head_count")
     head_dim = _head_dim(header, arch, hidden_size, num_heads)
     epsilon_key = f"{arch}.attention.layer_norm_{'' if arch in _LAYER_NORMS else 'rms_'}epsilon"
@@ -69,12 +79,12 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         raise WeightsError(f"{header.path}: metadata {epsilon_key} is missing")
     tensors = header.tensors
     config: dict[str, object] = {
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [_WITH_EXPERTS.get(arch, _ARCHITECTURES[arch]) if mixed else _ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": _num_layers(header, arch),
+        "num_hidden_layers": layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": _optional(header, f"{arch}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
@@ -88,6 +98,8 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
     }
+    if mixed:
+        config |= mixture_config(header, arch, head_dim, layers)
     return config | (_gemma(header, arch, config) if arch in _WIDE_QUERIES else family_config(header, arch, head_dim))
 
 
@@ -103,9 +115,13 @@ def dtype_of(header: GgufHeader) -> str:
 
 
 def _num_layers(header: GgufHeader, arch: str) -> int:
-    count = _required(header, f"{arch}.block_count")
+    count = _required(header, f"{arch}.block_count") - (header.integer(f"{arch}.nextn_predict_layers") or 0)
+    if count < 1:
+        raise WeightsError(f"{header.path}: metadata {arch}.nextn_predict_layers leaves no layer")
     name = "attn_output.weight"
-    if f"blk.{count - 1}.{name}" not in header.tensors or f"blk.{count}.{name}" in header.tensors:
+    if f"blk.{count - 1}.{name}" not in header.tensors or (
+        f"blk.{_required(header, f'{arch}.block_count')}.{name}" in header.tensors
+    ):
         raise WeightsError(f"{header.path}: metadata {arch}.block_count is {count}, the tensors are of another number")
     return count
 
@@ -173,6 +189,8 @@ def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, 
     if kind != "yarn":
         raise UnsupportedModelError(f"{header.path}: {scaling}.type {kind!r} is not supported (none, linear, yarn are)")
     parameters: dict[str, object] = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+    if arch == "gpt-oss":
+        parameters["truncate"] = False  # which files do not say
     original = _optional(header, f"{scaling}.original_context_length")
     if original is not None:
         parameters["original_max_position_embeddings"] = original

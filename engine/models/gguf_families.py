@@ -24,7 +24,7 @@ def family_config(header: GgufHeader, arch: str, head_dim: int) -> dict[str, obj
             }
             original = optional(header, f"{arch}.rope.scaling.original_context_length")
             return common if original is None else common | {"original_max_position_embeddings": original}
-        case "granite":
+        case "granite" | "granitemoe":
             named = {
                 "attention_multiplier": "attention.scale",
                 "embedding_multiplier": "embedding_scale",

@@ -37,6 +37,11 @@ class ArrangedSource:
         return self._source.file_of(name)
 
     def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
+        if not destination.is_contiguous():  # rows of what stacks several
+            whole = torch.empty_like(destination, memory_format=torch.contiguous_format)
+            self.read_into(name, whole, expert)
+            destination.copy_(whole)
+            return
         place = self._place(name)
         if place.stored == "one row":
             self._source.read_into(name, destination[None])

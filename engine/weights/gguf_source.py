@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    TensorNameMap,
+    get_tensor_name_map,
+)
 
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.errors import WeightsError
@@ -17,7 +24,7 @@ from engine.weights.gguf_dequant import dequantize_into, q5_0_as_q8_0
 from engine.weights.source import EncodedRows
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-_INTERLEAVED_ROPE = frozenset({"llama", "granite", "smollm3"})
+_INTERLEAVED_ROPE = frozenset({"llama", "granite", "granitemoe", "smollm3"})
 """whose converter brings rows together that Hugging Face has apart"""
 _NORMS_WITH_ONE = frozenset({"gemma2", "gemma3"})
 """whose files hold 1 + weight where Hugging Face has the weight of a norm"""
@@ -38,7 +45,7 @@ class GgufSource:
         self._norms_with_one = arch_name in _NORMS_WITH_ONE
         architectures = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
         name_map = get_tensor_name_map(architectures.get(arch_name, MODEL_ARCH.LLAMA), facts.num_layers)
-        hf_name_of = {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
+        hf_name_of = {_gguf_name(name, name_map): name for name in names}
         self._extents: dict[str, TensorExtent] = {
             hf_name_of.get(name, name): extent
             for name, extent in header.tensors.items()
@@ -101,6 +108,14 @@ class GgufSource:
         # After a failure the traceback still holds a view of the map; then it closes with the view.
         with suppress(BufferError):
             self._data.close()
+
+
+def _gguf_name(name: str, name_map: TensorNameMap) -> str | None:
+    """What the file calls a tensor of that Hugging Face name."""
+    found = name_map.get_name(
+        name.replace("e_score_correction_bias", "e_score_correction.bias"), try_suffixes=(".weight", ".bias")
+    )
+    return f"{found}.weight" if found is not None and name.endswith(".sinks") else found
 
 
 def _pairs_to_halves(rows: torch.Tensor, heads: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -60,7 +61,7 @@ def load_weights(
     else:
         source: WeightSource
         if description.source == "gguf":
-            rows = stacked_rows(rows)
+            rows = stacked_rows((family.gguf_rows or family.weight_rows)(model.spec))
             source = GgufSource(description.path, model.spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
@@ -79,7 +80,7 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     """Names of a checkpoint that are not read."""
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
     if family.predicts_more:
-        endings.append(rf"^{re.escape(family.prefix)}layers\.{spec.num_layers}\.")
+        endings.append(rf"^({re.escape(family.prefix)}layers|blk)\.{spec.num_layers}\.")
     return re.compile("|".join(endings) if endings else "$^")
 
 
@@ -114,18 +115,18 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
 def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]:
     """What a packer takes, by parameter: the parts of linear layers' weights, the unembedding's among them, and the
     embedding of tokens; and of experts, one expert's after another's."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[tuple[int, Part]]] = {}
     for name, row in rows.items():
         path, _, kind = row.parameter.rpartition(".")
         module = model.get_submodule(path)
-        is_linear = kind == "weight" and isinstance(module, Linear) and module.weight.dtype != torch.float32
-        if is_linear or row.parameter == _EMBEDDING:
-            parts.setdefault(row.parameter, []).append(Part(name, row.count))
+        is_linear = kind == "weight" and isinstance(module, Linear)
+        found = []
+        if (is_linear and model.get_parameter(row.parameter).dtype == model.dtype) or row.parameter == _EMBEDDING:
+            found = [(0, Part(name, row.count))]
         elif isinstance(module, Experts) and kind in ("gate_up", "down"):
-            parts.setdefault(row.parameter, []).extend(
-                Part(name, row.count, expert) for expert in row.experts(module.count)
-            )
-    return parts
+            found = [(expert, Part(name, row.count, index)) for expert, index in row.experts(module.count)]
+        parts.setdefault(row.parameter, []).extend(found)
+    return {name: [part for _, part in sorted(found, key=itemgetter(0))] for name, found in parts.items() if found}
 
 
 def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: Packer) -> None:
@@ -135,16 +136,15 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
     packer.pack_tables(model, embedding, head, source)
     for parameter, parts in matrices.items():
         path, _, name = parameter.removesuffix(".weight").rpartition(".")
-        owner = model.get_submodule(path)
-        if isinstance(owner, Experts):
-            if name == "gate_up":
-                layer, _, attribute = path.rpartition(".")
-                packed = packer.pack_experts(owner, parts, matrices[f"{path}.down"], source)
-                setattr(model.get_submodule(layer), attribute, packed)
-            continue
-        linear = getattr(owner, name)
-        assert isinstance(linear, Linear)
-        setattr(owner, name, packer.pack_linear(linear, parts, source))
+        layer = getattr(model.get_submodule(path), name)
+        if isinstance(layer, Linear):
+            setattr(model.get_submodule(path), name, packer.pack_linear(layer, parts, source))
+        elif name == "gate_up":
+            above, _, name = path.rpartition(".")
+            experts = model.get_submodule(path)
+            assert isinstance(experts, Experts)
+            packed = packer.pack_experts(experts, parts, matrices[f"{path}.down"], source)
+            setattr(model.get_submodule(above), name, packed)
     packer.fuse_heads_and_norms(model)
 
 

@@ -148,7 +148,7 @@ class Packer:
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
-            if isinstance(module, Router):
+            if isinstance(module, Router) and not (module.spec.kind == "softmax" and module.spec.correction):
                 module.use(self._ops, Routing[module.spec.kind.upper()])
 
     def pack_tables(

@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
         """Write the tensor, or one of those that it stacks, converted to the destination's dtype and device. Shapes
-        agree.
+        agree; destination is contiguous.
 
         Raises WeightsError when the stored type cannot be read.
         """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from gguf_mixtures import add_mixture, gguf_parts
 from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
@@ -25,8 +26,26 @@ ARCHITECTURES = {
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "exaone4": MODEL_ARCH.EXAONE4,
     "starcoder2": MODEL_ARCH.STARCODER2,
+    "qwen2moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3moe": MODEL_ARCH.QWEN3MOE,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "gpt-oss": MODEL_ARCH.GPT_OSS,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "glm4moe": MODEL_ARCH.GLM4_MOE,
+    "dots1": MODEL_ARCH.DOTS1,
+    "minimax-m2": MODEL_ARCH.MINIMAXM2,
 }
-PERMUTED = ("llama", "granite", "smollm3")
+NAMES = {
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "granitemoeshared": "granitemoe",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+}
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 """whose Q and K rows llama.cpp's converter reorders"""
 
 
@@ -34,7 +53,7 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
     """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order, 1
     added to Gemma's norms."""
     config = model.config
-    arch = config.model_type.removesuffix("_text").replace("hunyuan_v1_dense", "hunyuan-dense")
+    arch = NAMES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -60,8 +79,9 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
     _add_numbers(writer, config, head_dim)
+    add_mixture(writer, config, head_dim)
     name_map = get_tensor_name_map(ARCHITECTURES[arch], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in gguf_parts(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
@@ -70,8 +90,11 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
             values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        stored = encoding if values.ndim > 1 else GGMLQuantizationType.F32
+        plain = values.ndim < 2 or name.endswith((".bias", "gate.weight", "router.weight"))
+        stored = GGMLQuantizationType.F32 if plain else encoding
         short = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert short is not None, name
+        short += ".weight" if name.endswith("sinks") else ""
         writer.add_tensor(short, quants.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,7 +106,7 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
 def _add_numbers(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
     """What single families have."""
     arch = writer.arch
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

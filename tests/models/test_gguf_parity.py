@@ -20,6 +20,8 @@ from engine.weights.loader import load_weights
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 FILES = ["llama", "llama_tied", "llama_biases", "llama_head_dim", "llama_yarn_rope", "qwen2", "qwen3"]
 FILES += ["phi3", "phi3_long_rope", "phi3_short_rope_window", "smollm3", "granite", "granite_tied", "olmo2", "glm4"]
+FILES += ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "glm4_moe_groups", "dots1", "minimax_m2"]
+FILES += ["granitemoe", "granitemoeshared"]
 FILES += ["seed_oss", "hunyuan", "ernie4_5", "ernie4_5_biases_untied", "exaone4", "starcoder2"]
 
 

@@ -75,7 +75,6 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ForCausalLM.*Llama, Mistral"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration.*Gemma3"),
-        ({"architectures": ["GptOssForCausalLM"]}, "mixture of experts"),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),

@@ -37,12 +37,10 @@ def mixtures(shape: dict[str, Any], granite: dict[str, Any], yarn: dict[str, Any
     return {
         "mixtral": lambda: MixtralConfig(**shape, **local),
         "mixtral_window": lambda: MixtralConfig(**shape, **local, sliding_window=16, head_dim=32),
-        "qwen2_moe": lambda: Qwen2MoeConfig(
-            **shape, **experts, shared_expert_intermediate_size=80, decoder_sparse_step=2, mlp_only_layers=[]
-        ),
+        "qwen2_moe": lambda: Qwen2MoeConfig(**shape, **experts, shared_expert_intermediate_size=80),
         "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **experts, head_dim=32, norm_topk_prob=True),
         "qwen3_moe_dense_layer": lambda: Qwen3MoeConfig(
-            **shape, **experts, head_dim=16, attention_bias=True, mlp_only_layers=[0]
+            **shape, **experts, head_dim=16, attention_bias=True, decoder_sparse_step=2, mlp_only_layers=[]
         ),
         "olmoe": lambda: OlmoeConfig(**shape, num_experts=6, num_experts_per_tok=3, **no_padding),
         "gpt_oss": lambda: GptOssConfig(
@@ -51,8 +49,9 @@ def mixtures(shape: dict[str, Any], granite: dict[str, Any], yarn: dict[str, Any
         "glm4_moe": lambda: Glm4MoeConfig(**shape, **routed, head_dim=32, use_qk_norm=True, attention_bias=True),
         "glm4_moe_groups": lambda: Glm4MoeConfig(**shape, **routed, n_group=4, topk_group=2, first_k_dense_replace=0),
         "dots1": lambda: Dots1Config(
-            **shape, **routed, sliding_window=16, max_window_layers=1, first_k_dense_replace=1, norm_topk_prob=True
+            **shape, **routed, sliding_window=None, first_k_dense_replace=1, norm_topk_prob=True
         ),
+        "dots1_windows": lambda: Dots1Config(**shape, **routed, sliding_window=16, max_window_layers=1),
         "minimax_m2": lambda: MiniMaxM2Config(**shape, **local, head_dim=32, rotary_dim=16),
         "granitemoe": lambda: GraniteMoeConfig(**shape, **local, **granite),
         "granitemoeshared": lambda: GraniteMoeSharedConfig(**shape, **local, **granite, shared_intermediate_size=80),

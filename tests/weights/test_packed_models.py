@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from dense_attention import logits_of
 from gguf_models import write_gguf
-from tiny_models import CASES, SHAPE, make_model, save
+from tiny_models import CASES, MIXTURES, SHAPE, make_model, save
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from attention_backends.toolchain import default_cache_dir
@@ -21,9 +21,11 @@ from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, load, unpack
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.experts import Experts
 from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed_experts import PackedExperts
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 
@@ -57,6 +59,18 @@ def packed(path: str, ops: LinearOps, quantization: Quantization) -> Decoder:
     return model
 
 
+def decode_experts(packed: PackedExperts, dense: Experts) -> None:
+    first, second = Format(packed.gate_up_format), Format(packed.down_format)
+    _, hidden, inner = dense.down.shape
+    for expert in range(dense.count):
+        mixed = unpack(packed.gate_up[expert], 2 * inner, hidden, first)
+        dense.gate_up[expert] = mixed.view(-1, 2, 16, hidden).transpose(0, 1).reshape(2 * inner, hidden)
+        dense.down[expert] = unpack(packed.down[expert], hidden, inner, second)
+    if packed.gate_up_bias is not None and packed.down_bias is not None:
+        dense.gate_up_bias.copy_(packed.gate_up_bias.view(dense.count, -1, 2, 16).transpose(1, 2).flatten(1))
+        dense.down_bias.copy_(packed.down_bias)
+
+
 def decoded(model: Decoder) -> Decoder:
     """The same model with dense float32 layers that hold exactly the weights that the packed ones encode."""
     twin = Decoder(model.spec, dtype=torch.float32)
@@ -71,6 +85,8 @@ def decoded(model: Decoder) -> Decoder:
                 bias = bias.view(-1, 2, 16).transpose(0, 1).reshape(-1)
             head, _, part = name.rpartition(".parts.")
             state.setdefault(head or name, []).append((weight, bias, part))
+        elif isinstance(module, PackedExperts):
+            decode_experts(module, twin.get_submodule(name))
     for name, parts in state.items():
         layer = twin.get_submodule(name)
         layer.weight.copy_(torch.cat([weight for weight, _, _ in parts]))
@@ -94,12 +110,14 @@ def test_packed_bfloat16_is_as_close_to_float32_as_dense_bfloat16(case: str, tmp
     exact = logits_of(dense(path, torch.float32), PROMPT)
     model = packed(path, ops, "none")
     assert any(isinstance(module, PackedLinear) for module in model.modules())
-    assert not any(isinstance(module, Linear) for module in model.layers.modules())
-    assert logprob_error(model, exact) <= 1.3 * logprob_error(dense(path), exact) + 1e-3
+    left = [name for name, module in model.layers.named_modules() if isinstance(module, Linear)]
+    assert all(model.layers.get_parameter(f"{name}.weight").dtype == torch.float32 for name in left), "of routers"
+    room = 2.0 if case in MIXTURES else 1.3  # where two experts are as good, rounding chooses
+    assert logprob_error(model, exact) <= room * logprob_error(dense(path), exact) + 1e-3
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("case", ["llama_tied", "llama_biases", "qwen3", "gemma3_windows"])
+@pytest.mark.parametrize("case", ["llama_tied", "llama_biases", "qwen3", "gemma3_windows", "qwen3_moe", "gpt_oss"])
 def test_quantized_models_compute_with_the_weights_they_encode(
     case: str, quantization: Quantization, tmp_path: Path, ops: LinearOps
 ) -> None:
@@ -123,7 +141,7 @@ def test_a_gguf_file_runs_from_its_blocks(name: str, tied: bool, tmp_path: Path,
     assert weight_bytes(model) <= 1.1 * matrices, "not inflated (but for padding of 199 tokens to panels of 32)"
 
 
-@pytest.mark.parametrize("case", ["phi3_long_rope", "granite", "glm4", "hunyuan", "ernie4_5", "exaone4"])
+@pytest.mark.parametrize("case", ["phi3_long_rope", "granite", "glm4", "hunyuan", "ernie4_5", "exaone4", "mixtral"])
 def test_blocks_of_every_family_are_the_rows_that_its_decoder_wants(case: str, tmp_path: Path, ops: LinearOps) -> None:
     """Rows that turn together may have to be taken apart within the blocks' matrix."""
     path = write_gguf(make_model(case), tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)

@@ -57,6 +57,8 @@ class Family(msgspec.Struct, frozen=True):
     """of the names, but for the head; checkpoints of the bare model lack it"""
     ignored: tuple[str, ...] = ()
     """endings of names that a checkpoint may hold beside these, and that hold no weights"""
+    gguf_rows: Callable[[DecoderSpec], dict[str, Rows]] | None = None
+    """the same under the names that gguf's own map knows, where those differ"""
     predicts_more: bool = False
     """a checkpoint may hold layers beyond the model's, which predict further tokens and are left out"""
 

@@ -54,4 +54,5 @@ def gpt_oss_spec(config: Config) -> DecoderSpec:
 _EXPERTS = ExpertNames(
     router="mlp.router", parts=("gate_up_proj", "down_proj"), stacked=True, transposed=True, turns="in turns"
 )
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, Names(experts=_EXPERTS).rows)
+_GGUF_NAMES = Names(experts=ExpertNames(router="mlp.router"))
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", gpt_oss_spec, Names(experts=_EXPERTS).rows, gguf_rows=_GGUF_NAMES.rows)

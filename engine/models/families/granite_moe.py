@@ -30,5 +30,12 @@ _NAMES = Names(
         shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
     )
 )
+_GGUF_NAMES = Names(experts=ExpertNames(router="block_sparse_moe.router.layer"))
 GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", granite_moe_spec, _NAMES.rows)
-GRANITE_MOE_SHARED = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", granite_moe_shared_spec, _NAMES.rows)
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    granite_moe_shared_spec,
+    _NAMES.rows,
+    gguf_rows=_GGUF_NAMES.rows,
+)

@@ -42,9 +42,11 @@ class Rows(msgspec.Struct, frozen=True):
         whole = parameter[self.expert] if isinstance(self.expert, int) else parameter
         return whole.narrow(self.axis, self.start, self.count)
 
-    def experts(self, count: int) -> Iterable[int | None]:
-        """For each expert whose rows they are: which of the matrices that the tensor stacks."""
-        return range(count) if self.expert == "all" else [None]
+    def experts(self, count: int) -> list[tuple[int, int | None]]:
+        """Whose rows they are, of `count` experts, each with which of the matrices that the tensor stacks is its."""
+        if isinstance(self.expert, int):
+            return [(self.expert, None)]
+        return [(expert, expert) for expert in range(count)]
 
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):

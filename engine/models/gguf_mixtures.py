@@ -1,0 +1,52 @@
+"""What the configs of families with experts say of them, from GGUF metadata."""
+
+from __future__ import annotations
+
+from engine.models.gguf_header import GgufHeader
+from engine.models.gguf_numbers import number, optional, required
+
+
+def mixture_config(header: GgufHeader, arch: str, head_dim: int, layers: int) -> dict[str, object]:
+    """Keys that join those of a Llama config. `layers`: how many the model has."""
+    count, used = required(header, f"{arch}.expert_count"), required(header, f"{arch}.expert_used_count")
+    inner = optional(header, f"{arch}.expert_feed_forward_length") or required(header, f"{arch}.feed_forward_length")
+    shared = optional(header, f"{arch}.expert_shared_feed_forward_length")
+    chosen: dict[str, object] = {"num_experts_per_tok": used}
+    match arch:
+        case "llama" | "granitemoe":
+            return {**chosen, "num_local_experts": count, "shared_intermediate_size": shared or 0}
+        case "qwen2moe" | "qwen3moe" | "olmoe":
+            return {
+                **chosen,
+                "num_experts": count,
+                "moe_intermediate_size": inner,
+                "shared_expert_intermediate_size": shared,
+                "norm_topk_prob": arch == "qwen3moe",
+                "mlp_only_layers": [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
+            }
+        case "gpt-oss":
+            window = required(header, f"{arch}.attention.sliding_window")
+            return {**chosen, "num_local_experts": count, "intermediate_size": inner, "sliding_window": window}
+        case "minimax-m2":
+            rotary = optional(header, f"{arch}.rope.dimension_count") or head_dim
+            return {**chosen, "num_local_experts": count, "intermediate_size": inner, "rotary_dim": rotary}
+        case _:
+            return chosen | _deepseek(header, arch, head_dim, count, inner)
+
+
+def _deepseek(header: GgufHeader, arch: str, head_dim: int, count: int, inner: int) -> dict[str, object]:
+    """GLM-4.5's and dots.llm1's."""
+    rotary = optional(header, f"{arch}.rope.dimension_count") or head_dim
+    return {
+        "n_routed_experts": count,
+        "moe_intermediate_size": inner,
+        "n_shared_experts": optional(header, f"{arch}.expert_shared_count") or 1,
+        "first_k_dense_replace": header.integer(f"{arch}.leading_dense_block_count") or 0,
+        "routed_scaling_factor": number(header, f"{arch}.expert_weights_scale", "routed_scaling_factor") or 1.0,
+        "norm_topk_prob": bool(header.metadata.get(f"{arch}.expert_weights_norm", True)),
+        "n_group": optional(header, f"{arch}.expert_group_count") or 1,
+        "topk_group": optional(header, f"{arch}.expert_group_used_count") or 1,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
+        "partial_rotary_factor": rotary / head_dim,
+        "sliding_window": None,
+    }
