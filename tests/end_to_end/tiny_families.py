@@ -29,8 +29,10 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "Gemma2": {"head_dim": 32, "sliding_window": 100},
     "OPT": {"ffn_dim": 96, "init_std": 0.3},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 100},
     # These have no family of ours: the library's module, with experts and with latent attention.
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     "DeepseekV3": {
         "num_hidden_layers": 2,
         "num_key_value_heads": 4,
