@@ -109,13 +109,24 @@ def load_with_transformers(path: str) -> transformers.PreTrainedTokenizerBase:
 
     try:
         if os.path.isfile(path):
-            directory, file = os.path.split(path)
-            return AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True)
+            return _of_gguf(*os.path.split(path))
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # of several libraries about anybody's files; `tokenizers` panics beside Exception
         raise _refusal(path, error) from error
+
+
+def _of_gguf(directory: str, file: str) -> transformers.PreTrainedTokenizerBase:
+    """The library asks for a config first, and knows few architectures; most files need none for their tokenizer."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, gguf_file=file, local_files_only=True)
+    except ValueError as error:
+        if "is not supported yet" not in str(error):
+            raise
+    return PreTrainedTokenizerFast.from_pretrained(directory, gguf_file=file, local_files_only=True)
 
 
 def _refusal(path: str, error: BaseException) -> ConfigError:

@@ -19,7 +19,7 @@ from engine.models.gguf_numbers import optional as _optional
 from engine.models.gguf_numbers import required as _required
 from engine.models.json_file import shown
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -44,7 +44,7 @@ _ARCHITECTURES = {
     "dots1": "Dots1ForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
 }
-_WITH_EXPERTS = {"llama": "MixtralForCausalLM"}
+WITH_EXPERTS = {"llama": "MixtralForCausalLM"}
 """architectures that are of another family where they have experts"""
 _LAYER_NORMS = frozenset({"starcoder2"})
 _PARTIAL = frozenset({"phi3", "glm4", "glm4moe", "minimax-m2"})
@@ -64,8 +64,8 @@ _DEFAULTS = {
 def hf_config_of(header: GgufHeader) -> dict[str, object]:
     """Raises UnsupportedModelError for another architecture, WeightsError for missing metadata."""
     arch = header.text("general.architecture")
-    if arch not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
+    if arch not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"{header.path}: architecture {arch!r} is not supported; supported are {supported}")
     if "token_embd.weight" not in header.tensors:
         raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
@@ -79,7 +79,7 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         raise WeightsError(f"{header.path}: metadata {epsilon_key} is missing")
     tensors = header.tensors
     config: dict[str, object] = {
-        "architectures": [_WITH_EXPERTS.get(arch, _ARCHITECTURES[arch]) if mixed else _ARCHITECTURES[arch]],
+        "architectures": [WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if mixed else ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,

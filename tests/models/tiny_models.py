@@ -139,6 +139,11 @@ CASES: dict[str, Any] = {
     "gemma2_windows_untied": lambda: Gemma2Config(
         **GEMMA, tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None
     ),
+    "gemma2_as_published": lambda: Gemma2Config(**{**GEMMA, "query_pre_attn_scalar": 32, "rms_norm_eps": 1e-5}),
+    "gemma3_as_published": lambda: Gemma3TextConfig(
+        **{**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 32, "rms_norm_eps": 1e-5},
+        rope_parameters=dict(TWO_BASES),
+    ),
     "gemma3_windows": lambda: Gemma3TextConfig(**GEMMA, rope_parameters=dict(TWO_BASES), sliding_window_pattern=2),
     "gemma3_windows_untied": lambda: Gemma3TextConfig(
         **{**GEMMA, "num_hidden_layers": 6},
