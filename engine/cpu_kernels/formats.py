@@ -20,14 +20,28 @@ class Format(IntEnum):
     Q6_K = 6
     INT4_GROUP = 7
     """4 bits with a zero point, exact: what GPTQ, AWQ and compressed-tensors hold"""
+    Q5_0 = 12
+    Q5_1 = 13
+    Q5_K = 14
+    Q3_K = 15
+    Q2_K = 16
+    IQ4_NL = 17
+    IQ4_XS = 18
 
 
 FORMAT_OF_GGUF: dict[int, Format] = {
     2: Format.Q4_0,
     3: Format.Q4_1,
+    6: Format.Q5_0,
+    7: Format.Q5_1,
     8: Format.Q8_0,
+    10: Format.Q2_K,
+    11: Format.Q3_K,
     12: Format.Q4_K,
+    13: Format.Q5_K,
     14: Format.Q6_K,
+    20: Format.IQ4_NL,
+    23: Format.IQ4_XS,
 }
 """keys: values of gguf.GGMLQuantizationType, whose members find them too; the library need not be imported for it"""
 _GROUPS: dict[Format, tuple[int, int]] = {
@@ -37,6 +51,13 @@ _GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q4_K: (256, 4736),
     Format.Q6_K: (256, 6720),
     Format.INT4_GROUP: (32, 640),
+    Format.Q5_0: (32, 704),
+    Format.Q5_1: (32, 768),
+    Format.Q5_K: (256, 5760),
+    Format.Q3_K: (256, 3648),
+    Format.Q2_K: (256, 2688),
+    Format.IQ4_NL: (32, 576),
+    Format.IQ4_XS: (256, 4416),
 }
 """inputs of a group, bytes of it in a panel"""
 _INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for format, (inputs, _) in _GROUPS.items()}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cpu_kernels import block_packing
+from engine.cpu_kernels import block_packing, panel_parts
 from engine.cpu_kernels.formats import PANEL, Format, panel_bytes
 from engine.cpu_kernels.rotation import rotate, rotate_back
 
@@ -114,7 +114,7 @@ def _int4_panels(weight: Tensor) -> Tensor:
     levels = q.clamp_(0, _INT4_LEVELS).to(torch.uint8)
     nibbles = (levels[:16] | (levels[16:] << 4)).t().contiguous().view(panels, PANEL, k // _GROUP, 16)
     halves = torch.stack((d16.view(torch.int16), m16.view(torch.int16))).view(2, panels, PANEL, k // _GROUP)
-    return block_packing.join(block_packing.by_input(nibbles), halves.permute(1, 3, 0, 2))
+    return panel_parts.join(panel_parts.by_input(nibbles), halves.permute(1, 3, 0, 2))
 
 
 def _int4_lines(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,16 +43,6 @@ def dequantize_into(encoded: torch.Tensor, encoding: GGMLQuantizationType, desti
         flat[start * block_elements :][: values.numel()].copy_(values.view(-1))
 
 
-def q5_0_as_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 22] → [..., 34]: the same values, bit for bit, since five bits less 16 are an int8 and the scale
-    stays."""
-    bits = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    fifth = bits.view(*blocks.shape[:-1], 2, 16) << 4
-    packed = blocks[..., 6:]
-    levels = (torch.stack((packed & 15, packed >> 4), dim=-2) | fifth).flatten(-2) - 16  # wraps, as int8 bytes do
-    return torch.cat((blocks[..., :2], levels), dim=-1)
-
-
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """The float16 at byte `start` of each block, as float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
@@ -109,7 +99,9 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _q8_0(q5_0_as_q8_0(blocks))
+    bits = (blocks[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    values = _nibbles(blocks[:, 6:]).flatten(1).add_(bits.flatten(1) << 4)
+    return values.sub_(16.0).mul_(_half(blocks, 0))
 
 
 _Decoder = Callable[[torch.Tensor], torch.Tensor]

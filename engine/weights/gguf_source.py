@@ -7,20 +7,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    MODEL_ARCH,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    TensorNameMap,
-    get_tensor_name_map,
-)
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF
 from engine.errors import WeightsError
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import TensorExtent, read_gguf_header
-from engine.weights.gguf_dequant import dequantize_into, q5_0_as_q8_0
+from engine.weights.gguf_dequant import dequantize_into
 from engine.weights.source import EncodedRows
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -75,8 +68,7 @@ class GgufSource:
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         extent = self._extents[name]
-        as_eight_bits = extent.encoding == GGMLQuantizationType.Q5_0  # one more would cost what it saves
-        format = Format.Q8_0 if as_eight_bits else FORMAT_OF_GGUF.get(extent.encoding)
+        format = FORMAT_OF_GGUF.get(extent.encoding)
         shape = extent.shape if expert is None else extent.shape[1:]
         if format is None or len(shape) != 2:
             return None
@@ -84,8 +76,6 @@ class GgufSource:
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(rows, heads)
-        if as_eight_bits:
-            rows = q5_0_as_q8_0(rows.view(len(rows), -1, GGML_QUANT_SIZES[extent.encoding][1])).flatten(1)
         return EncodedRows(format, rows)
 
     def _bytes_of(self, extent: TensorExtent, expert: int | None) -> torch.Tensor:

@@ -17,8 +17,6 @@ from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
 _MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
-_Q5_0, _Q8_0 = 6, 8
-"""ggml's numbers; five bits run as eight"""
 
 
 def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, *, packs: bool) -> int:
@@ -62,8 +60,7 @@ def _format_of(matrix: StoredMatrix) -> Format:
 
 
 def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
-    encoding = _Q8_0 if int(extent.encoding) == _Q5_0 else int(extent.encoding)
-    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(encoding, Format.BFLOAT16), vector_bytes)
+    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16), vector_bytes)
 
 
 def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int) -> int:

@@ -15,29 +15,47 @@ from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8, unpac
 from engine.cpu_kernels.rotation import rotate_back
 from engine.weights.gguf_dequant import dequantize_into
 
+_BITS = {
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "IQ4_XS": 4.3125,
+    "IQ4_NL": 4.5,
+    "Q4_0": 4.5,
+    "Q4_K": 4.625,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_K": 5.625,
+    "Q5_1": 6,
+    "Q6_K": 6.5625,
+    "Q8_0": 8.5,
+}
+"""of a weight as it runs, with all that belongs to it: `engine/weights/README.md`"""
 _Pack = Callable[[torch.Tensor], torch.Tensor]
 _BY_NAME = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
 
 
 @_BY_NAME
-@pytest.mark.parametrize(("n", "k"), [(32, 256), (1, 256), (70, 768)])
-def test_packed_random_blocks_hold_the_same_values_bit_for_bit(encoding: GGMLQuantizationType, n: int, k: int) -> None:
-    blocks, format = random_blocks(encoding, n, k), FORMAT_OF_GGUF[encoding]
-    packed = pack_blocks(blocks, format)
-    assert packed.shape == (-(-n // 32), panel_bytes(k, format))
-    values = unpack(packed, n, k, format)
-    whole = torch.empty(n, k)
-    dequantize_into(blocks.flatten(), encoding, whole)
-    assert torch.equal(values.view(torch.int32), whole.view(torch.int32))
-    library = quants.dequantize(np.ascontiguousarray(blocks.numpy()), encoding)
-    assert np.array_equal(values.numpy(), library.reshape(n, k))
+def test_a_hundred_packed_random_matrices_hold_the_same_values_bit_for_bit(encoding: GGMLQuantizationType) -> None:
+    format = FORMAT_OF_GGUF[encoding]
+    for seed in range(100):
+        n, k = 1 + 7 * seed % 70, 256 * (1 + seed % 3)
+        blocks = random_blocks(encoding, n, k, seed)
+        packed = pack_blocks(blocks, format)
+        assert packed.shape == (-(-n // 32), panel_bytes(k, format))
+        values = unpack(packed, n, k, format)
+        whole = torch.empty(n, k)
+        dequantize_into(blocks.flatten(), encoding, whole)
+        assert torch.equal(values.view(torch.int32), whole.view(torch.int32))
+        library = quants.dequantize(np.ascontiguousarray(blocks.numpy()), encoding)
+        assert np.array_equal(values.numpy(), library.reshape(n, k))
 
 
 @_BY_NAME
 def test_packed_random_blocks_are_not_inflated(encoding: GGMLQuantizationType) -> None:
     blocks = random_blocks(encoding, 64, 1024)
     packed = pack_blocks(blocks, FORMAT_OF_GGUF[encoding])
-    assert packed.numel() <= 1.03 * blocks.numel()  # Q4_K's 6-bit scales take a byte each
+    assert packed.numel() == 64 * 1024 * _BITS[encoding.name] / 8
+    assert packed.numel() <= 1.04 * blocks.numel()  # 6-bit scales take a byte each
 
 
 @_BY_NAME

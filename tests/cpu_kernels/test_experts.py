@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:
         ("multiple of 16", {"inner": 40}),
         ("multiple of 16", {"inner": 0}),
         ("gate_up must be", {"inner": 64}),
-        ("unknown weight format", {"gate_up_format": len(Format)}),
+        ("unknown weight format", {"gate_up_format": max(Format) + 1}),
         ("do not hold", {"down_format": int(Format.INT8)}),
         ("bias of gate_up must be", {"gate_up_bias": w.down_bias}),
         ("bias of down must be", {"down_bias": w.down_bias.float()}),

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from random_blocks import BLOCK_FORMATS, blocks_of
+from random_blocks import BLOCK_FORMATS, block_of, blocks_of
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
@@ -245,9 +245,7 @@ def test_extreme_levels_do_not_saturate(linear_ops: LinearOps, format: Format, i
     for byte in (0, 0x80, 0x7F, 0xFF):
         filled = torch.where(blocks >= 0, byte, blocks).to(torch.uint8)
         half = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-        size = filled.shape[1] if format in (Format.Q4_K, Format.Q6_K) else filled.shape[1] // 8
-        at = 208 if format == Format.Q6_K else 0
-        count = 2 if format in (Format.Q4_1, Format.Q4_K) else 1
+        size, (at, count) = block_of(format)
         filled.view(32, -1, size)[:, :, at : at + 2 * count] = half.repeat(count)
         if format == Format.INT4_GROUP:
             filled.view(32, -1, size)[:, :, 2:4] = torch.tensor([16.0], dtype=torch.float16).view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,15 @@ PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 """whose Q and K rows llama.cpp's converter reorders"""
 
 
-def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationType = GGMLQuantizationType.F32) -> str:
+_Encode = Callable[[np.ndarray, GGMLQuantizationType], np.ndarray]
+
+
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    encoding: GGMLQuantizationType = GGMLQuantizationType.F32,
+    encode: _Encode = quants.quantize,
+) -> str:
     """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order, 1
     added to Gemma's norms."""
     config = model.config
@@ -95,7 +104,7 @@ def write_gguf(model: PreTrainedModel, path: Path, encoding: GGMLQuantizationTyp
         short = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         assert short is not None, name
         short += ".weight" if name.endswith("sinks") else ""
-        writer.add_tensor(short, quants.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
+        writer.add_tensor(short, encode(np.ascontiguousarray(values), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -38,7 +38,7 @@ inline int64_t packed_panel_bytes(const Tensor& weight, int64_t n, const char* o
   return weight.size(1);
 }
 
-// What a panel of the format takes; 0: k does not fit the format.
+// What a panel of the format takes; 0: k does not fit the format; -1: there is no such format.
 inline int64_t panel_bytes_of(Format format, int64_t k) {
   switch (format) {
     case Format::kBFloat16: return k % 2 == 0 ? k * 64 : 0;
@@ -49,14 +49,21 @@ inline int64_t panel_bytes_of(Format format, int64_t k) {
     case Format::kQ4K: return k % 256 == 0 ? k / 256 * (8 * 512 + 2 * 256 + 128) : 0;
     case Format::kQ6K: return k % 256 == 0 ? k / 256 * (12 * 512 + 512 + 64) : 0;
     case Format::kInt4Group: return k % 32 == 0 ? k / 32 * (512 + 128) : 0;
-    case Format::kRotate: return 0;
+    case Format::kQ5_0: return k % 32 == 0 ? k / 32 * (512 + 128 + 64) : 0;
+    case Format::kQ5_1: return k % 32 == 0 ? k / 32 * (512 + 128 + 128) : 0;
+    case Format::kQ5K: return k % 256 == 0 ? k / 256 * (10 * 512 + 2 * 256 + 128) : 0;
+    case Format::kQ3K: return k % 256 == 0 ? k / 256 * (6 * 512 + 512 + 64) : 0;
+    case Format::kQ2K: return k % 256 == 0 ? k / 256 * (4 * 512 + 512 + 128) : 0;
+    case Format::kIQ4NL: return k % 32 == 0 ? k / 32 * (512 + 64) : 0;
+    case Format::kIQ4XS: return k % 256 == 0 ? k / 256 * (8 * 512 + 256 + 64) : 0;
+    case Format::kRotate: break;
   }
-  return 0;
+  return -1;
 }
 
 inline Format checked_format(int64_t format, int64_t k, int64_t panel_bytes, const char* op) {
-  PAGELOOM_CHECK(format >= 0 && format < static_cast<int64_t>(Format::kRotate), op, ": unknown weight format ", format);
   const int64_t expected = panel_bytes_of(static_cast<Format>(format), k);
+  PAGELOOM_CHECK(format == static_cast<int32_t>(format) && expected >= 0, op, ": unknown weight format ", format);
   PAGELOOM_CHECK(k > 0 && expected > 0 && expected == panel_bytes, op, ": panels of ", panel_bytes,
                   " bytes do not hold k = ", k, " inputs in format ", format, " (", expected, " bytes)");
   return static_cast<Format>(format);

@@ -77,6 +77,25 @@ PAGELOOM_INLINE vi dot_unsigned(vi acc, vi w, vi x) {
 #endif
 }
 
+template <bool kSigned>
+PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
+  return kSigned ? dot_signed(acc, w, x) : dot_unsigned(acc, w, x);
+}
+
+// Each byte of `x`, from 0 to 15, becomes that entry of the table.
+PAGELOOM_INLINE vi look_up(const int8_t (&table)[16], vi x) {
+#if defined(__AVX512BW__)
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)x);
+#elif defined(__AVX2__)
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), (__m256i)x);
+#else
+  alignas(64) uint8_t bytes[kVectorBytes];
+  memcpy(bytes, &x, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = (uint8_t)table[byte];
+  return load_as<vi>(bytes);
+#endif
+}
+
 // VW consecutive halfs, or bytes, as lanes.
 PAGELOOM_INLINE vf load_halfs(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -90,17 +109,19 @@ PAGELOOM_INLINE vf load_halfs(const uint8_t* p) {
 #endif
 }
 
-PAGELOOM_INLINE vf load_bytes(const uint8_t* p) {
+PAGELOOM_INLINE vi load_byte_lanes(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
-  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
-  vf lanes;
-  for (int i = 0; i < VW; ++i) lanes[i] = (float)p[i];
+  vi lanes;
+  for (int i = 0; i < VW; ++i) lanes[i] = p[i];
   return lanes;
 #endif
 }
+
+PAGELOOM_INLINE vf load_bytes(const uint8_t* p) { return to_float(load_byte_lanes(p)); }
 
 PAGELOOM_INLINE vf load_signed_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)

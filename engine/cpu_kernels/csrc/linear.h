@@ -19,6 +19,15 @@
 //              w = d * sc * q - dmin * mn
 //   kQ6K       groups of 256: low nibbles, eight times [4][32][4] as above; high bits, four times [4][32][4] for each two
 //              of those eight (see group_formats.h); int8 sc[16][32]; half d[32].   w = d * sc * (q - 32)
+//   kQ5_0      nibbles; the fifth bits [32][4] (128 bytes, see group_formats.h); half d[32].   w = d * (q - 16)
+//   kQ5_1      nibbles; fifth bits; half d[32]; half m[32].   w = d * q + m
+//   kQ5K       as kQ4K, with the fifth bits of all 256 inputs, eight times [32][4], behind the nibbles.
+//   kQ3K       groups of 256: low bits, four times [4][32][4] as the high ones of kQ6K; third bits, eight times [32][4];
+//              int8 sc[16][32]; half d[32].   w = d * sc * (q - 4)
+//   kQ2K       groups of 256: bits, four times [4][32][4]; uint8 (sc | mn << 4)[16][32]; half d[32]; half dmin[32].
+//              w = d * sc * q - dmin * mn
+//   kIQ4NL     as kQ4_0, but w = d * table[q]
+//   kIQ4XS     groups of 256: eight times nibbles; int8 sc[8][32]; half d[32].   w = d * sc * table[q]
 //
 // Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
 // up rows [16 p, 16 p + 16), so that one panel makes 16 outputs activation(gate) * up.
@@ -34,7 +43,8 @@ inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale 
 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
 enum class Format : int32_t {
-  kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kInt4Group = 7, kRotate = 8
+  kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kInt4Group = 7,
+  kQ5_0 = 12, kQ5_1 = 13, kQ5K = 14, kQ3K = 15, kQ2K = 16, kIQ4NL = 17, kIQ4XS = 18, kRotate = 19
 };
 
 // What a gated layer makes of its gate: its activation, or the layer is not gated. kClampedSwiGLU is GPT-OSS': the gate at

@@ -1,8 +1,7 @@
 // The group formats for many rows on a CPU with AMX: a panel is decoded to bf16, in the layout of a bf16 panel, into
 // memory that stays in this core's cache, and multiplied there by the bf16 tiles. Few rows go to the integer kernels,
 // which read the weights once and need no decoded copy.
-#include "group_formats.h"
-#include "int_dot.h"
+#include "group_k_quants.h"
 #include "linear.h"
 
 using namespace pageloom;
@@ -10,13 +9,6 @@ using namespace pageloom;
 namespace {
 
 constexpr int64_t kMinRows = 24;  // measured: from here on decoding costs less than the tiles save
-constexpr int32_t kLow = 0x0f, kBits45 = 0x30;
-
-// Byte J of each lane, unsigned.
-template <int J>
-PAGELOOM_INLINE vi byte_of(vu x) {
-  return (vi)(x >> (8 * J)) & 0xff;
-}
 
 // Values of two consecutive inputs of 16 outputs as a bf16 panel holds them: pairs, output by output.
 PAGELOOM_INLINE void store_pairs(uint8_t* target, vf even, vf odd) {
@@ -26,82 +18,140 @@ PAGELOOM_INLINE void store_pairs(uint8_t* target, vf even, vf odd) {
   _mm512_storeu_si512(target, _mm512_permutexvar_epi16(order, both));
 }
 
-// Integers of four consecutive inputs, from `input` of the group, as w = d * q + m.
-PAGELOOM_INLINE void store_four(uint8_t* target, int64_t input, const vi (&q)[4], vf d, vf m) {
+// Bytes of four consecutive inputs, from `input` of the group, as w = d * byte + m; bytes are unsigned.
+PAGELOOM_INLINE void store_four(uint8_t* target, int64_t input, vi bytes, vf d, vf m) {
+  const vu q = (vu)bytes;
+  const auto value = [&](int j) { return fused(to_float((vi)(q >> (8 * j)) & 0xff), d, m); };
   uint8_t* const to = target + input / 2 * 4 * kPanel;
-  store_pairs(to, fused(to_float(q[0]), d, m), fused(to_float(q[1]), d, m));
-  store_pairs(to + 4 * kPanel, fused(to_float(q[2]), d, m), fused(to_float(q[3]), d, m));
+  store_pairs(to, value(0), value(1));
+  store_pairs(to + 4 * kPanel, value(2), value(3));
 }
 
-PAGELOOM_INLINE void decode_nibbles(const uint8_t* nibbles, uint8_t* target, vf d, vf m) {
+// 32 inputs, number `sub` of a group, for 16 outputs from `o` on.
+template <class Levels>
+PAGELOOM_INLINE void decode_levels(const uint8_t* group, int64_t sub, int64_t o, uint8_t* target, vf d, vf m) {
+  const Levels levels(group, sub, o);
   for (int i = 0; i < 4; ++i) {
-    const vu both = load_as<vu>(nibbles + i * 4 * kPanel);
-    const vi low[4] = {(vi)both & kLow, (vi)(both >> 8) & kLow, (vi)(both >> 16) & kLow, (vi)(both >> 24) & kLow};
-    const vi high[4] = {(vi)(both >> 4) & kLow, (vi)(both >> 12) & kLow, (vi)(both >> 20) & kLow, (vi)(both >> 28)};
-    store_four(target, 4 * i, low, d, m);
-    store_four(target, 16 + 4 * i, high, d, m);
+    vi first, last;
+    levels.load(i, 0, first, last);
+    store_four(target, 4 * i, first, d, m);
+    store_four(target, 16 + 4 * i, last, d, m);
   }
 }
 
-// A group of inputs for 16 outputs from `o` on, to `target`, the bf16 panel from the group's first input on.
-void decode(LayoutQ4_0, const uint8_t* group, int64_t o, uint8_t* target) {
-  const vf d = load_halfs(group + LayoutQ4_0::kD + o * 2);
-  decode_nibbles(group + o * 4, target, d, d * -8.0f);
+// A group of inputs for 16 outputs from `o` on, to `target`, the bf16 panel from the group's first input on. Always
+// inlined: GCC 12 takes that of Q5_K for a function without effects otherwise, and leaves its calls out.
+template <class Layout, class Levels>
+PAGELOOM_INLINE void decode_offset(const uint8_t* group, int64_t o, uint8_t* target, float middle) {
+  const vf d = load_halfs(group + Layout::kD + o * 2);
+  decode_levels<Levels>(group, 0, o, target, d, d * -middle);
 }
 
-void decode(LayoutQ4_1, const uint8_t* group, int64_t o, uint8_t* target) {
+PAGELOOM_INLINE void decode(LayoutQ4_0, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_offset<LayoutQ4_0, Nibbles>(group, o, target, 8.0f);
+}
+
+PAGELOOM_INLINE void decode(LayoutQ5_0, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_offset<LayoutQ5_0, FiveBits<LayoutQ5_0>>(group, o, target, 16.0f);
+}
+
+PAGELOOM_INLINE void decode(LayoutIQ4NL, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_offset<LayoutIQ4NL, LookedUp>(group, o, target, 128.0f);
+}
+
+PAGELOOM_INLINE void decode(LayoutQ4_1, const uint8_t* group, int64_t o, uint8_t* target) {
   const vf d = load_halfs(group + LayoutQ4_1::kD + o * 2), m = load_halfs(group + LayoutQ4_1::kM + o * 2);
-  decode_nibbles(group + o * 4, target, d, m);
+  decode_levels<Nibbles>(group, 0, o, target, d, m);
 }
 
-void decode(LayoutInt4Group, const uint8_t* group, int64_t o, uint8_t* target) {
+PAGELOOM_INLINE void decode(LayoutQ5_1, const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf d = load_halfs(group + LayoutQ5_1::kD + o * 2), m = load_halfs(group + LayoutQ5_1::kM + o * 2);
+  decode_levels<FiveBits<LayoutQ5_1>>(group, 0, o, target, d, m);
+}
+
+PAGELOOM_INLINE void decode(LayoutInt4Group, const uint8_t* group, int64_t o, uint8_t* target) {
   const vf d = load_halfs(group + LayoutInt4Group::kD + o * 2), z = load_halfs(group + LayoutInt4Group::kZ + o * 2);
-  decode_nibbles(group + o * 4, target, d, d * -z);
+  decode_levels<Nibbles>(group, 0, o, target, d, d * -z);
 }
 
-void decode(LayoutQ8_0, const uint8_t* group, int64_t o, uint8_t* target) {
-  const vf d = load_halfs(group + LayoutQ8_0::kD + o * 2);
+PAGELOOM_INLINE void decode(LayoutQ8_0, const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf d = load_halfs(group + LayoutQ8_0::kD + o * 2), m = d * -128.0f;
   for (int i = 0; i < 8; ++i) {
     const vi w = load_as<vi>(group + o * 4 + i * 4 * kPanel);
-    const vi q[4] = {(w << 24) >> 24, (w << 16) >> 24, (w << 8) >> 24, w >> 24};
-    store_four(target, 4 * i, q, d, vf{});
+    store_four(target, 4 * i, w ^ kSigns, d, m);
   }
 }
 
-void decode(LayoutQ4K, const uint8_t* group, int64_t o, uint8_t* target) {
-  const vf d = load_halfs(group + LayoutQ4K::kD + o * 2), dmin = load_halfs(group + LayoutQ4K::kDMin + o * 2);
+template <class Layout, class Levels>
+PAGELOOM_INLINE void decode_minima(const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf d = load_halfs(group + Layout::kD + o * 2), dmin = load_halfs(group + Layout::kDMin + o * 2);
   for (int64_t sub = 0; sub < kSubGroups; ++sub, target += 2 * kGroup * kPanel) {
-    const vf scale = load_bytes(group + LayoutQ4K::kScales + sub * kPanel + o) * d;
-    const vf minimum = load_bytes(group + LayoutQ4K::kMins + sub * kPanel + o) * -dmin;
-    decode_nibbles(group + sub * kNibbleBytes + o * 4, target, scale, minimum);
+    const vf scale = load_bytes(group + Layout::kScales + sub * kPanel + o) * d;
+    const vf minimum = load_bytes(group + Layout::kMins + sub * kPanel + o) * -dmin;
+    decode_levels<Levels>(group, sub, o, target, scale, minimum);
   }
 }
 
-// Four inputs of Q6_K: bits 0 to 3 from the low or high nibbles, bits 4 and 5 from bit `shift` of each byte on.
-PAGELOOM_INLINE void store_six(uint8_t* target, int64_t input, vu nibbles, vu bits, vf d) {
-  const vi q[4] = {
-      (byte_of<0>(nibbles) & kLow) | ((byte_of<0>(bits) << 4) & kBits45),
-      (byte_of<1>(nibbles) & kLow) | ((byte_of<1>(bits) << 4) & kBits45),
-      (byte_of<2>(nibbles) & kLow) | ((byte_of<2>(bits) << 4) & kBits45),
-      (byte_of<3>(nibbles) & kLow) | ((byte_of<3>(bits) << 4) & kBits45),
-  };
-  store_four(target, input, q, d, d * -32.0f);
+PAGELOOM_INLINE void decode(LayoutQ4K, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_minima<LayoutQ4K, Nibbles>(group, o, target);
 }
 
-void decode(LayoutQ6K, const uint8_t* group, int64_t o, uint8_t* target) {
-  const vf d = load_halfs(group + LayoutQ6K::kD + o * 2);
+PAGELOOM_INLINE void decode(LayoutQ5K, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_minima<LayoutQ5K, FiveBits<LayoutQ5K>>(group, o, target);
+}
+
+PAGELOOM_INLINE void decode(LayoutIQ4XS, const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf d = load_halfs(group + LayoutIQ4XS::kD + o * 2);
   for (int64_t sub = 0; sub < kSubGroups; ++sub, target += 2 * kGroup * kPanel) {
-    const uint8_t* const scales = group + LayoutQ6K::kScales + 2 * sub * kPanel + o;
-    const vf first = load_signed_bytes(scales) * d, last = load_signed_bytes(scales + kPanel) * d;
-    const uint8_t* const low = group + sub * kNibbleBytes + o * 4;
-    const uint8_t* const high = group + LayoutQ6K::kHigh + sub / 2 * kHighBytes + o * 4;
-    for (int i = 0; i < 4; ++i) {
-      const vu nibbles = load_as<vu>(low + i * 4 * kPanel);
-      const vu bits = load_as<vu>(high + i * 4 * kPanel) >> (uint32_t)(4 * (sub % 2));
-      store_six(target, 4 * i, nibbles, bits, first);
-      store_six(target, 16 + 4 * i, nibbles >> 4, bits >> 2, last);
-    }
+    const vf scale = load_signed_bytes(group + LayoutIQ4XS::kScales + sub * kPanel + o) * d;
+    decode_levels<LookedUp>(group, sub, o, target, scale, scale * -128.0f);
   }
+}
+
+template <class F, int P, int H>
+PAGELOOM_INLINE void decode_half(const uint8_t* group, int64_t sub, int64_t o, uint8_t* target, vf d, vf m) {
+  for (int i = 0; i < 4; ++i)
+    store_four(target, 16 * H + 4 * i, F::template word<P, H>(group, sub, i, o * 4 + i * 4 * kPanel), d, m);
+}
+
+// `scales(d, m, part)` says how levels of 16 inputs become weights.
+template <class F, class Scales>
+PAGELOOM_INLINE void decode_halves(const uint8_t* group, int64_t o, uint8_t* target, const Scales& scales) {
+  constexpr int64_t kBytesOfGroup = 2 * kGroup * kPanel;
+  for (int64_t sub = 0; sub < kSubGroups; sub += 2, target += 2 * kBytesOfGroup) {
+    vf d[4], m[4];
+    for (int part = 0; part < 4; ++part) scales(d[part], m[part], (2 * sub + part) * kPanel + o);
+    decode_half<F, 0, 0>(group, sub, o, target, d[0], m[0]);
+    decode_half<F, 0, 1>(group, sub, o, target, d[1], m[1]);
+    decode_half<F, 1, 0>(group, sub + 1, o, target + kBytesOfGroup, d[2], m[2]);
+    decode_half<F, 1, 1>(group, sub + 1, o, target + kBytesOfGroup, d[3], m[3]);
+  }
+}
+
+template <class F>
+PAGELOOM_INLINE void decode_signed_scales(const uint8_t* group, int64_t o, uint8_t* target, float middle) {
+  const vf of_block = load_halfs(group + F::kD + o * 2);
+  decode_halves<F>(group, o, target, [&](vf& d, vf& m, int64_t at) {
+    d = load_signed_bytes(group + F::kScales + at) * of_block;
+    m = d * -middle;
+  });
+}
+
+PAGELOOM_INLINE void decode(LayoutQ6K, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_signed_scales<Q6K>(group, o, target, 32.0f);
+}
+
+PAGELOOM_INLINE void decode(LayoutQ3K, const uint8_t* group, int64_t o, uint8_t* target) {
+  decode_signed_scales<Q3K>(group, o, target, 4.0f);
+}
+
+PAGELOOM_INLINE void decode(LayoutQ2K, const uint8_t* group, int64_t o, uint8_t* target) {
+  const vf of_block = load_halfs(group + LayoutQ2K::kD + o * 2), dmin = load_halfs(group + LayoutQ2K::kDMin + o * 2);
+  decode_halves<Q2K>(group, o, target, [&](vf& d, vf& m, int64_t at) {
+    const vi both = load_byte_lanes(group + LayoutQ2K::kScales + at);
+    d = to_float(both & 15) * of_block;
+    m = to_float(both >> 4) * -dmin;
+  });
 }
 
 template <class F>
@@ -161,6 +211,13 @@ const LinearKernels* pageloom::linear_group_amx(Format format) {
     case Format::kQ4K: return &Kernels<LayoutQ4K>::kTable;
     case Format::kQ6K: return &Kernels<LayoutQ6K>::kTable;
     case Format::kInt4Group: return &Kernels<LayoutInt4Group>::kTable;
+    case Format::kQ5_0: return &Kernels<LayoutQ5_0>::kTable;
+    case Format::kQ5_1: return &Kernels<LayoutQ5_1>::kTable;
+    case Format::kQ5K: return &Kernels<LayoutQ5K>::kTable;
+    case Format::kQ3K: return &Kernels<LayoutQ3K>::kTable;
+    case Format::kQ2K: return &Kernels<LayoutQ2K>::kTable;
+    case Format::kIQ4NL: return &Kernels<LayoutIQ4NL>::kTable;
+    case Format::kIQ4XS: return &Kernels<LayoutIQ4XS>::kTable;
     default: return nullptr;
   }
 }

@@ -21,6 +21,16 @@ int nibble_at(const uint8_t* nibbles, int64_t output, int64_t i) {
   return i < 16 ? byte & 15 : byte >> 4;
 }
 
+// Two bits of input `i` of 256, and one bit, as panels hold them.
+int two_bits_at(const uint8_t* bits, int64_t output, int64_t i) {
+  const int64_t sub = i / kGroup, within = i % kGroup;
+  const int byte = bits[sub / 2 * kHighBytes + within % 16 / 4 * 4 * kPanel + output * 4 + within % 4];
+  return byte >> (sub % 2 * 4 + within / 16 * 2) & 3;
+}
+int bit_at(const uint8_t* bits, int64_t output, int64_t i) {
+  return bits[i / kGroup * kBitBytes + output * 4 + i % 4] >> i % kGroup / 4 & 1;
+}
+
 void decode_int8(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
   float scale;
   memcpy(&scale, panel + k * kPanel + output * 4, 4);
@@ -56,21 +66,66 @@ float value(LayoutQ8_0, const uint8_t* group, int64_t output, int64_t i) {
   return (float)q * half_at(group + LayoutQ8_0::kD, output);
 }
 
+float value(LayoutQ5_0, const uint8_t* group, int64_t output, int64_t i) {
+  const int q = nibble_at(group, output, i) | bit_at(group + LayoutQ5_0::kFifth, output, i) << 4;
+  return (float)(q - 16) * half_at(group + LayoutQ5_0::kD, output);
+}
+
+float value(LayoutQ5_1, const uint8_t* group, int64_t output, int64_t i) {
+  const int q = nibble_at(group, output, i) | bit_at(group + LayoutQ5_1::kFifth, output, i) << 4;
+  volatile float product = (float)q * half_at(group + LayoutQ5_1::kD, output);  // never fused
+  return product + half_at(group + LayoutQ5_1::kM, output);
+}
+
+float value(LayoutIQ4NL, const uint8_t* group, int64_t output, int64_t i) {
+  return (float)kUnevenLevels[nibble_at(group, output, i)] * half_at(group + LayoutIQ4NL::kD, output);
+}
+
+// Level `q` with a block's two scales, times these of its part.
+template <class F>
+float above_minimum(const uint8_t* group, int64_t output, int q, int scale, int minimum) {
+  volatile float product = (float)q * ((float)scale * half_at(group + F::kD, output));  // never fused
+  return product - (float)minimum * half_at(group + F::kDMin, output);
+}
+
 float value(LayoutQ4K, const uint8_t* group, int64_t output, int64_t i) {
+  using F = LayoutQ4K;
   const int64_t sub = i / kGroup, at = sub * kPanel + output;
-  const float scale = (float)group[LayoutQ4K::kScales + at] * half_at(group + LayoutQ4K::kD, output);
-  const float minimum = (float)group[LayoutQ4K::kMins + at] * half_at(group + LayoutQ4K::kDMin, output);
-  volatile float product = (float)nibble_at(group + sub * kNibbleBytes, output, i % kGroup) * scale;  // never fused
-  return product - minimum;
+  const int q = nibble_at(group + sub * kNibbleBytes, output, i % kGroup);
+  return above_minimum<F>(group, output, q, group[F::kScales + at], group[F::kMins + at]);
+}
+
+float value(LayoutQ5K, const uint8_t* group, int64_t output, int64_t i) {
+  using F = LayoutQ5K;
+  const int64_t sub = i / kGroup, at = sub * kPanel + output;
+  const int q = nibble_at(group + sub * kNibbleBytes, output, i % kGroup) | bit_at(group + F::kFifth, output, i) << 4;
+  return above_minimum<F>(group, output, q, group[F::kScales + at], group[F::kMins + at]);
+}
+
+float value(LayoutQ2K, const uint8_t* group, int64_t output, int64_t i) {
+  using F = LayoutQ2K;
+  const int both = group[F::kScales + i / 16 * kPanel + output];
+  return above_minimum<F>(group, output, two_bits_at(group, output, i), both & 15, both >> 4);
+}
+
+float value(LayoutQ3K, const uint8_t* group, int64_t output, int64_t i) {
+  const int q = two_bits_at(group, output, i) | bit_at(group + LayoutQ3K::kThird, output, i) << 2;
+  const auto scale = (int8_t)group[LayoutQ3K::kScales + i / 16 * kPanel + output];
+  return (float)(q - 4) * ((float)scale * half_at(group + LayoutQ3K::kD, output));
 }
 
 float value(LayoutQ6K, const uint8_t* group, int64_t output, int64_t i) {
-  const int64_t sub = i / kGroup, within = i % kGroup;
-  const uint8_t* const high = group + LayoutQ6K::kHigh + sub / 2 * kHighBytes;
-  const int bits = high[within % 16 / 4 * 4 * kPanel + output * 4 + within % 4] >> (sub % 2 * 4 + within / 16 * 2);
-  const int q = nibble_at(group + sub * kNibbleBytes, output, within) | (bits & 3) << 4;
+  const int high = two_bits_at(group + LayoutQ6K::kHigh, output, i);
+  const int q = nibble_at(group + i / kGroup * kNibbleBytes, output, i % kGroup) | high << 4;
   const auto scale = (int8_t)group[LayoutQ6K::kScales + i / 16 * kPanel + output];
   return (float)(q - 32) * ((float)scale * half_at(group + LayoutQ6K::kD, output));
+}
+
+float value(LayoutIQ4XS, const uint8_t* group, int64_t output, int64_t i) {
+  const int64_t sub = i / kGroup;
+  const int level = kUnevenLevels[nibble_at(group + sub * kNibbleBytes, output, i % kGroup)];
+  const auto scale = (int8_t)group[LayoutIQ4XS::kScales + sub * kPanel + output];
+  return (float)level * ((float)scale * half_at(group + LayoutIQ4XS::kD, output));
 }
 
 template <class F>
@@ -90,6 +145,13 @@ DecodeRow quantised_row_decoder(Format format) {
     case Format::kQ4K: return decode_groups<LayoutQ4K>;
     case Format::kQ6K: return decode_groups<LayoutQ6K>;
     case Format::kInt4Group: return decode_groups<LayoutInt4Group>;
+    case Format::kQ5_0: return decode_groups<LayoutQ5_0>;
+    case Format::kQ5_1: return decode_groups<LayoutQ5_1>;
+    case Format::kQ5K: return decode_groups<LayoutQ5K>;
+    case Format::kQ3K: return decode_groups<LayoutQ3K>;
+    case Format::kQ2K: return decode_groups<LayoutQ2K>;
+    case Format::kIQ4NL: return decode_groups<LayoutIQ4NL>;
+    case Format::kIQ4XS: return decode_groups<LayoutIQ4XS>;
     default: return nullptr;
   }
 }

@@ -1,101 +1,49 @@
-// Linear layers over the group formats (GGUF's Q4_0, Q4_1, Q8_0, Q4_K, Q6_K; --quantization int4 is Q4_1; 4 bits with a
-// zero point) with int8 activations, one scale for 32 inputs: an integer dot product a group, then one float32
-// multiply-add with the product of both scales. Minima (m, -dmin * mn, -d * z) meet the scaled sum of the row's group;
-// constant offsets (q - 8) are taken off in integers, by what the dot product starts from.
+// Linear layers over the group formats (GGUF's, of which --quantization int4 is Q4_1; 4 bits with a zero point) with int8
+// activations, one scale for 32 inputs: an integer dot product a group, then one float32 multiply-add with the product of
+// both scales. Minima (m, -dmin * mn, -d * z) meet the scaled sum of the row's group; constant offsets (q - 8) are taken
+// off in integers, by what the dot product starts from.
 #include "epilogue.h"
-#include "group_formats.h"
-#include "int_dot.h"
+#include "group_dots.h"
+#include "group_k_quants.h"
 #include "linear.h"
-#include "prepare_rows.h"
 
 using namespace pageloom;
 
 namespace {
 
-constexpr int64_t kVectors = 2;                  // vectors of outputs that a tile holds for each of its rows
 constexpr int64_t kTileOutputs = kVectors * VW;  // 32 with AVX-512
 constexpr int64_t kTileRows = VW == 16 ? 4 : 2;  // float and integer sums of all: 16 of 32 registers, or 8 of 16
 constexpr int64_t kAhead = 4096;                 // bytes: how far ahead the first tile of rows asks for weights
-constexpr int32_t kLow = 0x0f0f0f0f, kBits45 = 0x30303030, kSigns = (int32_t)0x80808080;
-
-// R rows at one group of 32 inputs.
-struct GroupRows {
-  const int8_t* x;
-  int64_t stride;
-  const float* scales;  // of this group; rows are `groups` apart, sums too
-  const float* sums;
-  int64_t groups;
-
-  __attribute__((always_inline)) vi word(int r, int64_t at) const { return splat_word(load_word(x + r * stride + at)); }
-  __attribute__((always_inline)) float scale(int r) const { return scales[r * groups]; }
-  __attribute__((always_inline)) float sum(int r) const { return sums[r * groups]; }
-  __attribute__((always_inline)) int32_t sum_bits(int r) const { return load_word(sums + r * groups); }
-};
-
-template <int R>
-using Dots = vi[R][kVectors];
-template <int R>
-using Sums = vf[R][kVectors];
-
-template <int R>
-PAGELOOM_INLINE void start_at_sums(const GroupRows& x, Dots<R>& dots) {
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) dots[r][v] = splat_word(x.sum_bits(r));
-}
-
-template <int R>
-PAGELOOM_INLINE void dot_nibbles(const uint8_t* nibbles, const GroupRows& x, Dots<R>& dots) {
-  for (int i = 0; i < 4; ++i) {
-    vi low[kVectors], high[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const vu both = load_as<vu>(nibbles + i * 4 * kPanel + v * kVectorBytes);
-      low[v] = (vi)both & kLow;
-      high[v] = (vi)(both >> 4) & kLow;
-    }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) {
-        dots[r][v] = dot_unsigned(dots[r][v], low[v], x.word(r, 4 * i));
-        dots[r][v] = dot_unsigned(dots[r][v], high[v], x.word(r, 16 + 4 * i));
-      }
-  }
-}
-
-template <int R>
-PAGELOOM_INLINE void add_scaled(const Dots<R>& dots, const vf (&d)[kVectors], const GroupRows& x, Sums<R>& acc) {
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = fused(to_float(dots[r][v]), d[v] * splat(x.scale(r)), acc[r][v]);
-}
-
-template <int R>
-PAGELOOM_INLINE void add_minima(const vf (&m)[kVectors], const GroupRows& x, Sums<R>& acc) {
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = fused(m[v], splat(x.sum(r)), acc[r][v]);
-}
 
 // A format adds one group of 32 inputs, number `sub` of its group (of parity P), for the outputs from `lane` on.
-struct Q4_0 : LayoutQ4_0 {
+template <class Layout, class Levels, int32_t kMiddle>
+struct WithOffset : Layout {
   static constexpr GroupSum kSum = GroupSum::kStart;
-  static constexpr int32_t kOffset = 8;
+  static constexpr int32_t kOffset = kMiddle;
   template <int R, int P>
   PAGELOOM_INLINE void add(const uint8_t* group, int64_t, int64_t lane, const GroupRows& x, Sums<R>& acc) {
     Dots<R> dots;
     start_at_sums<R>(x, dots);
-    dot_nibbles<R>(group + lane * 4, x, dots);
+    dot_levels<R>(Levels(group, 0, lane), x, dots);
     vf d[kVectors];
-    for (int v = 0; v < kVectors; ++v) d[v] = load_halfs(group + kD + (lane + v * VW) * 2);
+    for (int v = 0; v < kVectors; ++v) d[v] = load_halfs(group + Layout::kD + (lane + v * VW) * 2);
     add_scaled<R>(dots, d, x, acc);
   }
 };
 
-// Four bits and a minimum, which `F` makes of the second half of an output.
-template <class F, class Layout>
+using Q4_0 = WithOffset<LayoutQ4_0, Nibbles, 8>;
+using Q5_0 = WithOffset<LayoutQ5_0, FiveBits<LayoutQ5_0>, 16>;
+using IQ4NL = WithOffset<LayoutIQ4NL, LookedUp, kVnni ? 128 : 0>;
+
+// With a minimum, which `F` makes of the second half of an output.
+template <class F, class Layout, class Levels>
 struct WithMinimum : Layout {
   static constexpr GroupSum kSum = GroupSum::kScaled;
   static constexpr int32_t kOffset = 0;
   template <int R, int P>
   PAGELOOM_INLINE void add(const uint8_t* group, int64_t, int64_t lane, const GroupRows& x, Sums<R>& acc) {
     Dots<R> dots = {};
-    dot_nibbles<R>(group + lane * 4, x, dots);
+    dot_levels<R>(Levels(group, 0, lane), x, dots);
     vf d[kVectors], m[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       d[v] = load_halfs(group + Layout::kD + (lane + v * VW) * 2);
@@ -106,11 +54,15 @@ struct WithMinimum : Layout {
   }
 };
 
-struct Q4_1 : WithMinimum<Q4_1, LayoutQ4_1> {
+struct Q4_1 : WithMinimum<Q4_1, LayoutQ4_1, Nibbles> {
   PAGELOOM_INLINE vf minimum(const uint8_t* group, vf, int64_t at) { return load_halfs(group + kM + at); }
 };
 
-struct Int4Group : WithMinimum<Int4Group, LayoutInt4Group> {
+struct Q5_1 : WithMinimum<Q5_1, LayoutQ5_1, FiveBits<LayoutQ5_1>> {
+  PAGELOOM_INLINE vf minimum(const uint8_t* group, vf, int64_t at) { return load_halfs(group + kM + at); }
+};
+
+struct Int4Group : WithMinimum<Int4Group, LayoutInt4Group, Nibbles> {
   PAGELOOM_INLINE vf minimum(const uint8_t* group, vf d, int64_t at) { return d * -load_halfs(group + kZ + at); }
 };
 
@@ -135,69 +87,6 @@ struct Q8_0 : LayoutQ8_0 {
     vf d[kVectors];
     for (int v = 0; v < kVectors; ++v) d[v] = load_halfs(group + kD + (lane + v * VW) * 2);
     add_scaled<R>(dots, d, x, acc);
-  }
-};
-
-struct Q4K : LayoutQ4K {
-  static constexpr GroupSum kSum = GroupSum::kScaled;
-  static constexpr int32_t kOffset = 0;
-  template <int R, int P>
-  PAGELOOM_INLINE void add(const uint8_t* group, int64_t sub, int64_t lane, const GroupRows& x, Sums<R>& acc) {
-    Dots<R> dots = {};
-    dot_nibbles<R>(group + sub * kNibbleBytes + lane * 4, x, dots);
-    vf d[kVectors], m[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t o = lane + v * VW;
-      d[v] = load_bytes(group + kScales + sub * kPanel + o) * load_halfs(group + kD + o * 2);
-      m[v] = load_bytes(group + kMins + sub * kPanel + o) * -load_halfs(group + kDMin + o * 2);
-    }
-    add_scaled<R>(dots, d, x, acc);
-    add_minima<R>(m, x, acc);
-  }
-};
-
-struct Q6K : LayoutQ6K {
-  static constexpr GroupSum kSum = GroupSum::kHalves;
-  static constexpr int32_t kOffset = 0;
-
-  template <int kShift>  // two bits from `kShift` of each byte to bits 4 and 5
-  PAGELOOM_INLINE vi to_bits45(vu x) {
-    if constexpr (kShift < 4) x <<= 4 - kShift;
-    if constexpr (kShift > 4) x >>= kShift - 4;
-    return (vi)x & kBits45;
-  }
-
-  template <int R, int P, int H>  // the first (H = 0) or the last 16 inputs, which have a scale of their own
-  PAGELOOM_INLINE void add_half(const uint8_t* group, int64_t sub, int64_t lane, const GroupRows& x, Sums<R>& acc) {
-    Dots<R> dots;
-    for (int r = 0; r < R; ++r) {
-      const vi both = splat_word(x.sum_bits(r));
-      for (int v = 0; v < kVectors; ++v) dots[r][v] = (H == 0 ? (both << 16) >> 16 : both >> 16) * -32;
-    }
-    const uint8_t* const low = group + sub * kNibbleBytes + lane * 4;
-    const uint8_t* const high = group + kHigh + sub / 2 * kHighBytes + lane * 4;
-    for (int i = 0; i < 4; ++i) {
-      vi w[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = i * 4 * kPanel + v * kVectorBytes;
-        const vu nibbles = load_as<vu>(low + at);
-        w[v] = ((vi)(H == 0 ? nibbles : nibbles >> 4) & kLow) | to_bits45<4 * P + 2 * H>(load_as<vu>(high + at));
-      }
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < kVectors; ++v) dots[r][v] = dot_unsigned(dots[r][v], w[v], x.word(r, 16 * H + 4 * i));
-    }
-    vf d[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t o = lane + v * VW;
-      d[v] = load_signed_bytes(group + kScales + (2 * sub + H) * kPanel + o) * load_halfs(group + kD + o * 2);
-    }
-    add_scaled<R>(dots, d, x, acc);
-  }
-
-  template <int R, int P>
-  PAGELOOM_INLINE void add(const uint8_t* group, int64_t sub, int64_t lane, const GroupRows& x, Sums<R>& acc) {
-    add_half<R, P, 0>(group, sub, lane, x, acc);
-    add_half<R, P, 1>(group, sub, lane, x, acc);
   }
 };
 
@@ -278,6 +167,13 @@ const LinearKernels* pageloom::PAGELOOM_FOR_ISA(linear_group)(Format format) {
     case Format::kQ4K: return &Kernels<Q4K>::kTable;
     case Format::kQ6K: return &Kernels<Q6K>::kTable;
     case Format::kInt4Group: return &Kernels<Int4Group>::kTable;
+    case Format::kQ5_0: return &Kernels<Q5_0>::kTable;
+    case Format::kQ5_1: return &Kernels<Q5_1>::kTable;
+    case Format::kQ5K: return &Kernels<Q5K>::kTable;
+    case Format::kQ3K: return &Kernels<Q3K>::kTable;
+    case Format::kQ2K: return &Kernels<Q2K>::kTable;
+    case Format::kIQ4NL: return &Kernels<IQ4NL>::kTable;
+    case Format::kIQ4XS: return &Kernels<IQ4XS>::kTable;
     default: return nullptr;
   }
 }

@@ -29,7 +29,7 @@ extern CombineRows combine_rows_avx512bf16() PAGELOOM_WEAK;
 
 namespace {
 
-constexpr int kFormats = 9, kRotate = 8;
+constexpr int kRotate = static_cast<int>(Format::kRotate), kFormats = kRotate + 1;
 
 #if defined(__x86_64__) && defined(__linux__)
 // Whether the CPU has bf16 and int8 tiles, and the kernel lets this process (all its threads) use their registers.
