@@ -55,12 +55,24 @@ def is_finite_e8m0(scale: Tensor) -> bool:
 
 def mxfp4_as_q8_0(packed: Tensor, scale: Tensor) -> EncodedRows | None:
     """The same values, bit for bit: twice an e2m1 is a whole number of at most 12. None: a scale is beyond float16."""
-    powers = _powers(scale) / 2
+    return _as_q8_0(_twice(packed).view(len(packed), -1, 32), scale)
+
+
+def gguf_mxfp4_as_q8_0(rows: Tensor) -> EncodedRows | None:
+    """The same of a GGUF file's blocks (ggml's `block_mxfp4`): a scale, then inputs 16 apart in the halves of bytes."""
+    blocks = rows.view(len(rows), -1, 17)
+    levels = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=2)
+    return _as_q8_0(_table()[levels.int()], blocks[..., 0])
+
+
+def _as_q8_0(levels: Tensor, scale: Tensor) -> EncodedRows | None:
+    """levels: int8 [n, groups, 32]; scale: e8m0 of twice as much."""
+    powers = torch.where(levels.any(dim=2), _powers(scale) / 2, 0.0)  # zeros may have any scale
     halves = powers.half()
-    if not torch.equal(halves.float(), powers):
+    if not torch.equal(halves.float(), powers) or not bool(halves.isfinite().all()):
         return None
-    levels = _twice(packed).view(len(packed), -1, 32).view(torch.uint8)
-    return EncodedRows(Format.Q8_0, torch.cat((halves[..., None].view(torch.uint8), levels), dim=2).flatten(1))
+    blocks = torch.cat((halves[..., None].view(torch.uint8), levels.view(torch.uint8)), dim=2)
+    return EncodedRows(Format.Q8_0, blocks.flatten(1))
 
 
 def _powers(scale: Tensor) -> Tensor:
@@ -71,9 +83,12 @@ def _powers(scale: Tensor) -> Tensor:
 
 def _twice(packed: Tensor) -> Tensor:
     """uint8 [n, bytes] → int8 [n, 2 * bytes]: twice the values."""
-    table = torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
     both = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
-    return table[both.to(torch.int32)]
+    return _table()[both.int()]
+
+
+def _table() -> Tensor:
+    return torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
 
 
 def _dequantize_e2m1(packed: Tensor, factors: Tensor, destination: Tensor) -> None:

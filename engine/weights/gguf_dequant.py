@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from engine.errors import WeightsError
 
 _ELEMENTS_AT_ONCE = 1 << 18
-_DENSE = {
+DENSE = {
     GGMLQuantizationType.F64: torch.float64,
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -30,7 +30,7 @@ def dequantize_into(encoded: torch.Tensor, encoding: GGMLQuantizationType, desti
     Raises WeightsError for an encoding that nothing here or in the gguf library decodes.
     """
     flat = destination.view(-1)
-    dense = _DENSE.get(encoding)
+    dense = DENSE.get(encoding)
     if dense is not None:
         flat.copy_(encoded.view(dense))
         return

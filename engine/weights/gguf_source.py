@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from math import prod
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
 
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF
 from engine.errors import WeightsError
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import TensorExtent, read_gguf_header
-from engine.weights.gguf_dequant import dequantize_into
+from engine.sizes import size_text
+from engine.weights.block_floats import gguf_mxfp4_as_q8_0
+from engine.weights.gguf_dequant import DENSE, dequantize_into
 from engine.weights.source import EncodedRows
+
+logger = logging.getLogger(__name__)
 
 _HANDLED_AS_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _INTERLEAVED_ROPE = frozenset({"llama", "granite", "granitemoe", "smollm3"})
@@ -47,6 +54,8 @@ class GgufSource:
         with open(path, "rb") as file:
             # Copy-on-write access only because torch warns about buffers that it may not write; nothing writes.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._widened: dict[str, int] = defaultdict(int)
+        """weights of matrices that were asked for in blocks and have none that run packed, by encoding"""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: extent.shape for name, extent in self._extents.items()}
@@ -68,15 +77,21 @@ class GgufSource:
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         extent = self._extents[name]
-        format = FORMAT_OF_GGUF.get(extent.encoding)
         shape = extent.shape if expert is None else extent.shape[1:]
-        if format is None or len(shape) != 2:
+        if extent.encoding in DENSE or len(shape) != 2:
             return None
         rows = self._bytes_of(extent, expert).view(shape[0], -1).clone()  # a view would keep the map open
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(rows, heads)
-        return EncodedRows(format, rows)
+        if extent.encoding == GGMLQuantizationType.MXFP4:
+            found = gguf_mxfp4_as_q8_0(rows)
+        else:
+            format = FORMAT_OF_GGUF.get(extent.encoding)
+            found = None if format is None else EncodedRows(format, rows)
+        if found is None:
+            self._widened[extent.encoding.name] += prod(shape)
+        return found
 
     def _bytes_of(self, extent: TensorExtent, expert: int | None) -> torch.Tensor:
         size = extent.size_bytes if expert is None else extent.size_bytes // extent.shape[0]
@@ -95,6 +110,9 @@ class GgufSource:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for encoding, weights in self._widened.items():
+            size = size_text(2 * weights)
+            logger.warning("%s: no kernel multiplies %s: %s as bfloat16", self._path, encoding, size)
         # After a failure the traceback still holds a view of the map; then it closes with the view.
         with suppress(BufferError):
             self._data.close()

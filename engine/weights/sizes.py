@@ -17,6 +17,8 @@ from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
 _MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
+_MXFP4 = 39
+"""ggml's number"""
 
 
 def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, *, packs: bool) -> int:
@@ -60,7 +62,8 @@ def _format_of(matrix: StoredMatrix) -> Format:
 
 
 def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
-    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16), vector_bytes)
+    format = Format.Q8_0 if extent.encoding == _MXFP4 else FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16)
+    return _stored_bytes(extent.shape, format, vector_bytes)
 
 
 def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int) -> int:

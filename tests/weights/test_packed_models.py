@@ -22,6 +22,7 @@ from attention_backends.toolchain import default_cache_dir
 from engine.config import Quantization
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, load, unpack
+from engine.cpu_kernels.quantize import pack_blocks
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.experts import Experts
@@ -29,6 +30,7 @@ from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.packed_experts import PackedExperts
+from engine.weights.gguf_source import GgufSource
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 
@@ -170,12 +172,41 @@ def test_blocks_of_every_family_are_the_rows_that_its_decoder_wants(case: str, t
     assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+def test_mxfp4_of_a_gguf_file_runs_as_eight_bits(case: str, tmp_path: Path, ops: LinearOps) -> None:
+    path = write_gguf(make_model(case), tmp_path / "model.gguf", GGMLQuantizationType.MXFP4)
+    description = describe(path)
+    with GgufSource(path, description.spec.facts, []) as source:
+        for name, shape in source.shapes().items():
+            found = source.encoded(name, 0 if len(shape) == 3 else None)
+            if found is not None:
+                values = torch.empty(shape[-2:])
+                source.read_into(name, values, 0 if len(shape) == 3 else None)
+                assert found.format is Format.Q8_0
+                assert torch.equal(unpack(pack_blocks(found.rows, found.format), *shape[-2:], Format.Q8_0), values)
+    model = packed(path, ops, "gguf")
+    assert weight_bytes(model) <= 0.6 * weight_bytes(packed(path, ops, "none"))
+
+
+def test_what_no_kernel_multiplies_is_told_with_what_it_takes(
+    tmp_path: Path, ops: LinearOps, caplog: pytest.LogCaptureFixture
+) -> None:
+    def random_bytes(values: np.ndarray, encoding: GGMLQuantizationType) -> np.ndarray:
+        size = values.shape[1] // 256 * GGML_QUANT_SIZES[encoding][1] if values.ndim > 1 else 0
+        return np.zeros((len(values), size), np.uint8) if size else values
+
+    path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.IQ2_S, random_bytes)
+    model = packed(path, ops, "gguf")
+    assert {module.format for module in model.modules() if isinstance(module, PackedLinear)} == {Format.BFLOAT16}
+    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("gguf_source")]
+    assert "no kernel multiplies IQ2_S" in said and "as bfloat16" in said
+
+
 def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: LinearOps) -> None:
     path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_0)
     description = describe(path)
     model = Decoder(description.spec, dtype=torch.bfloat16)
     from engine.weights import loader
-    from engine.weights.gguf_source import GgufSource
     from engine.weights.source import EncodedRows
 
     class Mixed(GgufSource):
