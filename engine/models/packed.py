@@ -7,7 +7,7 @@ takes them as inputs, like any other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -72,6 +72,21 @@ class PackedLinear(nn.Module):
             0,
         )
         return y
+
+
+class ReorderedLinear(PackedLinear):
+    """Whose columns are in another order than its inputs, which are brought into theirs first: `order`, int32 [k], is
+    which input each column is for."""
+
+    order: torch.Tensor
+
+    def reordered(self, order: torch.Tensor) -> Self:
+        self.register_buffer("order", order)
+        return self
+
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = x if norm is None else norm(x)
+        return super().forward(x.index_select(1, self.order), None, residual)
 
 
 class JoinedLinear(nn.Module):

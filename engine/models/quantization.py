@@ -58,8 +58,6 @@ class StoredFormat(msgspec.Struct, frozen=True, kw_only=True):
     """what is added to a zero point as it is stored: 1 for GPTQ's first format"""
     symmetric: bool = False
     """by the config's account, all zero points are in the middle"""
-    reordered: bool = False
-    """groups of inputs that need not be neighbours (act-order)"""
     block: tuple[int, int] = (128, 128)
     """outputs and inputs that share a scale, where fp8 has blocks"""
 
@@ -117,7 +115,6 @@ def _gptq(method: str, entries: Entries, stored_as: object) -> StoredFormat:
         group_size=_group_size(entries),
         zero_offset=1 if stored_as == "gptq" else 0,
         symmetric=_flag(entries, "sym", True),
-        reordered=_flag(entries, "desc_act", False) and not _flag(entries, "static_groups", False),
     )
 
 

@@ -3,7 +3,7 @@ CPU's kernels multiply, without ever being inflated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class GroupIntegers:
         The same values bit for bit where scales are float16, or bfloat16 that float16 holds; others are rounded to it.
         """
         if self.order is not None:
-            return "their groups are ordered by activation (desc_act)"
+            return self._sorted(self.order)
         if self.group % _BLOCK or self.inputs % _BLOCK:
             return f"groups of {self.group} inputs are no multiple of {_BLOCK}"
         halves = self.scales.half()
@@ -75,6 +75,19 @@ class GroupIntegers:
         if not bool((error <= self.scales.float().abs() * _LARGEST_ROUNDING).all()):
             return "their scales are beyond float16"
         return self._bytes(halves) if self.bits == 8 else self._nibbles(halves)
+
+    def _sorted(self, order: Tensor) -> EncodedRows | str:
+        """Columns by their groups, which are neighbours then (act-order), and which inputs they are for."""
+        columns = torch.argsort(order, stable=True)
+        if not torch.equal(order[columns], torch.arange(self.inputs) // self.group):
+            return "their groups are of several sizes"
+        if self.bits == 8:
+            levels = self.levels[:, columns]
+        else:
+            levels = torch.stack((self.levels & 15, self.levels >> 4), dim=2).flatten(1)[:, columns]
+            levels = levels[:, ::2] | (levels[:, 1::2] << 4)
+        found = replace(self, levels=levels, order=None).encoded()
+        return found if isinstance(found, str) else replace(found, order=columns.to(torch.int32))
 
     def _nibbles(self, halves: Tensor) -> EncodedRows:
         first, last = self.levels.view(len(self.levels), -1, 2, _BLOCK // 4).unbind(2)

@@ -27,10 +27,11 @@ from engine.models.packed import (
     JoinedLinear,
     PackedEmbedding,
     PackedLinear,
+    ReorderedLinear,
     RowNorm,
 )
 from engine.models.packed_experts import PackedExperts
-from engine.models.spec import MixerSpec
+from engine.models.spec import Activation, MixerSpec
 from engine.weights.source import EncodedRows, Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
@@ -40,6 +41,11 @@ _HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT
 
 class _Rows(EncodedRows):
     """The same, or dense [n, k], which the format is then made of."""
+
+    def goes_with(self, other: _Rows) -> bool:
+        if self.order is None or other.order is None:
+            return self.format is other.format and self.order is other.order
+        return self.format is other.format and torch.equal(self.order, other.order)
 
     def packed(self) -> torch.Tensor:
         if self.format is Format.BFLOAT16:
@@ -84,7 +90,7 @@ class Packer:
         for run in runs:
             count = run.rows.shape[0]
             bias = None if layer.bias is None else layer.bias.detach()[first : first + count].clone()
-            packed.append(PackedLinear(self._ops, run.packed(), count, k, run.format, bias=bias))
+            packed.append(self._linear(run, count, k, bias))
             first += count
         joined = packed[0] if len(packed) == 1 else JoinedLinear(packed)
         return joined if layer.activation is None else ActivatedLinear(joined, layer.activation, layer.gated)
@@ -179,26 +185,37 @@ class Packer:
 
     def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Rows | None:
         runs = self._encoded(weight, [part], source, _HEAD_FORMAT)
-        return runs[0] if runs else None
+        if runs is None or runs[0].order is None:
+            return runs[0] if runs else None
+        return self._dense(weight, [part], source)
 
     def _gated(self, layer: Linear, runs: list[_Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         n, k = layer.weight.shape
         run = self._as_one(runs, layer.weight, parts, source)
         bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
-        mixed = _Rows(run.format, interleave_gate_up(run.rows))
-        return PackedLinear(self._ops, mixed.packed(), n, k, run.format, bias=bias, gate=layer.activation)
+        mixed = _Rows(run.format, interleave_gate_up(run.rows), run.order)
+        return self._linear(mixed, n, k, bias, layer.activation)
+
+    def _linear(
+        self, run: _Rows, n: int, k: int, bias: torch.Tensor | None, gate: Activation | None = None
+    ) -> PackedLinear:
+        if run.order is None:
+            return PackedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, gate=gate)
+        return ReorderedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, gate=gate).reordered(run.order)
 
     def _one_run(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
         runs = self._encoded(weight, parts, source, _MATRIX_FORMAT)
         assert runs is not None  # whoever calls has seen that bfloat16 is possible
-        return self._as_one(runs, weight, parts, source)
+        run = self._as_one(runs, weight, parts, source)
+        return run if run.order is None else self._dense(weight, parts, source)
 
     def _as_one(
         self, runs: list[_Rows], weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None
     ) -> _Rows:
         """Bfloat16 where gate and up are encoded differently, and could not share a panel."""
-        if len(runs) == 1:
-            return runs[0]
+        return runs[0] if len(runs) == 1 else self._dense(weight, parts, source)
+
+    def _dense(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
         self._fill(weight, parts, source)
         return _Rows(Format.BFLOAT16, weight.detach())
 
@@ -215,8 +232,8 @@ class Packer:
             runs: list[_Rows] = []
             for part in parts:
                 run = self._stored_rows(part, k, source)
-                if runs and runs[-1].format is run.format:
-                    run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)))
+                if runs and runs[-1].goes_with(run):
+                    run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)), run.order)
                 runs.append(run)
             if all(packable(run.rows.shape[0], k, run.format) for run in runs):
                 return runs
@@ -230,7 +247,7 @@ class Packer:
     def _stored_rows(self, part: Part, k: int, source: WeightSource) -> _Rows:
         encoded = source.encoded(part.name, part.expert)
         if encoded is not None:
-            return _Rows(encoded.format, encoded.rows)
+            return _Rows(encoded.format, encoded.rows, encoded.order)
         dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
         source.read_into(part.name, dense, part.expert)
         return _Rows(Format.BFLOAT16, dense)

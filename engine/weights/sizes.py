@@ -51,10 +51,11 @@ def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec)
 
 
 def _format_of(matrix: StoredMatrix) -> Format:
-    """In which a matrix runs, unless its values are in the way (`engine/weights/README.md`)."""
+    """In which a matrix runs, unless its values are in the way (`engine/weights/README.md`). The order of its inputs
+    (act-order), 4 bytes each, is left out."""
     if matrix.kind is Kind.MXFP4:
         return Format.Q8_0
-    if matrix.kind not in WHOLE_NUMBERS or matrix.reordered or matrix.group % 32:
+    if matrix.kind not in WHOLE_NUMBERS or matrix.group % 32:
         return Format.BFLOAT16
     if matrix.bits == 8:
         return Format.Q8_0

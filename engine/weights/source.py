@@ -18,6 +18,8 @@ class EncodedRows:
     format: Format
     rows: torch.Tensor
     """uint8 [n, bytes of a row]"""
+    order: torch.Tensor | None = None
+    """int32 [k]: which input each column is for; None: they are in order"""
 
 
 @dataclass(frozen=True)

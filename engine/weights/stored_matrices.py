@@ -78,8 +78,6 @@ class StoredMatrix:
     """inputs of one, of the last perhaps fewer"""
     has_zeros: bool
     """may have zero points that are not in the middle"""
-    reordered: bool
-    """has tensors that say in which group an input is"""
 
 
 Headers = Mapping[str, Header]
@@ -126,9 +124,9 @@ class _Reader:
         k = words * _WORD_BITS // bits
         self._expect(f"{prefix}.scales", (groups, n))
         self._expect(f"{prefix}.qzeros", (groups, zero_words))
-        order = self._optional(f"{prefix}.g_idx", (k,), ("I32", "I64"))
+        self._optional(f"{prefix}.g_idx", (k,), ("I32", "I64"))
         zeros = not self._stored.symmetric
-        return self._matrix(Kind.GPTQ, prefix, n, k, bits, groups, zeros, order and self._stored.reordered)
+        return self._matrix(Kind.GPTQ, prefix, n, k, bits, groups, zeros)
 
     def _awq(self, prefix: str) -> StoredMatrix:
         k, words = self._sizes(f"{prefix}.qweight", 2, ("I32",))
@@ -138,7 +136,7 @@ class _Reader:
             raise self._wrong(f"{prefix}.qweight", f"[k, {n // 8}], 4 bits for each of the {n} outputs of its scales")
         self._sizes(f"{prefix}.qzeros", 2, ("I32",))
         self._expect(f"{prefix}.qzeros", (groups, words))
-        return self._matrix(Kind.AWQ, prefix, n, k, bits, groups, not self._stored.symmetric, False)
+        return self._matrix(Kind.AWQ, prefix, n, k, bits, groups, not self._stored.symmetric)
 
     def _packed(self, prefix: str) -> StoredMatrix:
         name = f"{prefix}.weight_packed"
@@ -153,8 +151,8 @@ class _Reader:
         groups = self._scale_groups(f"{prefix}.weight_scale", n, _FLOATING)
         zero = f"{prefix}.weight_zero_point"
         zeros = self._optional(zero, (-(-n * bits // _WORD_BITS), groups), ("I32",))
-        order = self._optional(f"{prefix}.weight_g_idx", (k,), ("I32", "I64"))
-        return self._matrix(Kind.PACKED, prefix, n, k, bits, groups, zeros, order)
+        self._optional(f"{prefix}.weight_g_idx", (k,), ("I32", "I64"))
+        return self._matrix(Kind.PACKED, prefix, n, k, bits, groups, zeros)
 
     def _int8(self, prefix: str) -> StoredMatrix:
         n, k = self._sizes(f"{prefix}.weight", 2, ("I8",))
@@ -164,7 +162,7 @@ class _Reader:
         if zeros:
             self._sizes(zero, None, _WHOLE)
             self._expect(zero, self._headers[f"{prefix}.weight_scale"].shape)
-        return self._matrix(Kind.INT8, prefix, n, k, 8, groups, zeros, False)
+        return self._matrix(Kind.INT8, prefix, n, k, 8, groups, zeros)
 
     def _float8(self, prefix: str) -> StoredMatrix:
         n, k = self._sizes(f"{prefix}.weight", 2, _FLOAT8)
@@ -175,7 +173,7 @@ class _Reader:
         one = all(size == 1 for size in shape)
         if not one and shape not in ((n,), (n, 1), (-(-n // high), -(-k // wide))):
             raise self._wrong(name, f"one scale, {n}, or one for {high} × {wide} weights of {n} × {k}")
-        return self._matrix(Kind.FLOAT8, prefix, n, k, 8, 1, False, False)
+        return self._matrix(Kind.FLOAT8, prefix, n, k, 8, 1, False)
 
     def _four_bit_floats(self, prefix: str) -> StoredMatrix:
         n, half = self._sizes(f"{prefix}.weight_packed", 2, ("U8",))
@@ -189,7 +187,7 @@ class _Reader:
         if 2 * half % group:
             raise self._wrong(f"{prefix}.weight_packed", f"[n, k / 2] with k a multiple of {group}")
         kind = Kind.NVFP4 if is_nvfp4 else Kind.MXFP4
-        return self._matrix(kind, prefix, n, 2 * half, 4, 2 * half // group, False, False)
+        return self._matrix(kind, prefix, n, 2 * half, 4, 2 * half // group, False)
 
     def _experts(self, prefix: str) -> StoredMatrix:
         experts, n, groups, half = self._sizes(f"{prefix}_blocks", 4, ("U8",))
@@ -197,11 +195,9 @@ class _Reader:
             raise self._wrong(f"{prefix}_blocks", "[experts, outputs, groups, 16]")
         self._sizes(f"{prefix}_scales", 3, _EXPONENTS)
         self._expect(f"{prefix}_scales", (experts, n, groups))
-        return StoredMatrix(prefix, Kind.EXPERTS, prefix, (experts, 32 * groups, n), 4, groups, 32, False, False)
+        return StoredMatrix(prefix, Kind.EXPERTS, prefix, (experts, 32 * groups, n), 4, groups, 32, False)
 
-    def _matrix(
-        self, kind: Kind, prefix: str, n: int, k: int, bits: int, groups: int, has_zeros: bool, reordered: bool
-    ) -> StoredMatrix:
+    def _matrix(self, kind: Kind, prefix: str, n: int, k: int, bits: int, groups: int, has_zeros: bool) -> StoredMatrix:
         if n < 1 or k < 1:
             name = next(each for each in self._headers if each.startswith(f"{prefix}.") and each in self.used)
             raise self._wrong(name, "a matrix that is not empty")
@@ -211,7 +207,7 @@ class _Reader:
                 scales = f"{prefix}.{'scales' if kind in (Kind.GPTQ, Kind.AWQ) else 'weight_scale'}"
                 raise self._wrong(scales, f"groups of {group or 'equal size'} of {k} inputs")
             group = k // groups
-        return StoredMatrix(f"{prefix}.weight", kind, prefix, (n, k), bits, groups, min(group, k), has_zeros, reordered)
+        return StoredMatrix(f"{prefix}.weight", kind, prefix, (n, k), bits, groups, min(group, k), has_zeros)
 
     def _scale_groups(self, name: str, n: int, dtypes: tuple[str, ...]) -> int:
         """How many scales an output has, which may share one."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -51,13 +51,18 @@ def whole(low: int, high: int, *shape: int, generator: torch.Generator) -> Tenso
     return torch.randint(low, high, shape, generator=generator)
 
 
-def gptq(bits: int = 4, group: int = 32, sym: bool = False, offset: int = 1, acts: bool = False) -> Any:
+def gptq(
+    bits: int = 4, group: int = 32, sym: bool = False, offset: int = 1, acts: Literal["", "shared", "own"] = ""
+) -> Any:
+    """`acts`: inputs are ordered by their activations, those of matrices over the same inputs alike, or not."""
+
     def make(n: int, k: int, generator: torch.Generator) -> Made:
         size = k if group == -1 else group
         groups = -(-k // size)
         order = torch.arange(k) // size
         if acts:
-            order = order[torch.randperm(k, generator=generator)]
+            own = generator if acts == "own" else torch.Generator().manual_seed(k)
+            order = order[torch.randperm(k, generator=own)]
         q = whole(0, 2**bits, n, k, generator=generator)
         z = torch.full((n, groups), 2 ** (bits - 1)) if sym else whole(0, 2**bits, n, groups, generator=generator)
         s = halves(n, groups, generator=generator)
@@ -191,7 +196,12 @@ FORMS: dict[str, Form] = {
     "gptq_channel": Form(_gptq_config(group=-1), gptq(group=-1), Format.INT4_GROUP),
     "gptq_v2": Form(_gptq_config(checkpoint_format="gptq_v2"), gptq(offset=0), Format.INT4_GROUP),
     "gptq_8": Form(_gptq_config(bits=8, sym=True), gptq(bits=8, sym=True), Format.Q8_0),
-    "gptq_act_order": Form(_gptq_config(desc_act=True), gptq(acts=True), Format.BFLOAT16, exact=False),
+    "gptq_act_order": Form(_gptq_config(desc_act=True), gptq(acts="shared"), Format.INT4_GROUP),
+    "gptq_8_act_order": Form(
+        _gptq_config(bits=8, group=64, sym=True, desc_act=True),
+        gptq(bits=8, group=64, sym=True, acts="shared"),
+        Format.Q8_0,
+    ),
     "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(), Format.INT4_GROUP),
     "awq_64": Form(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, awq(64), Format.INT4_GROUP

@@ -28,7 +28,7 @@ from engine.models.description import describe
 from engine.models.experts import Experts
 from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
-from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear
+from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear, ReorderedLinear
 from engine.models.packed_experts import PackedExperts
 from engine.weights.gguf_source import GgufSource
 from engine.weights.loader import load_weights, weight_bytes
@@ -85,6 +85,8 @@ def decoded(model: Decoder) -> Decoder:
             weight = unpack(module.weight, module.n, module.k, Format(module.format))
             if isinstance(module, PackedLinear) and module.gate:
                 weight = weight.view(-1, 2, 16, module.k).transpose(0, 1).reshape(module.n, module.k)
+            if isinstance(module, ReorderedLinear):
+                weight = torch.empty_like(weight).index_copy_(1, module.order.long(), weight)
             bias = getattr(module, "bias", None)
             if bias is not None and module.gate:
                 bias = bias.view(-1, 2, 16).transpose(0, 1).reshape(-1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_forms import E2M1, FORMS, Form, _pairs, quantized_llama, write
+from stored_forms import E2M1, FORMS, Form, _pairs, gptq, quantized_llama, write
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -72,7 +72,8 @@ def test_a_hundred_matrices_are_read_as_they_are_published_and_packed_without_a_
             found = source.encoded(name)
             assert (found.format if found is not None else Format.BFLOAT16) is form.format
             if found is not None:
-                assert torch.equal(unpack(pack_blocks(found.rows, found.format), n, k, found.format), read)
+                packed = unpack(pack_blocks(found.rows, found.format), n, k, found.format)
+                assert torch.equal(packed, read if found.order is None else read[:, found.order])
 
 
 @_by_form
@@ -120,8 +121,22 @@ def test_planned_bytes_are_those_of_the_loaded_model(form: Form, tmp_path: Path,
     loaded = load_parts(config).weight_bytes
     if form is FORMS["mxfp4_of_any_scale"]:
         assert told < loaded, "that is known from its values alone"
+    elif form.config.get("desc_act"):
+        assert told < loaded < 1.02 * told, "the order of inputs"
     else:
         assert told == loaded
+
+
+def test_matrices_over_the_same_inputs_may_order_them_differently(tmp_path: Path, ops: LinearOps) -> None:
+    quantized_llama(Form(FORMS["gptq_act_order"].config, gptq(acts="own"), Format.INT4_GROUP), tmp_path)
+    description = describe(str(tmp_path))
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+    load_weights(model, description, packer=Packer(ops, "stored"))
+    layer = model.layers[0]
+    assert [part.format for part in layer.qkv_proj.parts] == [Format.INT4_GROUP] * 3
+    assert layer.gate_up_proj.format == Format.BFLOAT16, "gate and up share panels"
+    exact = logits_of(_dense(str(tmp_path)), PROMPT)
+    torch.testing.assert_close(logits_of(decoded(model), PROMPT), exact, rtol=0.1, atol=0.1)
 
 
 def test_quantization_none_decodes_and_int8_quantises_anew(tmp_path: Path, native_cache: Path) -> None:
@@ -164,7 +179,7 @@ def test_what_runs_wider_than_it_is_stored_is_said_with_the_memory_it_takes(
     tmp_path: Path, ops: LinearOps, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        for name in ("gptq", "gptq_act_order", "fp8_blocks"):
+        for name in ("gptq", "fp8_blocks"):
             folder = tmp_path / name
             folder.mkdir()
             quantized_llama(FORMS[name], folder)
@@ -176,9 +191,8 @@ def test_what_runs_wider_than_it_is_stored_is_said_with_the_memory_it_takes(
     said = [record.getMessage() for record in caplog.records if record.name.endswith("quantized_source")]
     assert said[0] == "gptq: 14 matrices run packed, as they are stored"
     size = "576KiB as bfloat16"  # 2 layers of (256 + 128 + 512 + 256) x 128
-    assert said[1] == f"gptq: 14 matrices were dequantised (their groups are ordered by activation (desc_act)): {size}"
-    assert said[2] == f"fp8: 14 matrices were dequantised (no kernel multiplies float8): {size}"
-    assert said[3].startswith("awq: 14 matrices were dequantised (packed layers need a CPU, bfloat16 and quantization")
+    assert said[1] == f"fp8: 14 matrices were dequantised (no kernel multiplies float8): {size}"
+    assert said[2].startswith("awq: 14 matrices were dequantised (packed layers need a CPU, bfloat16 and quantization")
 
 
 def test_experts_of_gpt_oss_are_read_under_the_names_of_the_unquantised_model(tmp_path: Path) -> None:

@@ -67,7 +67,6 @@ def test_what_is_not_read_is_refused_by_name_with_what_is(config: dict[str, Any]
         ({**_GPTQ, "group_size": 2**40}, "group_size"),
         ({**_GPTQ, "group_size": "128"}, "group_size"),
         ({**_GPTQ, "sym": "yes"}, "sym"),
-        ({**_GPTQ, "desc_act": 1}, "desc_act"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
         ({**_COMPRESSED, "config_groups": [1]}, "config_groups"),
