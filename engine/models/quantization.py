@@ -17,19 +17,18 @@ import msgspec
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.json_file import shown
 
-Layout = Literal["gptq", "awq", "compressed-tensors", "fp8", "mxfp4"]
+Layout = Literal["gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "torchao"]
 """which names and layouts the tensors of a module have"""
 Entries = Mapping[str, object]
 
 SUPPORTED = (
     "GPTQ, AWQ and AutoRound of 4 or 8 bits, compressed-tensors (pack-quantized, int-quantized, float-quantized, "
-    "nvfp4-pack-quantized, mxfp4-pack-quantized), fp8, mxfp4; and GGUF files"
+    "nvfp4-pack-quantized, mxfp4-pack-quantized), fp8, mxfp4, bitsandbytes, torchao (weights of int8, float8, intx, "
+    "and plain int4); and GGUF files"
 )
 _KEYS = ("quantization_config", "compression_config")
 _UNQUANTISED = "serve the model's unquantised checkpoint with quantization='int8' or 'int4' (CPU)"
 _INSTEAD = {
-    "bitsandbytes": f"{_UNQUANTISED}, or save it again after model.dequantize()",
-    "torchao": _UNQUANTISED,
     "modelopt": "convert it to compressed-tensors (its entrypoints/convert), or " + _UNQUANTISED,
 }
 _COMPRESSED_FORMATS = (
@@ -42,6 +41,16 @@ _COMPRESSED_FORMATS = (
     "mixed-precision",
     "dense",
 )
+_TORCHAO = (
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int4WeightOnlyConfig",
+)
+_TORCHAO_PACKINGS = {"int4_packing_format": "plain", "intx_packing_format": "unpacked_to_int8"}
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block", "group", "tensor_group")}
 _LARGEST_GROUP = 2**20
 
@@ -99,6 +108,10 @@ def _of_method(key: str, entries: Entries) -> StoredFormat:
         return _fp8(str(name), entries)
     if name == "mxfp4":
         return StoredFormat(method="mxfp4", layout="mxfp4")
+    if name == "bitsandbytes":
+        return StoredFormat(method="bitsandbytes", layout="bitsandbytes")
+    if name == "torchao":
+        return _torchao(entries)
     instead = _INSTEAD.get(name) if isinstance(name, str) else None
     raise UnsupportedModelError(
         f"{key} ({shown(method)}) is not supported; supported are {SUPPORTED}" + (f". {instead}" if instead else "")
@@ -148,6 +161,32 @@ def _fp8(method: str, entries: Entries) -> StoredFormat:
         layout="fp8",
         block=(128, 128) if block is None else _block("weight_block_size", block),
     )
+
+
+def _torchao(entries: Entries) -> StoredFormat:
+    types = entries.get("quant_type")
+    if not isinstance(types, Mapping):
+        raise _unsupported("torchao", "quant_type", types, f"objects of {', '.join(_TORCHAO)} are")
+    left = list(types.values())
+    while left:
+        config = left.pop()
+        if config is None:  # modules that are left out
+            continue
+        name, data = (config.get("_type"), config.get("_data")) if isinstance(config, Mapping) else (config, None)
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"quant_type must hold objects with _type and _data, found {shown(config)}")
+        if name in ("FqnToConfig", "ModuleFqnToConfig"):
+            inner = data.get("fqn_to_config") or data.get("module_fqn_to_config")
+            left.extend(inner.values() if isinstance(inner, Mapping) else [inner])
+            continue
+        if name not in _TORCHAO:
+            raise _unsupported("torchao", "quant_type", name, f"{', '.join(_TORCHAO)} are")
+        for key, supported in _TORCHAO_PACKINGS.items():
+            packing = data.get(key)
+            packing = packing.get("_data") if isinstance(packing, Mapping) else packing
+            if packing is not None and (not isinstance(packing, str) or packing.lower() != supported):
+                raise _unsupported("torchao", key, packing, f"{supported} is")
+    return StoredFormat(method="torchao", layout="torchao")
 
 
 def _compressed(entries: Entries) -> StoredFormat:

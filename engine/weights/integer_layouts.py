@@ -13,7 +13,7 @@ from engine.errors import WeightsError
 from engine.models.quantization import StoredFormat
 from engine.weights.group_integers import GroupIntegers
 from engine.weights.safetensors_source import SafetensorsSource
-from engine.weights.stored_matrices import StoredMatrix
+from engine.weights.stored_matrices import StoredMatrix, tensor_name
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """where in a word AWQ puts each of eight consecutive outputs (it stores them in the order 0 2 4 6 1 3 5 7)"""
@@ -63,7 +63,7 @@ def packed_integers(source: SafetensorsSource, matrix: StoredMatrix, stored: Sto
     return GroupIntegers(
         matrix.bits,
         levels.contiguous(),
-        _scales(source, matrix),
+        _scales(source, matrix, stored),
         zeros,
         matrix.group,
         _order(source, f"{prefix}.weight_g_idx", matrix),
@@ -72,15 +72,22 @@ def packed_integers(source: SafetensorsSource, matrix: StoredMatrix, stored: Sto
 
 def int8_integers(source: SafetensorsSource, matrix: StoredMatrix, stored: StoredFormat) -> GroupIntegers:
     """weight int8 [n, k], weight_scale [n, groups], weight_zero_point of the same shape."""
-    zero, zeros = f"{matrix.prefix}.weight_zero_point", None
+    zero, zeros = tensor_name(stored, matrix.prefix, "weight_zero_point"), None
     if matrix.has_zeros:
         given = _for_outputs(source.tensor(zero), matrix).to(torch.int64)
         if not bool((given.abs() <= 128).all()):
             raise WeightsError(f"{source.file_of(zero)}: tensor {zero} holds zero points that are no int8")
         zeros = given.to(torch.int16) + 128
         zeros = None if bool((zeros == 128).all()) else zeros
+    levels = source.tensor(tensor_name(stored, matrix.prefix, "weight")).contiguous().view(torch.uint8) ^ 128
+    return GroupIntegers(8, levels, _scales(source, matrix, stored), zeros, matrix.group)
+
+
+def llm_int8_integers(source: SafetensorsSource, matrix: StoredMatrix, stored: StoredFormat) -> GroupIntegers:
+    """weight int8 [n, k], SCB float32 [n]: what 127 stands for."""
     levels = source.tensor(f"{matrix.prefix}.weight").contiguous().view(torch.uint8) ^ 128
-    return GroupIntegers(8, levels, _scales(source, matrix), zeros, matrix.group)
+    scales = _finite(source, f"{matrix.prefix}.SCB").float().view(-1, 1) / 127
+    return GroupIntegers(8, levels, scales, None, matrix.group)
 
 
 def _bytes(words: Tensor) -> Tensor:
@@ -105,8 +112,8 @@ def _unless_middle(zeros: Tensor, matrix: StoredMatrix) -> Tensor | None:
     return zeros.to(torch.int16).contiguous()
 
 
-def _scales(source: SafetensorsSource, matrix: StoredMatrix) -> Tensor:
-    return _for_outputs(_finite(source, f"{matrix.prefix}.weight_scale"), matrix)
+def _scales(source: SafetensorsSource, matrix: StoredMatrix, stored: StoredFormat) -> Tensor:
+    return _for_outputs(_finite(source, tensor_name(stored, matrix.prefix, "weight_scale")), matrix)
 
 
 def _for_outputs(numbers: Tensor, matrix: StoredMatrix) -> Tensor:

@@ -15,11 +15,18 @@ from engine.errors import WeightsError
 from engine.models.quantization import StoredFormat
 from engine.sizes import size_text
 from engine.weights import block_floats
+from engine.weights.code_tables import dequantize_codes, dequantize_int4_sums, nested_scales
 from engine.weights.group_integers import GroupIntegers
-from engine.weights.integer_layouts import awq_integers, gptq_integers, int8_integers, packed_integers
+from engine.weights.integer_layouts import (
+    awq_integers,
+    gptq_integers,
+    int8_integers,
+    llm_int8_integers,
+    packed_integers,
+)
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import EncodedRows
-from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
+from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices, tensor_name
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +35,15 @@ _READERS = {
     Kind.AWQ: awq_integers,
     Kind.PACKED: packed_integers,
     Kind.INT8: int8_integers,
+    Kind.LLM_INT8: llm_int8_integers,
 }
 _ASKED_FOR = "packed layers need a CPU, bfloat16 and quantization='auto'"
 _DENSE = {
     Kind.FLOAT8: "no kernel multiplies float8",
     Kind.NVFP4: "no kernel multiplies 4-bit floats with scales of 8 bits",
     Kind.EXPERTS: "experts",
+    Kind.CODES: "no kernel multiplies codes of a table",
+    Kind.INT4_SUMS: "what is added to 4 bits is no zero point",
 }
 
 
@@ -89,6 +99,11 @@ class QuantizedSource:
         elif matrix.kind is Kind.MXFP4:
             packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
             block_floats.dequantize_mxfp4(packed, scale, destination)
+        elif matrix.kind is Kind.CODES:
+            self._codes(matrix, destination)
+        elif matrix.kind is Kind.INT4_SUMS:
+            factors, added = self._finite(matrix, "._weight_scale"), self._finite(matrix, "._weight_zero_point")
+            dequantize_int4_sums(self._tensor(matrix, "._weight_qdata"), factors, added, destination)
         else:
             self._experts(matrix, destination, expert)
         return None
@@ -116,9 +131,22 @@ class QuantizedSource:
 
     def _float8(self, matrix: StoredMatrix, destination: Tensor) -> None:
         inverse = f"{matrix.prefix}.weight_scale_inv" in self._source.shapes()
-        scale = self._finite(matrix, ".weight_scale_inv" if inverse else ".weight_scale")
-        weight = self._tensor(matrix, ".weight")
+        name = tensor_name(self._stored, "", "weight_scale")
+        scale = self._finite(matrix, ".weight_scale_inv" if inverse else name)
+        weight = self._tensor(matrix, tensor_name(self._stored, "", "weight"))
         block_floats.dequantize_float8(weight, scale, self._stored.block, destination)
+
+    def _codes(self, matrix: StoredMatrix, destination: Tensor) -> None:
+        state = matrix.codes
+        assert state is not None
+        if state.nested_blocksize is None:
+            absmax = self._finite(matrix, ".weight.absmax")
+        else:
+            table, scales = (self._finite(matrix, f".weight.nested_{part}") for part in ("quant_map", "absmax"))
+            codes = self._tensor(matrix, ".weight.absmax")
+            absmax = nested_scales(codes, table, scales, state.nested_blocksize, state.nested_offset)
+        table = self._finite(matrix, ".weight.quant_map")
+        dequantize_codes(self._tensor(matrix, ".weight"), table, absmax, state.blocksize, destination)
 
     def _experts(self, matrix: StoredMatrix, destination: Tensor, expert: int | None) -> None:
         """[experts, inputs, outputs], of blocks that go along the inputs; or one of them."""

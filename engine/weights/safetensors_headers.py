@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import WeightsError
 from engine.weights.stored_matrices import Header
 
-_MOST_INTEGERS = 16
+_MOST_INTEGERS = 1024
 
 
 class CheckpointHeaders:

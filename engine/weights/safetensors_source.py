@@ -17,7 +17,7 @@ from engine.weights.stored_matrices import Header, Headers
 
 _INDEX = "model.safetensors.index.json"
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
-_INTEGERS = frozenset({"I64", "I32"})
+_INTEGERS = frozenset({"I64", "I32", "U8"})
 
 
 class SafetensorsSource:

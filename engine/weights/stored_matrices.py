@@ -2,7 +2,9 @@
 so that plans can be made of a checkpoint that is not loaded.
 
 Sources of the layouts: AutoGPTQ's and GPTQModel's `QuantLinear`, AutoAWQ's `WQLinear_GEMM`, the compressors of
-compressed-tensors, DeepSeek-V3's `weight_dequant`, transformers' `integrations/mxfp4.py`.
+compressed-tensors, DeepSeek-V3's `weight_dequant`, transformers' `integrations/mxfp4.py`, bitsandbytes' `QuantState`
+and `Int8Params`, torchao's `flatten_tensor_state_dict` with `Int8Tensor`, `IntxUnpackedToInt8Tensor`, `Float8Tensor`
+and `Int4Tensor`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import isfinite, prod
+from typing import Annotated
+
+import msgspec
 
 from engine.errors import WeightsError
 from engine.models.quantization import StoredFormat
@@ -47,9 +53,12 @@ class Kind(Enum):
     NVFP4 = "weight_packed, e2m1 with scales in e4m3"
     MXFP4 = "weight_packed, e2m1 with scales in e8m0"
     EXPERTS = "blocks and scales of experts"
+    LLM_INT8 = "weight, int8, and the largest magnitude of each output"
+    CODES = "weight, numbers of a table's values"
+    INT4_SUMS = "_weight_qdata, int4 with what is added to their products"
 
 
-WHOLE_NUMBERS = frozenset({Kind.GPTQ, Kind.AWQ, Kind.PACKED, Kind.INT8})
+WHOLE_NUMBERS = frozenset({Kind.GPTQ, Kind.AWQ, Kind.PACKED, Kind.INT8, Kind.LLM_INT8})
 """with a scale, and perhaps a zero point"""
 
 
@@ -60,6 +69,43 @@ class Header:
     shape: tuple[int, ...]
     dtype: str
     file: str
+
+
+class CodeState(msgspec.Struct, frozen=True):
+    """What bitsandbytes notes of a matrix, as JSON in a tensor of bytes."""
+
+    shape: tuple[Annotated[int, msgspec.Meta(gt=0)], Annotated[int, msgspec.Meta(gt=0)]]
+    blocksize: Annotated[int, msgspec.Meta(gt=0, le=2**20)]
+    """weights, row after row, that share a scale"""
+    nested_blocksize: Annotated[int, msgspec.Meta(gt=0, le=2**20)] | None = None
+    """of those, which are then codes themselves"""
+    nested_offset: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        return -(-prod(self.shape) // self.blocksize)
+
+    def parts(self) -> list[tuple[str, str, int]]:
+        """What belongs to the codes: name, type, size."""
+        parts = [("quant_map", "F32", 16)]
+        if self.nested_blocksize is None:
+            return [*parts, ("absmax", "F32", self.blocks)]
+        nested = -(-self.blocks // self.nested_blocksize)
+        return [
+            *parts,
+            ("absmax", "U8", self.blocks),
+            ("nested_absmax", "F32", nested),
+            ("nested_quant_map", "F32", 256),
+        ]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> CodeState | None:
+        """None: it is none."""
+        try:
+            found = msgspec.json.decode(bytes(numbers), type=cls)
+        except (msgspec.DecodeError, ValueError):
+            return None
+        return found if isfinite(found.nested_offset) else None
 
 
 @dataclass(frozen=True)
@@ -78,6 +124,14 @@ class StoredMatrix:
     """inputs of one, of the last perhaps fewer"""
     has_zeros: bool
     """may have zero points that are not in the middle"""
+    codes: CodeState | None = None
+
+
+def tensor_name(stored: StoredFormat, prefix: str, part: str) -> str:
+    """Of a part that most call weight, weight_scale or weight_zero_point."""
+    if stored.layout == "torchao":
+        part = "_weight_qdata" if part == "weight" else f"_{part}"
+    return f"{prefix}.{part}"
 
 
 Headers = Mapping[str, Header]
@@ -109,9 +163,16 @@ class _Reader:
                 yield self._gptq(prefix) if layout == "gptq" else self._awq(prefix)
             elif kind == "weight_packed" and layout == "compressed-tensors":
                 yield self._packed(prefix) if header.dtype == "I32" else self._four_bit_floats(prefix)
-            elif kind == "weight" and header.dtype == "I8":
-                yield self._int8(prefix)
-            elif kind == "weight" and header.dtype in _FLOAT8:
+            elif layout == "bitsandbytes":
+                if kind == "weight" and header.dtype == "I8":
+                    yield self._llm_int8(prefix)
+                elif kind == "weight" and header.dtype == "U8":
+                    yield self._codes(prefix)
+            elif name == tensor_name(self._stored, prefix, "weight") and header.dtype == "I8":
+                added = self._headers.get(tensor_name(self._stored, prefix, "weight_zero_point"))
+                is_sums = layout == "torchao" and added is not None and added.dtype in _FLOATING
+                yield self._int4_sums(prefix) if is_sums else self._int8(prefix)
+            elif name == tensor_name(self._stored, prefix, "weight") and header.dtype in _FLOAT8:
                 yield self._float8(prefix)
             elif name.endswith("_blocks") and header.dtype == "U8" and layout == "mxfp4":
                 yield self._experts(name.removesuffix("_blocks"))
@@ -155,19 +216,21 @@ class _Reader:
         return self._matrix(Kind.PACKED, prefix, n, k, bits, groups, zeros)
 
     def _int8(self, prefix: str) -> StoredMatrix:
-        n, k = self._sizes(f"{prefix}.weight", 2, ("I8",))
-        groups = self._scale_groups(f"{prefix}.weight_scale", n, _FLOATING)
-        zero = f"{prefix}.weight_zero_point"
+        name, scale, zero = (
+            tensor_name(self._stored, prefix, part) for part in ("weight", "weight_scale", "weight_zero_point")
+        )
+        n, k = self._sizes(name, 2, ("I8",))
+        groups = self._scale_groups(scale, n, _FLOATING)
         zeros = zero in self._headers
         if zeros:
             self._sizes(zero, None, _WHOLE)
-            self._expect(zero, self._headers[f"{prefix}.weight_scale"].shape)
+            self._expect(zero, self._headers[scale].shape)
         return self._matrix(Kind.INT8, prefix, n, k, 8, groups, zeros)
 
     def _float8(self, prefix: str) -> StoredMatrix:
-        n, k = self._sizes(f"{prefix}.weight", 2, _FLOAT8)
+        n, k = self._sizes(tensor_name(self._stored, prefix, "weight"), 2, _FLOAT8)
         inverse = f"{prefix}.weight_scale_inv"
-        name = inverse if inverse in self._headers else f"{prefix}.weight_scale"
+        name = inverse if inverse in self._headers else tensor_name(self._stored, prefix, "weight_scale")
         shape = self._sizes(name, None, (*_FLOATING, *_EXPONENTS))
         high, wide = self._stored.block
         one = all(size == 1 for size in shape)
@@ -196,6 +259,46 @@ class _Reader:
         self._sizes(f"{prefix}_scales", 3, _EXPONENTS)
         self._expect(f"{prefix}_scales", (experts, n, groups))
         return StoredMatrix(prefix, Kind.EXPERTS, prefix, (experts, 32 * groups, n), 4, groups, 32, False)
+
+    def _llm_int8(self, prefix: str) -> StoredMatrix:
+        n, k = self._sizes(f"{prefix}.weight", 2, ("I8",))
+        self._sizes(f"{prefix}.SCB", 1, _FLOATING)
+        self._expect(f"{prefix}.SCB", (n,))
+        name = f"{prefix}.weight_format"
+        if name in self._headers:
+            self._sizes(name, None, ("U8",))
+        return self._matrix(Kind.LLM_INT8, prefix, n, k, 8, 1, False)
+
+    def _codes(self, prefix: str) -> StoredMatrix:
+        name = f"{prefix}.weight"
+        count = prod(self._sizes(name, None, ("U8",)))
+        states = (each for each in self._headers if each.startswith(f"{name}.quant_state.bitsandbytes__"))
+        state = next(states, None)
+        if state is None:
+            raise WeightsError(f"{self._headers[name].file}: tensor {name} is U8, and its quant_state is missing")
+        self._sizes(state, 1, ("U8",))
+        told = CodeState.read(self._integers(state))
+        if told is None:
+            raise WeightsError(f"{self._headers[state].file}: tensor {state} is no state of a quantised matrix")
+        (n, k), blocks = told.shape, told.blocks
+        if count != -(-n * k // 2):
+            raise self._wrong(name, f"two of {n} × {k} weights to a byte")
+        for part, kind, size in told.parts():
+            self._sizes(f"{name}.{part}", 1, (kind,))
+            self._expect(f"{name}.{part}", (size,))
+        return StoredMatrix(name, Kind.CODES, prefix, (n, k), 4, blocks, told.blocksize, False, told)
+
+    def _int4_sums(self, prefix: str) -> StoredMatrix:
+        name, scale, added = (f"{prefix}._weight_{part}" for part in ("qdata", "scale", "zero_point"))
+        n, half = self._sizes(name, 2, ("I8",))
+        groups, _ = self._sizes(scale, 2, _FLOATING)
+        if n < 1 or groups < 1 or half < 1 or 2 * half % groups:
+            raise self._wrong(scale, f"groups of equal size of {2 * half} inputs")
+        for each in (scale, added):
+            self._sizes(each, 2, _FLOATING)
+            self._expect(each, (groups, n))
+        group = 2 * half // groups
+        return StoredMatrix(f"{prefix}.weight", Kind.INT4_SUMS, prefix, (n, 2 * half), 4, groups, group, False)
 
     def _matrix(self, kind: Kind, prefix: str, n: int, k: int, bits: int, groups: int, has_zeros: bool) -> StoredMatrix:
         if n < 1 or k < 1:

@@ -91,7 +91,7 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
         ({"hidden_act": "quick_gelu"}, "quick_gelu.*silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3, yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes.*GPTQ, AWQ"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*GPTQ, AWQ"),
         ({"dtype": "float8_e4m3fn"}, "float8.*bfloat16"),
     ],
 )

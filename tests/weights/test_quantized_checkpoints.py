@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from library_forms import LIBRARY_FORMS
 from stored_forms import E2M1, FORMS, Form, _pairs, gptq, quantized_llama, write
 from torch import Tensor
 
@@ -34,7 +35,8 @@ from engine.weights.quantized_source import QuantizedSource
 from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.sizes import stored_weight_bytes
 
-_by_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+_ALL = FORMS | LIBRARY_FORMS
+_by_form = pytest.mark.parametrize("form", _ALL.values(), ids=list(_ALL))
 
 
 @pytest.fixture(scope="module")

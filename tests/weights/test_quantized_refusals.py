@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_forms import LIBRARY_FORMS, torchao
 from stored_forms import FORMS, LLAMA, quantized_llama, write
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from engine.models.quantization import stored_format
 from engine.weights.quantized_source import QuantizedSource
 from engine.weights.safetensors_source import SafetensorsSource
 
+_ALL = FORMS | LIBRARY_FORMS
 _GPTQ = FORMS["gptq"].config
 _COMPRESSED = FORMS["packed"].config
 
@@ -28,8 +30,11 @@ def _scheme(**weights: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*GPTQ, AWQ.*int8.*dequantize"),
-        ({"quant_method": "torchao"}, "torchao.*compressed-tensors.*unquantised checkpoint"),
+        ({"quant_method": "torchao"}, "torchao: quant_type=None.*Int8WeightOnlyConfig"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type='int4_weight_only'"),
+        (torchao("UIntXWeightOnlyConfig"), "quant_type='UIntXWeightOnlyConfig'.*Int4WeightOnlyConfig are"),
+        (torchao("FqnToConfig", fqn_to_config={"a": torchao("X")["quant_type"]["default"]}), "quant_type='X'"),
+        (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "tile_packed_to_4d.*plain is"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt.*convert"),
         ({"quant_method": "hqq"}, "hqq.*supported are"),
         ({"quant_method": ["gptq"]}, "supported are"),
@@ -138,6 +143,21 @@ _SHAPES = [
     ("nvfp4", _instead("weight_global_scale", lambda x: x.repeat(2)), "weight_global_scale has shape"),
     ("nvfp4", _instead("weight_scale", lambda x: x[:, :-1]), "weight_scale has shape"),
     ("mxfp4", _instead("weight_scale", lambda x: x.float()), "weight_scale is stored as F32"),
+    ("bnb_nf4", _without("weight.absmax"), "absmax is missing"),
+    ("bnb_nf4", _without("weight.quant_map"), "quant_map is missing"),
+    ("bnb_nf4", _without("weight.quant_state.bitsandbytes__nf4"), "its quant_state is missing"),
+    ("bnb_nf4", _instead("weight.quant_state.bitsandbytes__nf4", lambda x: x[:-1]), "is no state"),
+    ("bnb_nf4", _instead("weight.quant_state.bitsandbytes__nf4", lambda x: x.repeat(9)), "quant_state"),
+    ("bnb_nf4", _instead("weight", lambda x: x[:-1]), "weight has shape.*64 × 256"),
+    ("bnb_nf4", _instead("weight.absmax", lambda x: x[:-1]), "absmax has shape"),
+    ("bnb_nf4_nested", _instead("weight.absmax", lambda x: x.float()), "absmax is stored as F32"),
+    ("bnb_nf4_nested", _without("weight.nested_absmax"), "nested_absmax is missing"),
+    ("bnb_int8", _without("SCB"), "SCB is missing"),
+    ("bnb_int8", _instead("SCB", lambda x: x[:-1]), "SCB has shape"),
+    ("torchao_int8", _without("_weight_scale"), "_weight_scale is missing"),
+    ("torchao_int8_by_name", _instead("_weight_zero_point", lambda x: x[:-1]), "_weight_zero_point has shape"),
+    ("torchao_int4", _instead("_weight_scale", lambda x: x[:, :-1]), "_weight_scale has shape"),
+    ("torchao_int4", _instead("_weight_scale", lambda x: x[:3]), "_weight_scale has shape.*groups"),
 ]
 
 
@@ -145,10 +165,10 @@ _SHAPES = [
 def test_tensors_that_do_not_fit_are_refused_before_they_are_read(
     form: str, change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
 ) -> None:
-    tensors, _ = FORMS[form].make(64, 256, torch.Generator().manual_seed(0))
+    tensors, _ = _ALL[form].make(64, 256, torch.Generator().manual_seed(0))
     change(tensors)
     write(tmp_path, {f"layer.{part}": tensor for part, tensor in tensors.items()})
-    stored = stored_format({"quantization_config": FORMS[form].config})
+    stored = stored_format({"quantization_config": _ALL[form].config})
     assert stored is not None
     with pytest.raises(WeightsError, match=says) as refusal:
         QuantizedSource(SafetensorsSource(tmp_path), stored)
@@ -165,6 +185,9 @@ _VALUES = [
     ("nvfp4", _instead("weight_global_scale", lambda x: x * float("inf")), "weight_global_scale holds"),
     ("nvfp4", _instead("weight_global_scale", lambda x: x * 0), "weight_global_scale holds"),
     ("mxfp4", _instead("weight_scale", lambda x: x | 255), "weight_scale holds 255"),
+    ("bnb_nf4", _instead("weight.absmax", lambda x: x * float("nan")), "absmax holds scales"),
+    ("bnb_int8", _instead("SCB", lambda x: x * float("inf")), "SCB holds scales"),
+    ("torchao_int4", _instead("_weight_zero_point", lambda x: x * float("inf")), "_weight_zero_point holds"),
 ]
 
 
@@ -172,15 +195,15 @@ _VALUES = [
 def test_values_that_mean_nothing_are_refused_when_they_are_read(
     form: str, change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
 ) -> None:
-    tensors, _ = FORMS[form].make(64, 256, torch.Generator().manual_seed(0))
+    tensors, _ = _ALL[form].make(64, 256, torch.Generator().manual_seed(0))
     change(tensors)
     write(tmp_path, {f"layer.{part}": tensor for part, tensor in tensors.items()})
-    stored = stored_format({"quantization_config": FORMS[form].config})
+    stored = stored_format({"quantization_config": _ALL[form].config})
     assert stored is not None
     with QuantizedSource(SafetensorsSource(tmp_path), stored) as source:
         with pytest.raises(WeightsError, match=says) as refusal:
             source.read_into("layer.weight", torch.empty(64, 256))
-        if form not in ("fp8_blocks", "nvfp4"):
+        if form not in ("fp8_blocks", "nvfp4", "bnb_nf4", "torchao_int4"):
             with pytest.raises(WeightsError, match=says):
                 source.encoded("layer.weight")
     assert "model.safetensors: tensor layer." in str(refusal.value)
@@ -194,8 +217,8 @@ def test_random_changes_of_headers_are_refused_or_read(tmp_path: Path) -> None:
         return int(torch.randint(0, count, (), generator=generator))
 
     for turn in range(300):
-        name = list(FORMS)[draw(len(FORMS))]
-        tensors, _ = FORMS[name].make(32, 128, torch.Generator().manual_seed(turn))
+        name = list(_ALL)[draw(len(_ALL))]
+        tensors, _ = _ALL[name].make(32, 128, torch.Generator().manual_seed(turn))
         part = list(tensors)[draw(len(tensors))]
         kinds = (torch.int8, torch.uint8, torch.int32, torch.float16, torch.float32, torch.float8_e4m3fn)
         shape = [draw(70) for _ in range(draw(4))]
@@ -203,7 +226,7 @@ def test_random_changes_of_headers_are_refused_or_read(tmp_path: Path) -> None:
         folder = tmp_path / str(turn)
         folder.mkdir()
         write(folder, {f"layer.{each}": tensor for each, tensor in tensors.items()})
-        stored = stored_format({"quantization_config": FORMS[name].config})
+        stored = stored_format({"quantization_config": _ALL[name].config})
         assert stored is not None
         try:
             with QuantizedSource(SafetensorsSource(folder), stored) as source:
