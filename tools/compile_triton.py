@@ -2,8 +2,9 @@
 show.
 
 Run: python tools/compile_triton.py [room ...], where a room is one of those listed in `ROOMS` (default: all). Exits 1
-and names the kernel when one does not compile, keeps more than it has registers for, or has not the parameters that its
-room's table says. Triton itself keeps what it compiled, by the hash of sources, options and compilers.
+and names the kernel when one does not compile, keeps more than it has registers or shared memory for, or has not the
+parameters that its room's table says. Triton itself keeps what it compiled, by the hash of sources, options and
+compilers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from triton.compiler import ASTSource
 
 ROOMS = (
     "engine.models.kernels",
+    "engine.models.product_kernels",
     "engine.runner.kernels",
     "engine.sampling.kernels",
     "attention_backends.page_kernels",
 )
 """Packages with a table `KERNELS` of what their module `device` holds."""
 CAPABILITIES = (80, 90)
+MOST_SHARED_BYTES = 99 << 10
+"""that a program may have on GPUs of consumers"""
 
 
 class Kernel(Protocol):
@@ -54,6 +58,8 @@ class Binary:
     """of a thread"""
     spilled_bytes: int
     """of a thread, in local memory"""
+    shared_bytes: int
+    """of a program"""
 
 
 def compile_kernel(function: triton.runtime.JITFunction, kernel: Kernel, capability: int) -> Binary:
@@ -68,14 +74,15 @@ def compile_kernel(function: triton.runtime.JITFunction, kernel: Kernel, capabil
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     options = dict(getattr(kernel, "options", {}))
-    cubin = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    cubin = compiled.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed)}
-    return Binary(len(cubin), used["REG"], used["STACK"] + used["LOCAL"])
+    return Binary(len(cubin), used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared)
 
 
 def check_table(room: str, device: ModuleType, kernels: Iterable[Kernel]) -> None:
@@ -106,6 +113,8 @@ def compile_room(room: str) -> Iterator[str]:
             types = ",".join(dict.fromkeys(t for t in kernel.signature.values() if t.startswith("*")))
             if binary.spilled_bytes:
                 raise RuntimeError(f"{room}: {kernel.name} spills {binary.spilled_bytes} bytes on sm_{capability}")
+            if binary.shared_bytes > MOST_SHARED_BYTES:
+                raise RuntimeError(f"{room}: {kernel.name} takes {binary.shared_bytes} bytes of shared memory")
             size = f"{binary.size_bytes} bytes, {binary.registers} registers"
             yield f"{kernel.name} sm_{capability} [{types}] {size} {took:.2f} s"
 

@@ -1,24 +1,32 @@
 """A mixture of experts with dense weights: the router, and the experts by the operator `pageloom::expert_linear`.
 
-On CPUs a packer puts `PackedExperts` in their place, and gives the router an operator.
+On GPUs both are an operator each (`engine.models.expert_op`). On CPUs a packer puts `PackedExperts` in their place, and
+gives the router an operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from engine.models.expert_op import expert_linear
+from engine.models.expert_op import expert_linear, mixture, route
 from engine.models.layers import Linear, activated, parameter
+from engine.models.packed import FUSED_GATES
+from engine.models.product_kernels import DENSE, Gate, Matrix
 from engine.models.spec import Activation, ClampedSwiGLU, ExpertsSpec, RouterSpec
 
 if TYPE_CHECKING:
-    from engine.cpu_kernels.linear import LinearOps
     from engine.models.packed import PackedLinear
 
 _LEAST_SUM = 1e-20
+_CLAMPED_SWIGLU = 3
+_KINDS = ("softmax", "chosen_softmax", "sigmoid")
+"""by their numbers in `csrc/experts_schedule.h` and for `pageloom::route`"""
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(logits, kind, top_k, normalise, correction, groups, top_groups, scale): as `engine.models.expert_op.route`"""
 
 
 class Router(nn.Module):
@@ -35,11 +43,11 @@ class Router(nn.Module):
         self.spec = spec
         self.logits = Linear(hidden, count, spec.bias, torch.float32 if spec.wide else dtype, device)
         self.correction = parameter((count,), torch.float32, device) if spec.correction else None
-        self._op: tuple[LinearOps, int] | None = None
+        self._route: Route | None = route if device.type == "cuda" else None
 
-    def use(self, ops: LinearOps, kind: int) -> None:
-        """An operator for all that follows the logits. `kind`: its number for what the spec says."""
-        self._op = ops, kind
+    def use(self, route: Route) -> None:
+        """An operator for all that follows the logits."""
+        self._route = route
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] → ids int32, the best first, and factors float32, both [tokens, top_k]."""
@@ -48,13 +56,10 @@ class Router(nn.Module):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [tokens, experts] → what `forward` returns."""
         spec = self.spec
-        if self._op is None:
+        if self._route is None:
             return chosen(logits, spec, self.correction)
-        ops, kind = self._op
-        ids, factors = ops.route(
-            logits, kind, spec.top_k, spec.normalise, self.correction, spec.groups, spec.top_groups, spec.scale
-        )
-        return ids, factors
+        rules = (spec.groups, spec.top_groups, spec.scale)
+        return self._route(logits, _KINDS.index(spec.kind), spec.top_k, spec.normalise, self.correction, *rules)
 
 
 def chosen(
@@ -89,6 +94,13 @@ def gated(inner: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.
     return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
 
 
+def kernel_gate(activation: Activation | ClampedSwiGLU) -> Gate | None:
+    """As the kernels number it; None: they do not have it."""
+    if isinstance(activation, ClampedSwiGLU):
+        return Gate(_CLAMPED_SWIGLU, activation.limit, activation.alpha)
+    return Gate(FUSED_GATES[activation]) if activation in FUSED_GATES else None
+
+
 class Experts(nn.Module):
     """The gated MLPs of all experts of a layer.
 
@@ -103,6 +115,7 @@ class Experts(nn.Module):
         super().__init__()
         count, inner = spec.count, spec.inner_size
         self.count, self.activation = count, spec.activation
+        self._gate = kernel_gate(spec.activation) if device.type == "cuda" else None
         self.gate_up = parameter((count, 2 * inner, hidden), dtype, device)
         self.down = parameter((count, hidden, inner), dtype, device)
         self.gate_up_bias = parameter((count, 2 * inner), dtype, device) if spec.bias else None
@@ -113,6 +126,10 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """x [tokens, hidden], normed already; ids and factors [tokens, top_k], as `Router` returns them. `residual`
         [tokens, hidden] is added to the result."""
+        if self._gate is not None:
+            gate_up, down = (Matrix(each, None, DENSE) for each in (self.gate_up, self.down))
+            biases = (self.gate_up_bias, self.down_bias)
+            return mixture(x, ids, factors, gate_up, down, biases, residual, self._gate)
         top_k, flat = ids.size(1), ids.flatten()
         inner = expert_linear(x.repeat_interleave(top_k, dim=0), flat, self.gate_up, self.gate_up_bias)
         out = expert_linear(gated(inner, self.activation), flat, self.down, self.down_bias)

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from engine.models.packed import FUSED_GATES
+from engine.models.experts import kernel_gate
 from engine.models.spec import Activation, ClampedSwiGLU
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.experts import ExpertWeights
     from engine.cpu_kernels.linear import LinearOps
-
-_CLAMPED_SWIGLU = 3
-"""its number in `csrc/experts_schedule.h`"""
 
 
 class PackedExperts(nn.Module):
@@ -34,10 +31,9 @@ class PackedExperts(nn.Module):
         self.register_buffer("down_bias", weights.down_bias)
         self.inner = weights.inner
         self.gate_up_format, self.down_format = int(weights.gate_up_format), int(weights.down_format)
-        if isinstance(gate, str):
-            self.gate, self.limit, self.alpha = FUSED_GATES[gate], 0.0, 0.0
-        else:
-            self.gate, self.limit, self.alpha = _CLAMPED_SWIGLU, gate.limit, gate.alpha
+        found = kernel_gate(gate)
+        assert found is not None  # whoever packs has looked
+        self.gate, self.limit, self.alpha = found.kind, found.limit, found.alpha
         self.op = ops.packed_experts
 
     def forward(

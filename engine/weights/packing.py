@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.config import Quantization
-from engine.cpu_kernels.experts import ExpertWeights, Routing, expert_biases
+from engine.cpu_kernels.experts import ExpertWeights, expert_biases
 from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
@@ -155,7 +155,7 @@ class Packer:
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
             if isinstance(module, Router) and not (module.spec.kind == "softmax" and module.spec.correction):
-                module.use(self._ops, Routing[module.spec.kind.upper()])
+                module.use(self._ops.route)
 
     def pack_tables(
         self, model: Tables, embedding_part: Part, head_part: Part | None, source: WeightSource | None

@@ -13,7 +13,7 @@ from expert_oracle import CLAMPED, FORMATS, Case, choices, make_case, normal, on
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
-from engine.cpu_kernels.experts import ExpertWeights, Routing, pack_experts, pack_gguf_experts
+from engine.cpu_kernels.experts import ExpertWeights, pack_experts, pack_gguf_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.cpu_kernels.linear import LinearOps
 from engine.models.experts import Router
@@ -313,7 +313,7 @@ def test_modules_compile_and_return_what_the_operators_do(linear_ops: LinearOps)
     router = Router(spec, 8, 6, torch.bfloat16, torch.device("cpu"))
     assert router.correction is not None
     router.correction.zero_()
-    router.use(linear_ops, Routing.SIGMOID)
+    router.use(linear_ops.route)
     silu, clamped = (PackedExperts(linear_ops, case.weights, gate) for gate in ("silu", CLAMPED))
 
     def forward(x: Tensor, logits: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ QUICK = [
     "chosen by itself",
     "compiled by Inductor",
     "own linears",
+    "experts",
 ]
 EXHAUSTIVE = [
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),

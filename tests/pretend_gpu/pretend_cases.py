@@ -288,6 +288,19 @@ def compiled(folder: Path, oracles: Oracles) -> None:
     assert found[0] == llm.ready.distinct_pieces > 0 == found[1], found
 
 
+def experts(folder: Path, oracles: Oracles) -> None:
+    """A mixture of experts, few tokens and many, by the kernels that a GPU has for them."""
+    folder = folder / "experts"
+    oracle = Oracles(folder).greedy("float32")
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float16", "max_num_seqs": 2, "max_num_batched_tokens": 16, "graphs": "piecewise"}
+        with loaded(folder, device="cuda", attention_backend="flashinfer", compile="pieces", **options) as llm:
+            outputs = generate(llm, PROMPTS[:3], GREEDY)
+            check_graphs(machine, llm, "piecewise")
+        check_closed(machine)
+    assert same_but_for_ties(outputs, oracle[:3], HALF_TIE_NATS) <= 1
+
+
 Case = Callable[[Path, Oracles], None]
 MODES = (("none", "none"), ("none", "pieces"), ("piecewise", "pieces"), ("full_decode", "none"), ("both", "pieces"))
 CASES: dict[str, Case] = {
@@ -346,6 +359,7 @@ CASES: dict[str, Case] = {
     "a hidden wait is found": a_hidden_wait_is_found,
     "captures between steps": captures_between_steps,
     "own linears": own_linears,
+    "experts": experts,
     "prepare": prepare,
     "chosen by itself": chosen_by_itself,
     "compiled by Inductor": compiled,

@@ -175,16 +175,18 @@ def version_of(real: Callable[[str], str], flashinfer: str) -> Callable[[str], s
     return lambda name: flashinfer if name == "flashinfer-python" else real(name)
 
 
-# linear layers
+# linear layers and experts
 
 
 @contextmanager
 def linears_on_device() -> Iterator[None]:
-    """The operator's CUDA implementation, for CPU tensors (pretend ones are)."""
+    """The operators' CUDA implementations, for CPU tensors (pretend ones are)."""
+    from engine.models.expert_op import ON_DEVICE
     from engine.models.linear_op import on_cuda
 
     library = torch.library.Library("pageloom", "IMPL")
-    library.impl("linear", on_cuda, "CPU", allow_override=True)
+    for name, function in {"linear": on_cuda, **ON_DEVICE}.items():
+        library.impl(name, function, "CPU", allow_override=True)
     try:
         yield
     finally:

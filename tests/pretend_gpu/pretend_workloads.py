@@ -25,7 +25,7 @@ Outputs = list[RequestOutput]
 
 def save_models(path: Path) -> None:
     """Two layers in the smallest shape that the GPU kernels serve. In `deep` three of them, and a model and a head that
-    draft for those, badly."""
+    draft for those, badly. In `experts` a mixture of them."""
     save_model(path, layers=2, seed=3)
     deep = path / "deep"
     save_model(deep, layers=3, seed=3)
@@ -35,6 +35,7 @@ def save_models(path: Path) -> None:
         "num_hidden_layers": 1, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     }  # fmt: skip
+    save_experts(path / "experts")
     DenseEagle(config, torch.arange(0, VOCAB, 2)).save(deep / "head")
 
 
@@ -48,6 +49,20 @@ def save_model(path: Path, layers: int, seed: int) -> None:
     )  # fmt: skip
     torch.manual_seed(seed)
     transformers.Qwen3ForCausalLM(config).float().eval().save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_experts(path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=5, num_experts_per_tok=2,
+        max_position_embeddings=512, initializer_range=0.15, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.Qwen3MoeForCausalLM(config).float().eval().save_pretrained(path)
     save_tokenizer(path)
 
 

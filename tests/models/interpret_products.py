@@ -1,0 +1,240 @@
+"""Run by test_product_kernels.py in a process of its own: Triton must be imported with TRITON_INTERPRET=1 already set.
+
+`interpret_products.py CASE...` prints one line per case that passed; raises on the first that fails. For the
+interpreter's two traps see interpret_linear_kernels.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from interpret_linear_kernels import HALF_PLACE, mend_dot
+from torch import Tensor
+
+from engine.models import product_kernels
+from engine.models.experts import chosen, gated
+from engine.models.product_kernels import DENSE, TILES, Gate, Matrix, RoutingRules, Tile, most_tiles
+from engine.models.product_kernels import device as launches
+from engine.models.spec import Activation, ClampedSwiGLU, RouterSpec
+
+KERNELS = launches.TritonProducts()
+ACTIVATIONS: tuple[tuple[Gate, Activation | ClampedSwiGLU], ...] = (
+    (Gate(1), "silu"),
+    (Gate(2), "gelu_tanh"),
+    (Gate(3, 0.5, 1.702), ClampedSwiGLU(0.5, 1.702)),
+)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def choices(tokens: int, experts: int, top_k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = normal(tokens, experts, seed=seed).topk(top_k, dim=1).indices.int()
+    return ids, normal(tokens, top_k, seed=seed + 1).softmax(1)
+
+
+def reference(
+    x: Tensor,
+    ids: Tensor,
+    factors: Tensor,
+    matrices: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: Activation | ClampedSwiGLU,
+) -> Tensor:
+    """float64 [tokens, hidden], rounded where separate operations would be, but in the end."""
+    dtype, rows = x.dtype, []
+
+    def rounded(values: Tensor) -> Tensor:
+        return values.to(dtype).double()
+
+    def product(values: Tensor, which: int, expert: int) -> Tensor:
+        bias = biases[which]
+        made = matrices[which][expert].double() @ values
+        return rounded(made if bias is None else made + bias[expert].double())
+
+    for token, experts in enumerate(ids.tolist()):
+        total = torch.zeros(x.size(1), dtype=torch.float64)
+        for place, expert in enumerate(experts):
+            inner = rounded(gated(product(x[token].double(), 0, expert)[None], activation))[0]
+            total += product(inner, 1, expert) * factors[token, place].double()
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Within a few roundings of what is summed."""
+    assert found.shape == expected.shape and bool(found.isfinite().all())
+    error, size = (found.double() - expected).abs(), expected.abs() + expected.abs().mean()
+    assert float((error / size).max()) <= 6 * HALF_PLACE.get(found.dtype, 1e-5), float((error / size).max())
+
+
+def small_tiles() -> object:
+    """Of few lines, since the interpreter's time goes with the grid and the tests' sizes are small."""
+    return patch.dict(TILES, {q: tuple(replace(t, block_n=32, block_k=64) for t in TILES[q]) for q in TILES})
+
+
+def check_experts() -> None:
+    hidden, inner, count = 80, 48, 5
+    case = 0
+    for tokens, top_k in ((1, 2), (3, 5), (19, 3)):
+        for gate, activation in ACTIVATIONS:
+            dtype = (torch.bfloat16, torch.float16)[case % 2]
+            biased = case % 3 != 0
+            x = normal(tokens, hidden, seed=case, dtype=dtype)
+            ids, factors = choices(tokens, count, top_k, seed=case)
+            matrices = (
+                normal(count, 2 * inner, hidden, seed=1, dtype=dtype) * hidden**-0.5,
+                normal(count, hidden, inner, seed=2, dtype=dtype) * inner**-0.5,
+            )
+            biases = (
+                normal(count, 2 * inner, seed=3, dtype=dtype) if biased else None,
+                normal(count, hidden, seed=4, dtype=dtype) if biased else None,
+            )
+            residual = normal(tokens, hidden, seed=9, dtype=dtype) if case % 2 else None
+            packed = tuple(Matrix(each, None, DENSE) for each in matrices)
+            found = KERNELS.experts(x, ids, factors, packed, biases, residual, gate)
+            expected = reference(x, ids, factors, matrices, biases, activation)
+            assert_near(found, expected if residual is None else expected + residual.double())
+            case += 1
+
+
+def check_every_tile() -> None:
+    """The largest, too, which take more rows than a test has: by hand."""
+    count, n, k = 3, 40, 72
+    weight = normal(count, n, k, seed=1, dtype=torch.bfloat16)
+    ids = torch.arange(21, dtype=torch.int32) % 2  # nobody chose the last
+    x = normal(21, k, seed=2, dtype=torch.bfloat16)
+    expected = torch.einsum("rk,rnk->rn", x.double(), weight[ids.long()].double())
+    for tile in TILES[False]:
+        for matrix in (Matrix(weight, None, DENSE), Matrix(weight.transpose(1, 2).contiguous(), None, DENSE, True)):
+            with patch.object(launches, "tile_for", lambda *sizes, tile=tile: tile):
+                assert_near(KERNELS.expert_linear(x, ids, matrix, None), expected)
+    for tokens in (1, 8):
+        for matrix in (Matrix(weight, None, DENSE), Matrix(weight.transpose(1, 2).contiguous(), None, DENSE, True)):
+            assert_near(KERNELS.expert_linear(x[:tokens], ids[:tokens], matrix, None), expected[:tokens])
+
+
+def check_rows_do_not_see_each_other() -> None:
+    """Bit for bit in any company, order and place of a tile, whatever NaN the others hold."""
+    count, hidden, inner, tokens = 4, 64, 32, 30
+    x = normal(tokens, hidden, seed=1, dtype=torch.bfloat16)
+    ids, factors = choices(tokens, count, 2)
+    packed = tuple(
+        Matrix(normal(*shape, seed=3, dtype=torch.bfloat16), None, DENSE)
+        for shape in ((count, 2 * inner, hidden), (count, hidden, inner))
+    )
+
+    def run(rows: Tensor, x: Tensor = x) -> Tensor:
+        return KERNELS.experts(x[rows], ids[rows], factors[rows], packed, (None, None), None, Gate(1))
+
+    with patch.object(launches, "tile_for", lambda *sizes: Tile(16, 32, 64, 4, 2)):
+        together = run(torch.arange(tokens))
+        for rows in (torch.arange(5, 14), torch.randperm(tokens, generator=torch.Generator().manual_seed(1))):
+            assert torch.equal(run(rows), together[rows])
+        spoiled = x.clone()
+        spoiled[3] = float("nan")
+        found = run(torch.arange(tokens), spoiled)
+        others = torch.arange(tokens) != 3
+        assert torch.equal(found[others], together[others]) and bool(found[3].isnan().all())
+    few = run(torch.arange(8))
+    assert torch.equal(few[3:5], run(torch.arange(3, 5)))
+
+
+def check_unread_experts() -> None:
+    """Those that nobody chose hold NaN."""
+    count, hidden, inner = 6, 32, 32
+    matrices = [normal(*shape, seed=1, dtype=torch.float16) for shape in ((6, 2 * inner, hidden), (6, hidden, inner))]
+    ids, factors = choices(20, 3, 2)
+    for tokens in (2, 20):
+        x = normal(tokens, hidden, seed=2, dtype=torch.float16)
+        results = []
+        for value in (0.0, float("nan")):
+            spoiled = [matrix.clone() for matrix in matrices]
+            for matrix in spoiled:
+                matrix[3:] = value
+            packed = tuple(Matrix(each, None, DENSE) for each in spoiled)
+            results.append(KERNELS.experts(x, ids[:tokens], factors[:tokens], packed, (None, None), None, Gate(1)))
+        assert torch.equal(*results) and count == len(matrices[0])
+
+
+def check_placing() -> None:
+    """Each choice once, in tiles of its expert alone, in order; as many tiles as the host foresaw hold any."""
+    for choices_count, experts, lines in ((1, 1, 16), (37, 5, 16), (2100, 7, 64), (40, 130, 16)):
+        ids = torch.randint(experts, (choices_count,), generator=torch.Generator().manual_seed(experts)).int()
+        if experts == 7:
+            ids[ids == 3] = 4
+        tile = Tile(lines, 32, 64, 4, 2)
+        rows, of = launches._placed(ids, experts, tile)
+        assert len(of) == most_tiles(choices_count, experts, lines)
+        expected: list[tuple[int, list[int]]] = []
+        for expert in range(experts):
+            mine = (ids == expert).nonzero().flatten().tolist()
+            expected += [(expert, mine[at : at + lines]) for at in range(0, len(mine), lines)]
+        for tile_index, (expert, mine) in enumerate(expected):
+            assert int(of[tile_index]) == expert
+            assert rows[tile_index * lines :][:lines].tolist() == mine + [choices_count] * (lines - len(mine))
+        assert of[len(expected) :].tolist() == [-1] * (len(of) - len(expected))
+
+
+def check_route() -> None:
+    for index, (kind, experts, top_k, groups, top_groups, correction) in enumerate(
+        (
+            ("softmax", 8, 2, 1, 1, False),
+            ("softmax", 60, 4, 1, 1, True),
+            ("chosen_softmax", 32, 4, 1, 1, False),
+            ("sigmoid", 24, 3, 1, 1, False),
+            ("sigmoid", 40, 6, 8, 3, True),
+            ("softmax", 24, 5, 3, 2, False),
+            ("sigmoid", 16, 16, 1, 1, True),
+        )
+    ):
+        for normalise in (True, False):
+            spec = RouterSpec(
+                kind=kind, top_k=top_k, normalise=normalise, groups=groups, top_groups=top_groups, scale=2.5
+            )
+            logits = 3 * normal(3, experts, seed=index)
+            bias = normal(experts, seed=index + 50) if correction else None
+            number = ("softmax", "chosen_softmax", "sigmoid").index(kind)
+            rules = RoutingRules(number, top_k, normalise, groups, top_groups, 2.5)
+            ids, factors = KERNELS.route(logits, bias, rules)
+            expected = chosen(logits, spec, bias)
+            assert torch.equal(ids, expected[0]), (ids, expected[0])
+            torch.testing.assert_close(factors, expected[1], rtol=2e-6, atol=1e-7)
+
+
+def check_route_ties_and_what_is_no_number() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [float("nan")] * 5, [1.0, float("nan"), 3.0, 2.0, 0.0]])
+    for kind in (0, 1, 2):
+        ids, factors = KERNELS.route(logits, None, RoutingRules(kind, 3, True, 1, 1, 1.0))
+        assert ids[0].tolist() == [1, 2, 4]
+        assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
+        assert factors[0].isfinite().all() and factors[1:].isnan().all()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "experts": check_experts,
+    "tiles": check_every_tile,
+    "rows": check_rows_do_not_see_each_other,
+    "unread": check_unread_experts,
+    "placing": check_placing,
+    "route": check_route,
+    "ties": check_route_ties_and_what_is_no_number,
+}
+
+
+def main() -> None:
+    mend_dot()
+    with small_tiles():
+        for name in sys.argv[1:]:
+            CASES[name]()
+            print(f"{name} right", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    assert product_kernels
