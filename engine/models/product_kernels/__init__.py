@@ -80,7 +80,7 @@ ROW_TILES = {False: Tile(1, 8, 512, 4, 3), True: Tile(1, 8, 512, 4, 2)}
 """by whether the matrix is quantised"""
 TILES = {
     False: (Tile(16, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
-    True: (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 64, 64, 8, 2)),
+    True: (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 64, 32, 8, 3)),
 }
 
 
