@@ -9,17 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu_kernels"))
 
 import torch
 from interpret_linear_kernels import HALF_PLACE, mend_dot
+from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
-from engine.models import product_kernels
+from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.quantize import pack_blocks, pack_int4, unpack
 from engine.models.experts import chosen, gated
 from engine.models.product_kernels import DENSE, TILES, Gate, Matrix, RoutingRules, Tile, most_tiles
 from engine.models.product_kernels import device as launches
 from engine.models.spec import Activation, ClampedSwiGLU, RouterSpec
+from engine.weights import device_layouts
+from engine.weights.source import EncodedRows
 
 KERNELS = launches.TritonProducts()
 ACTIVATIONS: tuple[tuple[Gate, Activation | ClampedSwiGLU], ...] = (
@@ -216,6 +223,76 @@ def check_route_ties_and_what_is_no_number() -> None:
         assert factors[0].isfinite().all() and factors[1:].isnan().all()
 
 
+def stored(format: Format, n: int, k: int, seed: int = 0) -> tuple[Matrix, Tensor]:
+    """A matrix as GPUs have it, and float64 [n, k] that it stands for, by what unpacks a CPU's panels."""
+    blocks = blocks_of(format, n, k).roll(seed, 0)
+    return device_layouts.arranged(EncodedRows(format, blocks)), unpack(
+        pack_blocks(blocks, format), n, k, format
+    ).double()
+
+
+def quantised(n: int, k: int) -> dict[str, tuple[Matrix, Tensor]]:
+    found = {format.name: stored(format, n, k) for format in BLOCK_FORMATS}
+    weight = normal(n, k, seed=8)
+    four = device_layouts.int4(weight)
+    found["int4"] = four, unpack(pack_int4(weight), n, k, Format.Q4_1).double()
+    eight = device_layouts.int8(weight)
+    assert eight.scales is not None
+    assert (eight.levels * eight.scales - weight).abs().max() <= 0.5001 * eight.scales.max()
+    found["int8"] = eight, eight.levels.double() * eight.scales.double()
+    levels = (weight * 50).to(torch.float8_e4m3fn)
+    levels[0, :9] = torch.tensor([448, -448, 2**-9, -(2**-9), 3 * 2**-9, 0, -0.0, 2**-6, 1.125]).to(levels.dtype)
+    for parts in (1, k // 128):
+        scales = normal(n, parts, seed=9).abs() + 0.01
+        values = levels.double() * scales.double().repeat_interleave(k // parts, dim=1)
+        found[f"fp8 of {parts}"] = device_layouts.float8(levels, scales), values
+    return found
+
+
+def check_formats() -> None:
+    """In float32, where nothing is rounded before it is multiplied: exact levels and scales. Few rows and many."""
+    n, k = 37, 512
+    for index, (name, (matrix, values)) in enumerate(quantised(n, k).items()):
+        bias = normal(n, seed=5) if index % 2 else None
+        for rows in (1, 5, 18):
+            x = normal(rows, k, seed=rows)
+            expected = x.double() @ values.T + (0.0 if bias is None else bias.double())
+            error = (KERNELS.linear(x, matrix, bias).double() - expected).abs().max() / expected.abs().max()
+            assert error <= 2e-6, (name, rows, float(error))
+        ids = torch.tensor([0, n - 1, 5, 0])
+        assert torch.equal(KERNELS.lines(ids, matrix, k, torch.float32), values[ids].float()), name
+
+
+def check_half_precision_of_formats() -> None:
+    """Values are rounded to the dtype of rows and multiplied, in every tile."""
+    matrix, values = stored(Format.Q4_K, 40, 512)
+    x = normal(33, 512, seed=1, dtype=torch.bfloat16)
+    expected = x.double() @ values.bfloat16().double().T
+    for tile in TILES[True]:
+        with patch.object(launches, "tile_for", lambda *sizes, tile=tile: tile):
+            for rows in (2, 33):
+                found = KERNELS.linear(x[:rows], matrix, None).double()
+                assert float((found - expected[:rows]).abs().max() / expected.abs().max()) <= 2.0**-7
+
+
+def check_quantised_experts() -> None:
+    """Of two formats, as in GGUF files; in float32 against the same values dense."""
+    count, hidden, inner = 4, 256, 32
+    shapes = ((Format.Q4_K, 2 * inner, hidden), (Format.Q8_0, hidden, inner))
+    made = [[stored(format, n, k, seed) for seed in range(count)] for format, n, k in shapes]
+    packed, dense = [], []
+    for matrices in made:
+        levels, scales = (torch.stack([getattr(m, part) for m, _ in matrices]) for part in ("levels", "scales"))
+        packed.append(Matrix(levels, scales, matrices[0][0].format))
+        dense.append(torch.stack([values for _, values in matrices]).float())
+    for tokens in (2, 11):
+        x = normal(tokens, hidden, seed=tokens) * 0.1
+        ids, factors = choices(tokens, count, 2)
+        found = KERNELS.experts(x, ids, factors, (packed[0], packed[1]), (None, None), None, Gate(1))
+        expected = reference(x, ids, factors, (dense[0], dense[1]), (None, None), "silu")
+        assert float((found.double() - expected).abs().max() / expected.abs().max()) <= 1e-5
+
+
 CASES: dict[str, Callable[[], None]] = {
     "experts": check_experts,
     "tiles": check_every_tile,
@@ -223,6 +300,9 @@ CASES: dict[str, Callable[[], None]] = {
     "unread": check_unread_experts,
     "placing": check_placing,
     "route": check_route,
+    "formats": check_formats,
+    "halves": check_half_precision_of_formats,
+    "quantised": check_quantised_experts,
     "ties": check_route_ties_and_what_is_no_number,
 }
 
@@ -237,4 +317,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    assert product_kernels

@@ -36,6 +36,7 @@ GROUP = 32
 """inputs that lie together in quantised matrices"""
 SORT_BLOCK = 1024
 COMBINE_BLOCK = 1024
+LINE_BLOCK = 1024
 _LEAST_INPUTS = 512
 """of a split"""
 _PROGRAMS = 264
@@ -119,6 +120,10 @@ class ProductKernels(Protocol):
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """x [rows, k] times one matrix [n, k], bias [n] → [rows, n] in x's dtype."""
+        ...
+
+    def lines(self, ids: torch.Tensor, matrix: Matrix, k: int, dtype: torch.dtype) -> torch.Tensor:
+        """Of a quantised matrix [n, k], at int64 [rows] → [rows, k]."""
         ...
 
     def expert_linear(
@@ -224,7 +229,10 @@ def _signatures() -> tuple[KernelSignature, ...]:
         found.append(_product(tile, DENSE, routed=True, gate=1))
         found.append(_product(tile, DENSE, routed=True, HAS_BIAS=1, ALIGNED=0, TRANSPOSED=1, pointer="*fp16"))
     found += [_product(tile, DENSE, routed=True, gate=gate) for gate in (2, 3) for tile in TILES[False][2:3]]
+    looked_up = {"ids": "*i64", "out": "*bf16", "k": "i32", "scale_groups": "i32"}
     for format in FORMATS:
+        types = {"ids": "*i64", "levels": levels_type(format), "scales": scales_type(format), **looked_up}
+        found.append(KernelSignature("line_kernel", types, {"FORMAT": format, "BLOCK_K": LINE_BLOCK}))
         found += [_product(tile, format, routed=False, split=int(tile.block_m == 16)) for tile in TILES[True]]
         found.append(_product(ROW_TILES[True], format, routed=False, HAS_BIAS=1))
     for tile in (ROW_TILES[True], *TILES[True]):

@@ -14,6 +14,7 @@ from engine.models.product_kernels import (
     FEW_ROWS,
     FEW_TOKENS,
     GROUP,
+    LINE_BLOCK,
     ROW_TILES,
     SORT_BLOCK,
     Gate,
@@ -24,7 +25,7 @@ from engine.models.product_kernels import (
     splits_for,
     tile_for,
 )
-from engine.models.product_kernels.device_products import row_kernel, tile_kernel
+from engine.models.product_kernels.device_products import line_kernel, row_kernel, tile_kernel
 from engine.models.product_kernels.device_routing import combine_kernel, count_kernel, place_kernel, route_kernel
 
 _SUM_BLOCK = 512
@@ -51,6 +52,14 @@ class TritonProducts:
         grid = (triton.cdiv(rows * n, _SUM_BLOCK),)
         _sum_splits[grid](partials, added, y, rows * n, n, splits, HAS_BIAS=int(bias is not None), BLOCK=_SUM_BLOCK)
         return y
+
+    def lines(self, ids: torch.Tensor, matrix: Matrix, k: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty((ids.shape[0], k), dtype=dtype, device=ids.device)
+        scales, scale_groups = _scales(matrix, k)
+        line_kernel[(ids.shape[0], triton.cdiv(k, LINE_BLOCK))](
+            ids.contiguous(), matrix.levels, scales, out, k, scale_groups, FORMAT=matrix.format, BLOCK_K=LINE_BLOCK
+        )
+        return out
 
     def expert_linear(
         self, x: torch.Tensor, ids: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None

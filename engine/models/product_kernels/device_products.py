@@ -240,3 +240,24 @@ def _added(
         sums = tl.dot(low, a, sums, input_precision="ieee")
         sums = tl.dot(high, b, sums, input_precision="ieee")
     return sums
+
+
+@triton.jit(do_not_specialize=["k", "scale_groups"], do_not_specialize_on_alignment=["ids"])
+def line_kernel(
+    ids: tl.tensor,
+    levels: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    k: tl.tensor,
+    scale_groups: tl.tensor,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    # A line of a quantised matrix, as the dtype of `out`: what an embedding looks up.
+    row, first = tl.program_id(0), tl.program_id(1) * (BLOCK_K // 32)
+    line = tl.load(ids + row).to(tl.int64) + tl.zeros([1], tl.int64)
+    low, high = halves(levels, scales, line, first, k // 32, scale_groups, FORMAT, 1, BLOCK_K // 32)
+    groups = (first + tl.arange(0, BLOCK_K // 32))[None, :, None]
+    target = out + row.to(tl.int64) * k + groups * 32 + tl.arange(0, 16)[None, None, :]
+    tl.store(target, low.to(out.dtype.element_ty), mask=groups < k // 32)
+    tl.store(target + 16, high.to(out.dtype.element_ty), mask=groups < k // 32)
