@@ -80,7 +80,8 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     """Names of a checkpoint that are not read."""
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
     if family.predicts_more:
-        endings.append(rf"^({re.escape(family.prefix)}layers|blk)\.{spec.num_layers}\.")
+        model = re.escape(family.prefix)
+        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")
     return re.compile("|".join(endings) if endings else "$^")
 
 

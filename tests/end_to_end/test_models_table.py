@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ CASE_OF = {
     "olmo3": "olmo3_windows",
     "ministral": "ministral_windows",
     "cohere2": "cohere2_windows",
+    "mimo": "qwen2",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan_moe",
 }
@@ -55,6 +57,8 @@ class Subject:
         self.model = make_model(CASE_OF.get(family.name, family.name))
         self.path = directory
         self.model.save_pretrained(directory)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "architectures": [family.architecture]}))
         save_tokenizer(directory)
         self.oracles = [GreedyOracle(self.model, prompts, TOKENS) for prompts in (PROMPTS, CROWD)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_attention import DenseAttention, greedy, logits_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
 
 from engine.models.decoder import Decoder
@@ -62,6 +62,28 @@ def test_windows_change_the_logits_of_a_prompt_beyond_them(case: str, tmp_path: 
     with_window, without = logits_of(model, PROMPT), logits_of(unlimited, PROMPT)
     torch.testing.assert_close(with_window[:16], without[:16], rtol=1e-4, atol=1e-4)
     assert (with_window[16:] - without[16:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "architecture", "extra"),
+    [
+        ("glm4_moe", "Glm4MoeForCausalLM", "model.layers.3.eh_proj.weight"),
+        ("minimax_m2", "MiniMaxM2ForCausalLM", "model.layers.3.self_attn.q_proj.weight"),
+        ("qwen2", "MiMoForCausalLM", "model.mtp_layers.0.input_proj.weight"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(
+    case: str, architecture: str, extra: str, tmp_path: Path
+) -> None:
+    reference = make_model(case)
+    path = save(reference, tmp_path)
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "architectures": [architecture]}))
+    save_file({extra: torch.ones(4, 4)}, tmp_path / "more.safetensors")
+    names = load_file(tmp_path / "model.safetensors")
+    index = {**dict.fromkeys(names, "model.safetensors"), extra: "more.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    torch.testing.assert_close(logits_of(ours(path), PROMPT), hf_logits(reference, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 ROUNDED = ["llama_tied", "qwen2", "gemma2_windows", "gemma3_windows", "opt_norms_after", "gpt2"]

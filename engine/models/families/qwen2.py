@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: biases on Q, K and V only; sliding windows on some layers where `use_sliding_window` says so."""
+"""Qwen2 and Qwen2.5: biases on Q, K and V only; sliding windows on some layers where `use_sliding_window` says so.
+MiMo-7B is one with layers that predict further tokens, which are left out."""
 
 from __future__ import annotations
 
@@ -7,8 +8,13 @@ from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
-def qwen2_spec(config: Config) -> DecoderSpec:
-    return decoder_spec(config, "qwen2", windows=layer_type_windows(config), qkv_bias=True, default_kv_heads=32)
+def qwen2_spec(config: Config, family: str = "qwen2") -> DecoderSpec:
+    return decoder_spec(config, family, windows=layer_type_windows(config), qkv_bias=True, default_kv_heads=32)
+
+
+def mimo_spec(config: Config) -> DecoderSpec:
+    return qwen2_spec(config, "mimo")
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, LLAMA_NAMES.rows)
+MIMO = Family("mimo", "MiMoForCausalLM", mimo_spec, LLAMA_NAMES.rows, predicts_more=True)

@@ -35,7 +35,7 @@ from engine.models.families.olmoe import OLMOE
 from engine.models.families.opt import OPT
 from engine.models.families.phi import PHI
 from engine.models.families.phi3 import PHI3
-from engine.models.families.qwen2 import QWEN2
+from engine.models.families.qwen2 import MIMO, QWEN2
 from engine.models.families.qwen3 import QWEN3
 from engine.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from engine.models.families.seed_oss import SEED_OSS
@@ -75,6 +75,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX,
     PHI,
     STABLELM,
+    MIMO,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
