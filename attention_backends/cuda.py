@@ -7,7 +7,7 @@ values and attends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from attention_backends.interface import AttentionBackend, AttentionBatch, Atten
 from attention_backends.toolchain import default_cache_dir
 
 MIN_CAPABILITY = (8, 0)
-_LayerKey = tuple[int | None, int, int]
+_LayerKey = tuple[int | None, int, int, int]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class CudaMetadata:
 class CudaBackend(AttentionBackend):
     """bfloat16 and float16 queries; caches of that type or float8 e4m3. Sums in float32.
 
-    Kernels are compiled for what `bind` says, at the first `prepare` on a machine (about a minute), and cached.
+    Kernels are compiled for what `bind` says, a library for each size of head, at the first `prepare` on a machine
+    (about a minute), and cached.
     `launchers`, `multiprocessors`: kernels that are there already, and how many processors to cut work for (tests).
     """
 
@@ -76,7 +77,7 @@ class CudaBackend(AttentionBackend):
     def bind(self, spec: AttentionSpec) -> None:
         self._spec = spec
         if self._given is not None:
-            self._ready = _Ready(self._given, spec.device, self._multiprocessors)
+            self._ready = _Ready(dict.fromkeys(spec.head_dims, self._given), spec.device, self._multiprocessors)
 
     def prepare(self, cache_dir: Path | None = None) -> None:
         """Builds (once per machine and spec), loads and tries the kernels. Raises BuildError; RuntimeError before
@@ -87,24 +88,28 @@ class CudaBackend(AttentionBackend):
             return
         device = self._spec.device
         capability = torch.cuda.get_device_capability(device)
-        kernels = CudaKernels(self._spec.head_dim, self._spec.dtype, self._spec.kv_dtype, capability)
-        library = build(cache_dir or default_cache_dir(), kernels)
-        if not hasattr(getattr(torch.ops, library.namespace), "attend"):
-            torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        launchers: dict[int, Launchers] = {}
+        for head_dim in self._spec.head_dims:
+            kernels = CudaKernels(head_dim, self._spec.dtype, self._spec.kv_dtype, capability)
+            library = build(cache_dir or default_cache_dir(), kernels)
+            if not hasattr(getattr(torch.ops, library.namespace), "attend"):
+                torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            launchers[head_dim] = OpLaunchers(library.namespace)
         processors = self._multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
-        self._ready = _Ready(OpLaunchers(library.namespace), device, processors)
-        self._try_out(self._spec)
+        self._ready = _Ready(launchers, device, processors)
+        for head_dim in launchers:
+            self._try_out(self._spec, head_dim)
 
-    def _try_out(self, spec: AttentionSpec) -> None:
+    def _try_out(self, spec: AttentionSpec, head_dim: int) -> None:
         """One token that sees itself: its output is its value. Outside any step, so it may wait for the device."""
-        q = torch.ones(1, 1, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        q = torch.ones(1, 1, head_dim, dtype=spec.dtype, device=spec.device)
         out = torch.zeros_like(q)
-        cache = torch.zeros(self.kv_cache_shape(1, 16, 1, spec.head_dim), dtype=spec.kv_dtype, device=spec.device)
+        cache = torch.zeros(self.kv_cache_shape(1, 16, 1, head_dim), dtype=spec.kv_dtype, device=spec.device)
         ints = torch.tensor([0, 1], dtype=torch.int32, device=spec.device)
         slot, table = ints[:1].long(), torch.zeros(1, 1, dtype=torch.int32, device=spec.device)
         for longest in (1, 2):  # decode, then prefill
             batch = AttentionBatch(1, 1, longest, 1, ints, ints[1:], table, slot, 16, 0, (1,), (1,))
-            layer = AttentionLayer(1, 1, spec.head_dim, spec.head_dim**-0.5)
+            layer = AttentionLayer(1, 1, head_dim, head_dim**-0.5)
             self.forward(q, q, q, out, cache, layer, self.build_metadata(batch))
             if not torch.equal(out, q):
                 raise RuntimeError(
@@ -135,15 +140,16 @@ class CudaBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, CudaMetadata)
         ready, batch = self._prepared(), metadata.batch
-        key = (layer.window, layer.num_heads, layer.num_kv_heads)
+        key = (layer.window, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         plan = metadata.plans.get(key)
         if plan is None:
             plan = plan_layer(batch, layer, q.shape[2], ready.multiprocessors, ready.workspace)
             metadata.plans[key] = plan
         window = layer.window or 0
-        ready.make_schedules(plan, batch, kv_cache.data_ptr(), window)
+        launchers = ready.of(layer.head_dim)
+        ready.make_schedules(plan, batch, launchers, kv_cache.data_ptr(), window)
         for launch in plan.launches:
-            ready.launchers.attend(
+            launchers.attend(
                 q,
                 k,
                 v,
@@ -174,7 +180,8 @@ class CudaBackend(AttentionBackend):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        self._prepared().launchers.write_kv(k, v, kv_cache, slot_mapping, slot_mapping.shape[0], k_scale, v_scale)
+        launchers = self._prepared().of(k.shape[2])
+        launchers.write_kv(k, v, kv_cache, slot_mapping, slot_mapping.shape[0], k_scale, v_scale)
 
     def copy_blocks(self, kv_caches: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         self._prepared().blocks.copy(kv_caches, pairs)
@@ -198,19 +205,30 @@ class CudaBackend(AttentionBackend):
 class _Ready:
     """What a prepared backend works with: kernels, scratch memory, the machine's width."""
 
-    def __init__(self, launchers: Launchers, device: torch.device, multiprocessors: int) -> None:
-        self.launchers = launchers
+    def __init__(self, launchers: Mapping[int, Launchers], device: torch.device, multiprocessors: int) -> None:
+        """`launchers`: by size of head. Blocks are moved by any of them."""
+        self._launchers = launchers
         self.multiprocessors = multiprocessors
         self.workspace = Workspace(device)
-        self.blocks = BlockMover(launchers, device)
+        self.blocks = BlockMover(next(iter(launchers.values())), device)
 
-    def make_schedules(self, plan: LayerPlan, batch: AttentionBatch, cache_address: int, window: int) -> None:
+    def of(self, head_dim: int) -> Launchers:
+        """Raises RuntimeError: `bind` did not name it."""
+        found = self._launchers.get(head_dim)
+        if found is None:
+            bound = ", ".join(map(str, self._launchers))
+            raise RuntimeError(f"CudaBackend: its kernels are for head_dim {bound}, not {head_dim}")
+        return found
+
+    def make_schedules(
+        self, plan: LayerPlan, batch: AttentionBatch, launchers: Launchers, cache_address: int, window: int
+    ) -> None:
         """Queue schedule_decode at the first layer of a kind, and whenever that layer comes again: one metadata object
         may serve a warm-up and then a capture, and the graph must hold the launch."""
         for part in plan.parts:
             if part.made_by in (0, cache_address):
                 part.made_by = cache_address
-                self.launchers.schedule_decode(
+                launchers.schedule_decode(
                     batch.query_start_loc,
                     batch.seq_lens,
                     part.schedule,

@@ -195,7 +195,7 @@ def plan_layer(
         items = max_items(count, layer.num_kv_heads, multiprocessors)
         graph = batch.graph_size is not None
         room = count if graph else power_of_two(count)
-        key = (graph, role, room, layer.window, layer.num_heads, layer.num_kv_heads)
+        key = (graph, role, room, layer.window, layer.num_heads, layer.num_kv_heads, head_dim)
         schedule = workspace.schedule(key, schedule_words(max_items(room, layer.num_kv_heads, multiprocessors), room))
         rows = query_len * group
         partials = workspace.partials(partial_floats(items, layer.num_kv_heads, rows, head_dim), key if graph else None)

@@ -87,7 +87,8 @@ class FlashInferBackend(AttentionBackend):
                 device = torch.device("cuda", torch.cuda.current_device())
             self._runtime = load_runtime(device)
         if self._spec is not None:
-            _build(self._runtime, self._spec)
+            for head_dim in self._spec.head_dims:
+                _build(self._runtime, self._spec, head_dim)
         self._scratch = Scratch(self._runtime.device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -192,7 +193,7 @@ def _by_block_bytes(kv_caches: Sequence[torch.Tensor]) -> list[list[torch.Tensor
     return list(groups.values())
 
 
-def _build(runtime: Runtime, spec: AttentionSpec) -> None:
+def _build(runtime: Runtime, spec: AttentionSpec, head_dim: int) -> None:
     """Plan one token for `spec`, which compiles what plain layers need, so that a missing compiler is known now."""
     workspace = torch.zeros(_BUILD_BYTES, dtype=torch.uint8, device=runtime.device)
     one = torch.ones(1, dtype=torch.int32)
@@ -204,7 +205,7 @@ def _build(runtime: Runtime, spec: AttentionSpec) -> None:
             one,
             _BUILD_HEADS,
             _BUILD_HEADS,
-            spec.head_dim,
+            head_dim,
             16,
             window_left=-1,
             logits_soft_cap=None,

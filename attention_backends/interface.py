@@ -60,7 +60,8 @@ class AttentionSpec:
     """of queries and outputs"""
     kv_dtype: torch.dtype
     """of the cache"""
-    head_dim: int
+    head_dims: tuple[int, ...]
+    """of its layers, each once"""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A backend from outside registers under the entry-point group `pageloom.attention
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -49,7 +50,7 @@ def registered() -> dict[str, EntryPoint]:
 def select(
     device: torch.device | str,
     dtype: torch.dtype,
-    head_dim: int,
+    head_dims: Sequence[int],
     block_size: int,
     needs_window: bool,
     needs_soft_cap: bool,
@@ -60,9 +61,10 @@ def select(
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
-    `kv_dtype`: of the cache; None: `dtype`. Rejections are logged. Raises NoBackendError with every reason.
+    `head_dims`: of all layers. `kv_dtype`: of the cache; None: `dtype`. Rejections are logged. Raises NoBackendError
+    with every reason.
     """
-    points = registered()
+    points, sizes = registered(), tuple(sorted(set(head_dims)))
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
     rejected: dict[str, str] = {}
@@ -76,7 +78,7 @@ def select(
         able = backend_class.capabilities()
         if kind not in able.devices or kind in backend_class.only_by_name:
             elsewhere.add(each)
-        reasons = _refusals(able, device, dtype, head_dim, block_size, needs_window, needs_soft_cap)
+        reasons = _refusals(able, device, dtype, sizes, block_size, needs_window, needs_soft_cap)
         if kv_dtype not in (None, dtype) and kv_dtype not in able.kv_dtypes:
             reasons.append(f"has no {kv_dtype} KV cache")
         if needs_sinks and not able.sinks:
@@ -92,7 +94,7 @@ def select(
     for _, each, backend_class in sorted(candidates, key=lambda candidate: candidate[:2]):
         backend = backend_class()
         try:
-            backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, head_dim))
+            backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, sizes))
             backend.prepare(cache_dir)
         except Exception as error:  # whatever a backend from outside raises, the others may still serve
             rejected[each] = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
@@ -101,7 +103,9 @@ def select(
         return Selection(backend, rejected)
     asked = "no attention backend can serve" if name is None else f"attention backend {name!r} cannot serve"
     lines = "".join(f"\n  {each}: {reason}" for each, reason in rejected.items())
-    raise NoBackendError(f"{asked} {dtype} on {device} with head_dim {head_dim}, block_size {block_size}:{lines}")
+    raise NoBackendError(
+        f"{asked} {dtype} on {device} with head_dim {_summary(sizes)}, block_size {block_size}:{lines}"
+    )
 
 
 def _log(chosen: str, rejected: dict[str, str], elsewhere: set[str]) -> None:
@@ -126,7 +130,7 @@ def _refusals(
     able: Capabilities,
     device: torch.device | str,
     dtype: torch.dtype,
-    head_dim: int,
+    head_dims: Sequence[int],
     block_size: int,
     needs_window: bool,
     needs_soft_cap: bool,
@@ -137,8 +141,8 @@ def _refusals(
         reasons.append(f"runs on {', '.join(sorted(able.devices))}, not on {kind}")
     if dtype not in able.dtypes:
         reasons.append(f"has no {dtype} (has {', '.join(sorted(map(str, able.dtypes)))})")
-    if able.head_dims is not None and head_dim not in able.head_dims:
-        reasons.append(f"has no head_dim {head_dim} (has {_summary(able.head_dims)})")
+    if able.head_dims is not None and (missing := set(head_dims) - able.head_dims):
+        reasons.append(f"has no head_dim {_summary(missing)} (has {_summary(able.head_dims)})")
     if able.block_sizes is not None and block_size not in able.block_sizes:
         reasons.append(f"has no block_size {block_size} (has {_summary(able.block_sizes)})")
     if needs_window and not able.window:
@@ -148,7 +152,7 @@ def _refusals(
     return reasons
 
 
-def _summary(sizes: frozenset[int]) -> str:
+def _summary(sizes: Iterable[int]) -> str:
     ordered = sorted(sizes)
     if len(ordered) <= 8:
         return ", ".join(map(str, ordered))

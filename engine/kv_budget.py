@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
 from engine.layer_groups import LayerGroup, group_layers, most_blocks
-from engine.models.facts import ModelFacts
+from engine.models.facts import HeadsSpec, ModelFacts
 from engine.sizes import size_text
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
-def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
-    """Bytes of keys and values that one token keeps over all layers (int8: with its float32 scales)."""
+def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str) -> int:
+    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales)."""
     scale_bytes = 4 if dtype == "int8" else 0
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in model.layers)
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in layers)
 
 
 class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,14 +38,14 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        return group_layers([layer.window for layer in self.model.layers], self.longest)
+        return group_layers(self.model.kept, self.longest)
 
     @property
     def block_bytes(self) -> int:
         """Of a block of any group."""
-        largest = max(len(group.layers) for group in self.groups)
-        of_layers = kv_bytes_per_token(self.model, self.dtype) * self.block_size * largest // self.model.num_layers
-        return of_layers + self.draft_bytes * self.block_size
+        layers = self.model.layers
+        token = max(kv_bytes_per_token((layers[i] for i in group.layers), self.dtype) for group in self.groups)
+        return (token + self.draft_bytes) * self.block_size
 
     def blocks_of(self, tokens: int) -> int:
         """Over all groups."""
@@ -72,7 +73,7 @@ def shortened_context(
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=model.max_position,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft, config.cache.dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
     )
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (

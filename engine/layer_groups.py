@@ -1,9 +1,11 @@
 """Layer groups: layers that keep keys and values for the same tokens share a block table.
 
-Layers with full attention keep every token, those with a sliding window of w tokens only the last w. All groups have
-the same number of layers, so a block has the same size in bytes for each of them and they draw from one pool: no part
-of the memory is set aside for a kind of layer (as in Jenga, Zhang et al., SOSP 2025, and vLLM's hybrid KV cache). Where
-the numbers of layers have no common divisor some groups lack layers, and part of their blocks stays empty.
+Layers with full attention keep every token, those with a sliding window of w tokens only the last w. The layers of a
+group keep about as many bytes of a token as those of any other: a block of any group is a *page* of one size, and all
+draw pages from one pool, so no part of the memory is set aside for a kind of layer (as in Jenga, Zhang et al., SOSP
+2025, and vLLM's hybrid KV cache). Layers with fewer or smaller heads than others form groups of more layers: blocks
+have as many tokens in each group, so that prefixes, forks and tables are the same everywhere. Where bytes do not add up
+part of a page stays empty.
 
 Other things that a layer may keep fit the same table: latent attention keeps one row a token in the place of keys and
 values, a recurrent layer keeps a state, which is a window of one token.
@@ -11,36 +13,48 @@ values, a recurrent layer keeps a state, which is a window of one token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
 from engine.errors import ConfigError
 
 _HORIZON = 8192
-"""tokens of the sequence for which the size of groups is chosen"""
+"""tokens of the sequence for which the size of pages is chosen"""
 _GROUP_COST = 0.01
 """what one group more costs in every step (tables, attention metadata), in parts of the KV memory"""
 
+Window = int | None
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a layer keeps: of which tokens, and how much of each."""
+
+    window: Window = None
+    size: int = 1
+    """in a unit that all layers of a model have in common"""
+
 
 class LayerGroup(msgspec.Struct, frozen=True):
-    """`layers` of one group, by their index in the model; its blocks are as large as those of the largest group."""
+    """`layers` of one group, by their index in the model; its blocks are as large as those of any other."""
 
     layers: tuple[int, ...]
-    window: int | None = None
+    window: Window = None
+    together: int = 1
+    """how many of its layers, one after another, take the place of `together` layers of another group in a page"""
 
 
-def group_layers(windows: Sequence[int | None], max_model_len: int) -> tuple[LayerGroup, ...]:
-    """One group for each kind of layer, or several of equal size; `windows`: of each layer, in order."""
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window if window is not None and window < max_model_len else None, []).append(layer)
-    size = min(range(1, len(windows) + 1), key=lambda size: _cost(kinds, size))
-    return tuple(
-        LayerGroup(tuple(layers[start : start + size]), window)
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[1])
-        for start in range(0, len(layers), size)
-    )
+def group_layers(kept: Sequence[Kept], max_model_len: int) -> tuple[LayerGroup, ...]:
+    """One group for each kind of layer, or several; `kept`: by each layer, in order."""
+    kinds: dict[Window, list[int]] = {}
+    for layer, each in enumerate(kept):
+        sees_all = each.window is None or each.window >= max_model_len
+        kinds.setdefault(None if sees_all else each.window, []).append(layer)
+    sizes = [each.size for each in kept]
+    pages = sorted({size for layers in kinds.values() for size in accumulate(sizes[layer] for layer in layers)})
+    return _with_places(min((_cut(kinds, sizes, page) for page in pages), key=lambda cut: _cost(cut, sizes)), sizes)
 
 
 def full_group(groups: Sequence[LayerGroup]) -> int:
@@ -58,27 +72,58 @@ def with_layers_behind(groups: Sequence[LayerGroup], count: int) -> tuple[LayerG
     """`count` layers more, whose indices follow those of the others, in `full_group`."""
     first, place = sum(len(group.layers) for group in groups), full_group(groups)
     group = groups[place]
-    larger = LayerGroup((*group.layers, *range(first, first + count)), group.window)
+    larger = msgspec.structs.replace(group, layers=(*group.layers, *range(first, first + count)))
     return (*groups[:place], larger, *groups[place + 1 :])
 
 
-def _cost(kinds: dict[int | None, list[int]], size: int) -> float:
-    kept = empty = groups = 0
-    for window, layers in kinds.items():
-        tokens = _HORIZON if window is None else min(window, _HORIZON)
-        groups_of_kind = -(-len(layers) // size)
-        kept += tokens * len(layers)
-        empty += tokens * (groups_of_kind * size - len(layers))
-        groups += groups_of_kind
-    return empty / kept + _GROUP_COST * groups
+def _cut(kinds: dict[Window, list[int]], sizes: list[int], page: int) -> list[LayerGroup]:
+    """Layers of a kind into groups of as many as a page holds, at least one."""
+    groups = []
+    for window, layers in sorted(kinds.items(), key=lambda kind: kind[1]):
+        start, filled = 0, 0
+        for end, layer in enumerate(layers):
+            if end > start and filled + sizes[layer] > page:
+                groups.append(LayerGroup(tuple(layers[start:end]), window))
+                start, filled = end, 0
+            filled += sizes[layer]
+        groups.append(LayerGroup(tuple(layers[start:]), window))
+    return groups
 
 
-def first_kept(num_tokens: int, window: int | None) -> int:
+def _cost(groups: list[LayerGroup], sizes: list[int]) -> float:
+    kept = taken = 0
+    page = _page(groups, sizes)
+    for group in groups:
+        tokens = _HORIZON if group.window is None else min(group.window, _HORIZON)
+        kept += tokens * sum(sizes[layer] for layer in group.layers)
+        taken += tokens * page
+    return taken / kept - 1 + _GROUP_COST * len(groups)
+
+
+def _page(groups: list[LayerGroup], sizes: list[int]) -> int:
+    return max(sum(sizes[layer] for layer in group.layers) for group in groups)
+
+
+def _with_places(groups: list[LayerGroup], sizes: list[int]) -> tuple[LayerGroup, ...]:
+    """A page is cut at the same places for all groups: into as many parts as leave no layer in two."""
+    if len(groups) == 1:
+        return tuple(groups)
+    page, of_kind = _page(groups, sizes), [{sizes[layer] for layer in group.layers} for group in groups]
+    if any(len(each) > 1 for each in of_kind):
+        return tuple(msgspec.structs.replace(group, together=len(group.layers)) for group in groups)
+    fits = [page // each.pop() for each in of_kind]
+    parts = math.gcd(*fits)
+    return tuple(
+        msgspec.structs.replace(group, together=count // parts) for group, count in zip(groups, fits, strict=True)
+    )
+
+
+def first_kept(num_tokens: int, window: Window) -> int:
     """The first position that a query at position `num_tokens`, or any later one, sees."""
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
-def most_blocks(num_tokens: int, window: int | None, block_size: int, max_query_len: int | None) -> int:
+def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None) -> int:
     """Blocks of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
 
     `max_query_len`: tokens that a step computes of a sequence at most; they need blocks together with what the first of

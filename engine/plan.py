@@ -156,7 +156,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
 def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: SequenceSizes) -> None:
     plan.dtype, plan.quantization, plan.kv_cache_dtype = config.model.dtype, config.model.quantization, sizes.dtype
     plan.weight_bytes, plan.kv_cache_bytes = ledger.weight_bytes, ledger.kv_bytes
-    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.model, sizes.dtype) + sizes.draft_bytes
+    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.model.layers, sizes.dtype) + sizes.draft_bytes
     plan.num_blocks, plan.block_size, plan.max_model_len = ledger.num_blocks, ledger.block_size, ledger.max_model_len
     plan.sequences = round(ledger.num_blocks / ledger.sequence_blocks, 1)
     plan.table = ledger.table()
@@ -262,7 +262,7 @@ def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescriptio
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=config.model.max_model_len,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts, config.cache.dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts.layers, config.cache.dtype),
     )
 
 

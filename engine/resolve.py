@@ -88,7 +88,7 @@ def resolve(
         block_size=block_size,
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft, kv_dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     return EngineConfig(

@@ -276,7 +276,7 @@ def main() -> None:
     backends: dict[torch.dtype, CpuBackend] = {}
     for dtype in (torch.bfloat16, torch.int8):
         backends[dtype] = CpuBackend(options.isa)
-        backends[dtype].bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, 0))
+        backends[dtype].bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, (0,)))
         backends[dtype].prepare(options.cache_dir)
     sections = {"call": bench_call, "decode": bench_decode, "shared": bench_shared, "prefill": bench_prefill}
     titles = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.layer_groups import Kept
+
 
 class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's attention as a KV cache and an attention backend see it. Scores are `scale * q.k`."""
@@ -39,6 +41,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of those, what one token is multiplied with: of a mixture of experts the chosen ones"""
     tie_embeddings: bool
     max_position: int
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """What each layer keeps of a sequence."""
+        return tuple(Kept(layer.window, layer.num_kv_heads * layer.head_dim) for layer in self.layers)
 
     @property
     def num_layers(self) -> int:

@@ -135,7 +135,7 @@ class StepWork:
     def _attention(self, plan: StepPlan) -> Work:
         """Each key and value that some query sees is read once a step, each new one written; every query multiplies
         with every key it sees, twice (scores, values)."""
-        per_layer = self._kv_token_bytes / self._model.num_layers
+        size_bytes = self._kv_token_bytes / sum(kept.size for kept in self._model.kept)
         work = Work(plan.num_tokens * self._kv_token_bytes)
         kinds: dict[HeadsSpec, int] = {}
         for layer in self._model.layers:
@@ -150,7 +150,8 @@ class StepWork:
         for layer, count in kinds.items():
             pairs = sum(_pairs(row.computed, row.query_len, layer.window) for row in plan.rows.each())
             ops = {self._attention_dtype: 4.0 * layer.num_heads * layer.head_dim * pairs}
-            work.add(Work(self._tokens_read(plan, layer.window) * per_layer, ops), count)
+            kept_bytes = size_bytes * layer.num_kv_heads * layer.head_dim
+            work.add(Work(self._tokens_read(plan, layer.window) * kept_bytes, ops), count)
         return work
 
     def _tokens_read(self, plan: StepPlan, window: int | None) -> int:

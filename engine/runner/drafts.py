@@ -43,26 +43,13 @@ def draft_of(config: EngineConfig, target: ModelFacts) -> DraftDescription | Non
     return draft
 
 
-def check_backend(backend: AttentionBackend, draft: ModelFacts, target: ModelFacts, device: torch.device) -> None:
-    """Raises ConfigError: it must be told what only the device knows when drafts are made, or its kernels are built for
-    the target's heads and do not serve the draft's."""
+def check_backend(backend: AttentionBackend, device: torch.device) -> None:
+    """Raises ConfigError: it must be told what only the device knows when drafts are made."""
     if backend.needs_host_lengths and device.type != "cpu":
         raise ConfigError(
             f"speculative_config: attention backend {backend.name!r} must be told exact lengths by the host, and those "
             "of drafts from a model are the device's; set attention_backend='cuda', or use method 'ngram'"
         )
-    dims = backend.capabilities().head_dims
-    drafted, served = ({layer.head_dim for layer in model.layers} for model in (draft, target))
-    if drafted <= served or (device.type == "cpu" and (dims is None or drafted <= dims)):
-        return
-    raise ConfigError(
-        f"speculative_config: model: its heads have {_listed(drafted)} dimensions, and attention backend "
-        f"{backend.name!r} serves those of the target, {_listed(served)}"
-    )
-
-
-def _listed(sizes: set[int]) -> str:
-    return " and ".join(str(size) for size in sorted(sizes))
 
 
 def load_draft(

@@ -119,14 +119,6 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def head_size(model: ModelFacts) -> int:
-    """Raises ConfigError: layers have heads of several sizes, and a backend is built for one."""
-    sizes = sorted({layer.head_dim for layer in model.layers})
-    if len(sizes) != 1:
-        raise ConfigError(f"layers have heads of {sizes} dimensions: attention of several sizes is not supported yet")
-    return sizes[0]
-
-
 def load_parts(config: EngineConfig) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend.
 
@@ -171,7 +163,7 @@ def _backend(
         selection = select(
             device=device,
             dtype=getattr(torch, config.model.dtype),
-            head_dim=head_size(facts),
+            head_dims=[layer.head_dim for layer in layers],
             block_size=config.cache.block_size,
             needs_window=any(layer.window is not None for layer in layers),
             needs_soft_cap=any(layer.soft_cap is not None for layer in layers),
@@ -183,7 +175,7 @@ def _backend(
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
     if draft is not None:
-        check_backend(selection.backend, draft.facts, facts, device)
+        check_backend(selection.backend, device)
     return selection.backend
 
 

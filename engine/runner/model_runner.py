@@ -87,7 +87,7 @@ class ModelRunner:
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
-        self._groups = group_layers([layer.window for layer in parts.facts.layers], config.model.max_model_len)
+        self._groups = group_layers(parts.facts.kept, config.model.max_model_len)
         layers = attention_layers(parts.facts, parts.sinks)
         if parts.draft is not None:
             behind = attention_layers(parts.draft.facts)

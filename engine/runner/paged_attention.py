@@ -49,7 +49,9 @@ Pairs = Sequence[tuple[int, int]]
 class PagedAttention:
     """Every layer's KV cache and the current step's metadata, bound to one backend.
 
-    There are as many caches as layers in a group: layer i of each group uses cache i, with its group's block tables.
+    A block is a part of each *cache*, which groups use in turn: layer i of a group has its keys and values in cache
+    i // together, with its group's block tables. Layers that are alike have a cache for themselves in each group;
+    where a group has smaller ones, several lie beside each other in what a block has there.
     """
 
     def __init__(
@@ -65,43 +67,54 @@ class PagedAttention:
         self._layers = list(layers)
         self._dtype = dtype
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-        self._cache_of = {layer: index for group in groups for index, layer in enumerate(group.layers)}
-        self._num_groups = len(groups)
+        self._groups = tuple(groups)
         self._kv_caches: list[torch.Tensor] = []
+        self._of_layer: dict[int, torch.Tensor] = {}
+        """each layer's part of a cache"""
         self._host_caches: list[torch.Tensor] = []
         self._metadata: list[object] = []
         self._num_tokens = 0
 
     def block_bytes(self, block_size: int) -> int:
-        """One block over all layers of a group."""
-        size = sum(torch.Size(self._cache_shape(cache, 1, block_size)).numel() for cache in self._caches())
-        return size * torch.empty(0, dtype=self._dtype).element_size()
+        """A page: one block over all layers of a group."""
+        return sum(self._places(block_size)[1]) * self._dtype.itemsize
 
-    def _caches(self) -> range:
-        return range(max(self._cache_of.values()) + 1)
+    def _places(self, block_size: int) -> tuple[dict[int, tuple[int, int]], list[int]]:
+        """Of each layer, which cache its blocks are in and at which element; and the elements of a block in each."""
+        places: dict[int, tuple[int, int]] = {}
+        sizes: list[int] = []
+        for group in self._groups:
+            filled = 0
+            for index, layer in enumerate(group.layers):
+                cache, place = divmod(index, group.together)
+                start = filled if place else 0
+                filled = start + math.prod(self._block_shape(layer, block_size))
+                places[layer] = cache, start
+                sizes += [0] * (cache + 1 - len(sizes))
+                sizes[cache] = max(sizes[cache], filled)
+        return places, sizes
 
-    def _cache_shape(self, cache: int, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Raises ValueError: layers that are to share it have heads of different shapes."""
-        layers = [self._layers[layer] for layer, index in self._cache_of.items() if index == cache]
-        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
-        if len(shapes) != 1:
-            raise ValueError(f"layers of several groups share a cache, but their heads differ: {sorted(shapes)}")
-        return self.backend.kv_cache_shape(num_blocks, block_size, *shapes.pop())
+    def _block_shape(self, layer: int, block_size: int) -> tuple[int, ...]:
+        heads = self._layers[layer]
+        return self.backend.kv_cache_shape(1, block_size, heads.num_kv_heads, heads.head_dim)[1:]
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """The backend's scratch memory."""
-        return self.backend.workspace_bytes(max_num_seqs, self._layers, self._num_groups)
+        return self.backend.workspace_bytes(max_num_seqs, self._layers, len(self._groups))
 
     def allocate(self, num_blocks: int, num_host_blocks: int, block_size: int, device: torch.device) -> None:
         """Allocate the caches, zeroed: what is never written must not be NaN where a kernel multiplies it by 0."""
-        self._kv_caches, self._host_caches = [], []
-        pinned = device.type == "cuda"
-        for cache in self._caches():
-            shape = self._cache_shape(cache, num_blocks, block_size)
-            self._kv_caches.append(torch.zeros(shape, dtype=self._dtype, device=device))
-            if num_host_blocks:
-                shape = self._cache_shape(cache, num_host_blocks, block_size)
-                self._host_caches.append(torch.empty(shape, dtype=self._dtype, pin_memory=pinned))
+        places, sizes = self._places(block_size)
+        self._kv_caches = [torch.zeros(num_blocks, size, dtype=self._dtype, device=device) for size in sizes]
+        self._host_caches = [
+            torch.empty(num_host_blocks, size, dtype=self._dtype, pin_memory=device.type == "cuda")
+            for size in sizes
+            if num_host_blocks
+        ]
+        for layer, (cache, start) in places.items():
+            shape = self._block_shape(layer, block_size)
+            blocks = self._kv_caches[cache][:, start : start + math.prod(shape)]
+            self._of_layer[layer] = blocks.view(num_blocks, *shape)
 
     @property
     def allocated(self) -> bool:
@@ -152,7 +165,7 @@ class PagedAttention:
     def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
         """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
         there is none. Its holder holds this, too."""
-        native = self.backend.native_layer(self._layers[layer], self._kv_caches[self._cache_of[layer]], dtype)
+        native = self.backend.native_layer(self._layers[layer], self._of_layer[layer], dtype)
         return native and replace(native, step=self._group_of[layer])
 
     def native_steps(self) -> list[torch.Tensor]:
@@ -165,7 +178,7 @@ class PagedAttention:
         Tokens beyond the step's are padding, which backends do not touch: their rows of `out` become zero, so that what
         the next piece makes of them is finite.
         """
-        cache, metadata = self._kv_caches[self._cache_of[layer]], self._metadata[self._group_of[layer]]
+        cache, metadata = self._of_layer[layer], self._metadata[self._group_of[layer]]
         self.backend.forward(q, k, v, out, cache, self._layers[layer], metadata)
         if out.size(0) > self._num_tokens:
             out[self._num_tokens :].zero_()

@@ -16,6 +16,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import InProcessClient
 from engine.errors import EngineError
 from engine.executor.inline import make_executor
+from engine.kv_budget import kv_bytes_per_token
 from engine.llm import LLM
 from engine.models.facts import ModelFacts
 from engine.models.rope import RopeTable
@@ -60,7 +61,7 @@ class ProfiledEngine:
 
     def step_work(self) -> StepWork:
         """For the steps from now on; the engine must be idle. Pieces are known once a watched step has run."""
-        runner, parts = self._loaded()
+        _, parts = self._loaded()
         weights = list(_weights(parts))
         block_size = self.llm.config.cache.block_size
         return StepWork(
@@ -71,7 +72,7 @@ class ProfiledEngine:
                 logits=_unembedding(weights, parts),
             ),
             block_size=block_size,
-            kv_token_bytes=runner.report.block_bytes / block_size,
+            kv_token_bytes=kv_bytes_per_token(parts.facts.layers, self.llm.config.cache.dtype),
             attention_dtype=_name(parts.dtype),
         )
 

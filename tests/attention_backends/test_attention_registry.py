@@ -18,27 +18,27 @@ from attention_backends.registry import NoBackendError, registered, select
 
 
 def test_the_fastest_backend_that_can_serve_is_chosen_and_prepared(kernel_cache: Path) -> None:
-    chosen = select("cpu", torch.bfloat16, 64, 16, True, True, cache_dir=kernel_cache)
+    chosen = select("cpu", torch.bfloat16, [64], 16, True, True, cache_dir=kernel_cache)
     assert isinstance(chosen.backend, CpuBackend)
     assert "portable" in chosen.backend.supported_isas
     assert "reference" not in chosen.rejected
 
 
 def test_each_rejected_backend_has_its_reason() -> None:
-    chosen = select("cpu", torch.float64, 60, 5, False, False)
+    chosen = select("cpu", torch.float64, [60], 5, False, False)
     assert isinstance(chosen.backend, ReferenceBackend)
     assert all(part in chosen.rejected["cpu"] for part in ("float64", "head_dim 60", "block_size 5"))
 
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_the_reasons() -> None:
     with pytest.raises(NoBackendError, match=r"'cpu' cannot serve (.|\n)*cpu: has no head_dim 60"):
-        select("cpu", torch.float32, 60, 16, False, False, name="cpu")
+        select("cpu", torch.float32, [60], 16, False, False, name="cpu")
     with pytest.raises(NoBackendError, match="not on cuda"):
-        select("cuda", torch.float32, 64, 16, False, False, name="cpu")
+        select("cuda", torch.float32, [64], 16, False, False, name="cpu")
     with pytest.raises(NoBackendError, match=r"unknown; registered: .*cpu"):
-        select("cpu", torch.float32, 64, 16, False, False, name="nothing")
+        select("cpu", torch.float32, [64], 16, False, False, name="nothing")
     with pytest.raises(NoBackendError, match=r"no attention backend can serve(.|\n)*cpu:(.|\n)*reference:"):
-        select("meta", torch.float32, 64, 16, False, False)
+        select("meta", torch.float32, [64], 16, False, False)
 
 
 class FailingBackend(ReferenceBackend):
@@ -65,12 +65,12 @@ def test_backends_from_outside_are_found_and_their_failures_reported(monkeypatch
 
     monkeypatch.setattr(registry, "entry_points", only_outside)
     assert set(registered()) == {"cpu", "cuda", "flashinfer", "reference", "failing", "absent", "wrong"}
-    chosen = select("cpu", torch.float32, 60, 16, False, False)
+    chosen = select("cpu", torch.float32, [60], 16, False, False)
     assert chosen.backend.name == "reference"
     assert chosen.rejected["failing"] == "its kernels do not load here"
     assert "no_such_package" in chosen.rejected["absent"]
     assert "not an AttentionBackend" in chosen.rejected["wrong"]
-    needs = select("cpu", torch.float32, 60, 16, True, True)
+    needs = select("cpu", torch.float32, [60], 16, True, True)
     assert needs.rejected["failing"] == "has no sliding window; has no soft cap"
 
 
@@ -101,15 +101,15 @@ def test_on_a_gpu_the_oracle_serves_only_by_name_and_the_error_lists_every_reaso
 ) -> None:
     only(monkeypatch, mine=GpuBackend, reference=ReferenceBackend, cpu=CpuBackend)
     with pytest.raises(NoBackendError, match="no attention backend can serve") as refused:
-        select("cuda", torch.bfloat16, 64, 16, False, False)
+        select("cuda", torch.bfloat16, [64], 16, False, False)
     for reason in (
         "mine: OSError: nvcc failed",
         "reference: serves cuda only by name",
         "cpu: runs on cpu, not on cuda",
     ):
         assert reason in str(refused.value)
-    assert select("cuda", torch.bfloat16, 64, 16, False, False, name="reference").backend.name == "reference"
-    assert select("cpu", torch.float64, 64, 16, False, False).backend.name == "reference"
+    assert select("cuda", torch.bfloat16, [64], 16, False, False, name="reference").backend.name == "reference"
+    assert select("cpu", torch.float64, [64], 16, False, False).backend.name == "reference"
 
 
 def test_a_backend_that_fails_on_its_own_device_is_a_warning_with_its_reason(
@@ -117,7 +117,7 @@ def test_a_backend_that_fails_on_its_own_device_is_a_warning_with_its_reason(
 ) -> None:
     only(monkeypatch, mine=GpuBackend, slower=SlowerGpuBackend, reference=ReferenceBackend, cpu=CpuBackend)
     with caplog.at_level(logging.DEBUG, registry.__name__):
-        assert isinstance(select("cuda", torch.bfloat16, 64, 16, False, False).backend, SlowerGpuBackend)
+        assert isinstance(select("cuda", torch.bfloat16, [64], 16, False, False).backend, SlowerGpuBackend)
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warned == ["attention backend mine cannot serve, slower does: OSError: nvcc failed: no such header"]
     assert {r.args[0] for r in caplog.records if r.args} == {"mine", "reference", "cpu"}

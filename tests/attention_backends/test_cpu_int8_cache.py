@@ -27,7 +27,7 @@ def int8_backend(cpu_backend: Callable[[Isa], CpuBackend], kernel_cache: Path) -
     def bound(isa: Isa) -> CpuBackend:
         cpu_backend(isa)  # skips where the CPU lacks it
         backend = CpuBackend(isa)
-        backend.bind(AttentionSpec(CPU, BF16, INT8, 64))
+        backend.bind(AttentionSpec(CPU, BF16, INT8, (64,)))
         backend.prepare(kernel_cache)
         return backend
 
@@ -146,8 +146,8 @@ def test_a_block_is_half_as_large_and_its_scales(int8_backend: Bound, cpu_backen
 
 def test_queries_that_int8_does_not_serve_are_refused(int8_backend: Bound, kernel_cache: Path) -> None:
     with pytest.raises(NoBackendError, match=r"int8 KV cache serves torch\.bfloat16 queries, not torch\.float32"):
-        select("cpu", torch.float32, 64, 16, False, False, name="cpu", cache_dir=kernel_cache, kv_dtype=INT8)
-    chosen = select("cpu", BF16, 64, 16, False, False, cache_dir=kernel_cache, kv_dtype=INT8)
+        select("cpu", torch.float32, [64], 16, False, False, name="cpu", cache_dir=kernel_cache, kv_dtype=INT8)
+    chosen = select("cpu", BF16, [64], 16, False, False, cache_dir=kernel_cache, kv_dtype=INT8)
     assert chosen.backend.name == "cpu"
     assert "no torch.int8 KV cache" in chosen.rejected["reference"]
     backend = int8_backend("auto")

@@ -90,7 +90,7 @@ def batch_of(lengths: Sequence[tuple[int, int]], graph_size: int | None = None) 
 
 def backend_of(recorder: Recorder) -> CudaBackend:
     backend = CudaBackend(recorder, PROCESSORS)
-    backend.bind(AttentionSpec(CPU, torch.bfloat16, torch.bfloat16, HEAD_DIM))
+    backend.bind(AttentionSpec(CPU, torch.bfloat16, torch.bfloat16, (HEAD_DIM,)))
     return backend
 
 
@@ -269,17 +269,17 @@ def test_a_cpu_has_a_reason_for_refusing() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(NoBackendError, match="cuda: runs on cuda, not on cpu"):
-        select("cpu", torch.bfloat16, 64, 16, False, False, name="cuda")
+        select("cpu", torch.bfloat16, [64], 16, False, False, name="cuda")
     with pytest.raises(NoBackendError, match="cuda: torch finds no CUDA device"):
-        select("cuda", torch.bfloat16, 64, 16, False, False, name="cuda")
+        select("cuda", torch.bfloat16, [64], 16, False, False, name="cuda")
     with pytest.raises(NoBackendError, match="has no head_dim 80"):
-        select("cuda", torch.bfloat16, 80, 16, False, False, name="cuda")
+        select("cuda", torch.bfloat16, [80], 16, False, False, name="cuda")
 
 
 def test_an_unprepared_cuda_backend_says_what_is_missing() -> None:
     with pytest.raises(RuntimeError, match=r"bind\(\)"):
         CudaBackend().prepare()
     backend = CudaBackend()
-    backend.bind(AttentionSpec(CPU, torch.bfloat16, torch.bfloat16, 64))
+    backend.bind(AttentionSpec(CPU, torch.bfloat16, torch.bfloat16, (64,)))
     with pytest.raises(RuntimeError, match=r"prepare\(\)"):
         backend.copy_blocks([], [(0, 1)])

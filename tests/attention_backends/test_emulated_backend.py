@@ -41,7 +41,7 @@ class Backends:
         launchers = self.launchers(case)
         launchers.seed(seed)
         backend = CudaBackend(launchers, multiprocessors)
-        backend.bind(AttentionSpec(torch.device("cpu"), case.dtype, case.kv_dtype or case.dtype, case.head_dim))
+        backend.bind(AttentionSpec(torch.device("cpu"), case.dtype, case.kv_dtype or case.dtype, (case.head_dim,)))
         backend.prepare()
         return backend
 
@@ -79,6 +79,20 @@ def test_head_dims_and_cache_types(backends: Backends, head_dim: int, kv_dtype: 
         if kv_dtype == FP8:
             case = replace(case, k_scale=0.5, v_scale=2.0)
         assert_matches_oracle(case, backends.for_case(case))
+
+
+def test_a_backend_serves_layers_of_several_head_sizes(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its own library; what is prepared for one kind of layer serves no other."""
+    small, large = case_of(MIXED, head_dim=64), case_of(MIXED, head_dim=128)
+    libraries = {case.head_dim: backends.launchers(case) for case in (small, large)}
+    backend = CudaBackend(libraries[64], PROCESSORS)
+    backend.bind(AttentionSpec(torch.device("cpu"), BF16, BF16, (64, 128)))
+    backend.prepare()
+    monkeypatch.setattr(backend._prepared(), "_launchers", libraries)
+    for case in (small, large, small):
+        assert_matches_oracle(case, backend)
+    with pytest.raises(RuntimeError, match="head_dim 64, 128, not 96"):
+        case_of(MIXED, head_dim=96).run(backend)
 
 
 def test_an_8_bit_cache_under_float16_queries(backends: Backends) -> None:

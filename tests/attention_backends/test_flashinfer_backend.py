@@ -109,13 +109,13 @@ def test_copy_blocks_copies_in_every_cache_and_nothing_else() -> None:
 def test_what_the_library_would_drop_or_cannot_do_is_refused() -> None:
     refusals = [
         ({"needs_sinks": True}, "has no attention sinks"),
-        ({"head_dim": 96}, "has no head_dim 96"),
+        ({"head_dims": [64, 96]}, "has no head_dim 96"),
         ({"block_size": 8}, "has no block_size 8"),
         ({"dtype": torch.float32}, "has no torch.float32"),
         ({"device": "cpu"}, "not on cpu"),
         ({"kv_dtype": torch.float8_e5m2}, "has no torch.float8_e5m2 KV cache"),
     ]
-    good = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "block_size": 16}
+    good = {"device": "cuda", "dtype": torch.bfloat16, "head_dims": [64], "block_size": 16}
     for asked, reason in refusals:
         with pytest.raises(NoBackendError, match=reason):
             select(**{**good, **asked}, needs_window=True, needs_soft_cap=True, name="flashinfer")
@@ -144,7 +144,7 @@ def test_a_missing_or_old_library_is_the_reason(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_library_that_cannot_compile_fails_in_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, FP8, 64)
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, FP8, (64,))
     backend = FlashInferBackend(fake_runtime())
     backend.bind(spec)
     backend.prepare()

@@ -91,7 +91,7 @@ def assert_same_bits(case: Case, backend: CpuBackend) -> None:
 def backend_of(cpu_backend: Prepared, kernel_cache: Path) -> Callable[[torch.dtype], CpuBackend]:
     def bound(kv_dtype: torch.dtype) -> CpuBackend:
         backend = CpuBackend()
-        backend.bind(AttentionSpec(torch.device("cpu"), BF16, kv_dtype, 64))
+        backend.bind(AttentionSpec(torch.device("cpu"), BF16, kv_dtype, (64,)))
         backend.prepare(kernel_cache)
         return backend
 

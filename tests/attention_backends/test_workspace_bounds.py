@@ -33,7 +33,7 @@ def steps(rng: random.Random) -> list[tuple[Sequence[tuple[int, int]], int | Non
 
 def test_the_in_tree_backend_stays_below_its_estimate() -> None:
     backend = CudaBackend(Recorder(), multiprocessors=132)
-    backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 64))
+    backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, torch.bfloat16, (64,)))
     estimate = backend.workspace_bytes(MAX_SEQS, LAYERS)
     q = torch.empty(0, 8, 64, dtype=torch.bfloat16)
     cache = torch.empty(1)
@@ -83,7 +83,7 @@ def test_the_estimates_of_a_large_model_leave_room_for_it() -> None:
     """Qwen3-8B on a GPU of 132 processors, 256 sequences: hundreds of MiB at most."""
     layers = [AttentionLayer(32, 8, 128, 128**-0.5)] * 36
     in_tree = CudaBackend(Recorder(), multiprocessors=132)
-    in_tree.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 128))
+    in_tree.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, torch.bfloat16, (128,)))
     library = FlashInferBackend(fake_runtime())
     library.prepare()
     assert 1 << 20 < in_tree.workspace_bytes(256, layers) <= 160 << 20

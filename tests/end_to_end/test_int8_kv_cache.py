@@ -58,11 +58,11 @@ def test_a_block_takes_what_the_ledger_is_told(model_path: Path) -> None:
     sizes = {}
     for dtype in (torch.bfloat16, torch.int8):
         backend = CpuBackend()
-        backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, heads.head_dim))
+        backend.bind(AttentionSpec(torch.device("cpu"), torch.bfloat16, dtype, (heads.head_dim,)))
         attention = PagedAttention(backend, attention_layers(facts), dtype)
         attention.allocate(3, 0, 16, torch.device("cpu"))
         sizes[dtype] = attention.block_bytes(16)
-        assert sizes[dtype] == 16 * kv_bytes_per_token(facts, str(dtype).removeprefix("torch."))
+        assert sizes[dtype] == 16 * kv_bytes_per_token(facts.layers, str(dtype).removeprefix("torch."))
     assert sizes[torch.int8] == sizes[torch.bfloat16] // 2 + 2 * facts.num_layers * heads.num_kv_heads * 16 * 4
 
 

@@ -164,7 +164,7 @@ def test_contradictions_are_refused_by_name(
 
 
 def test_the_context_shrinks_to_what_the_given_cache_holds(model: ModelDescription) -> None:
-    assert kv_bytes_per_token(model.facts, "bfloat16") == PER_TOKEN
+    assert kv_bytes_per_token(model.facts.layers, "bfloat16") == PER_TOKEN
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 100).model.max_model_len == 96  # whole blocks
     assert _resolve(model, kv_cache_memory=PER_TOKEN * 10_000).model.max_model_len == MAX_POSITION
 

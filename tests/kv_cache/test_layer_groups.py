@@ -9,22 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
-from engine.layer_groups import LayerGroup, group_layers, most_blocks
+from engine.layer_groups import Kept, LayerGroup, group_layers, most_blocks, with_layers_behind
 
 LENGTH = 32768
 
 
-def pattern(num_layers: int, every: int, window: int) -> list[int | None]:
-    """Gemma 3: each layer number `every` sees everything."""
-    return [None if (layer + 1) % every == 0 else window for layer in range(num_layers)]
+def pattern(num_layers: int, every: int, window: int, sizes: tuple[int, int] = (1, 1)) -> list[Kept]:
+    """Gemma 3: each layer number `every` sees everything. `sizes`: of layers with a window, and of the others."""
+    sliding, full = Kept(window, sizes[0]), Kept(None, sizes[1])
+    return [full if (layer + 1) % every == 0 else sliding for layer in range(num_layers)]
 
 
 @pytest.mark.parametrize(
-    ("windows", "sizes"),
+    ("kept", "sizes"),
     [
-        ([None] * 30, {(30, None): 1}),
-        ([4096] * 32, {(32, 4096): 1}),
-        ([4096, None] * 13, {(13, 4096): 1, (13, None): 1}),
+        ([Kept()] * 30, {(30, None): 1}),
+        ([Kept(4096)] * 32, {(32, 4096): 1}),
+        (pattern(26, 2, 4096), {(13, 4096): 1, (13, None): 1}),
         (pattern(18, 6, 512), {(3, 512): 5, (3, None): 1}),
         (pattern(48, 6, 1024), {(8, 1024): 5, (8, None): 1}),
         (pattern(26, 6, 512), {(4, 512): 5, (2, 512): 1, (4, None): 1}),
@@ -32,16 +33,17 @@ def pattern(num_layers: int, every: int, window: int) -> list[int | None]:
     ],
     ids=["llama", "mistral", "gemma 2 2b", "gemma 3 270m", "gemma 3 12b", "gemma 3 1b", "gemma 3 27b"],
 )
-def test_known_models(windows: list[int | None], sizes: dict[tuple[int, int | None], int]) -> None:
+def test_known_models(kept: list[Kept], sizes: dict[tuple[int, int | None], int]) -> None:
     found: dict[tuple[int, int | None], int] = {}
-    for group in group_layers(windows, LENGTH):
+    for group in group_layers(kept, LENGTH):
+        assert group.together == 1
         found[len(group.layers), group.window] = found.get((len(group.layers), group.window), 0) + 1
     assert found == sizes
 
 
 @given(st.lists(st.none() | st.sampled_from([1, 16, 512]), min_size=1, max_size=40))
 def test_every_layer_is_in_one_group_of_its_kind(windows: list[int | None]) -> None:
-    groups = group_layers(windows, LENGTH)
+    groups = group_layers([Kept(window) for window in windows], LENGTH)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     assert all(windows[layer] == group.window for group in groups for layer in group.layers)
     largest = max(len(group.layers) for group in groups)
@@ -51,8 +53,51 @@ def test_every_layer_is_in_one_group_of_its_kind(windows: list[int | None]) -> N
 
 
 def test_a_window_that_no_sequence_exceeds_is_none() -> None:
-    assert group_layers([512, None], 512) == (LayerGroup((0, 1)),)
-    assert len(group_layers([512, None], 513)) == 2
+    kept = [Kept(512), Kept()]
+    assert group_layers(kept, 512) == (LayerGroup((0, 1)),)
+    assert len(group_layers(kept, 513)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "shapes"),
+    [
+        (pattern(60, 6, 1024, (4096, 2048)), {(5, 1): 10, (10, 2): 1}),
+        (pattern(15, 5, 512, (256, 512)), {(6, 2): 2, (3, 1): 1}),
+        (pattern(30, 6, 1024, (2048, 1024)), {(3, 1): 8, (1, 1): 1, (5, 2): 1}),
+        ([Kept(None, 8), Kept(None, 2), Kept(None, 4)], {(3, 1): 1}),
+    ],
+    ids=["gemma 4 31b", "gemma 4 e2b", "gemma 4 26b", "sizes alone make no group"],
+)
+def test_layers_of_several_sizes_fill_pages_of_one(kept: list[Kept], shapes: dict[tuple[int, int], int]) -> None:
+    """Shapes: layers of a group, and how many of them lie together; and how many such groups there are."""
+    found: dict[tuple[int, int], int] = {}
+    for group in group_layers(kept, LENGTH):
+        found[len(group.layers), group.together] = found.get((len(group.layers), group.together), 0) + 1
+    assert found == shapes
+
+
+@given(
+    st.lists(
+        st.builds(Kept, st.none() | st.sampled_from([16, 512]), st.sampled_from([1, 2, 3, 8])), min_size=1, max_size=30
+    )
+)
+def test_no_layer_lies_in_two_parts_of_a_page(kept: list[Kept]) -> None:
+    groups = group_layers(kept, LENGTH)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(kept)))
+    assert all(kept[layer].window == group.window for group in groups for layer in group.layers)
+    page = max(sum(kept[layer].size for layer in group.layers) for group in groups)
+    parts: dict[int, int] = {}
+    for group in groups:
+        for start in range(0, len(group.layers), group.together):
+            part = sum(kept[layer].size for layer in group.layers[start : start + group.together])
+            parts[start // group.together] = max(parts.get(start // group.together, 0), part)
+    assert sum(parts.values()) == page, "cutting a page into parts makes it no larger"
+
+
+def test_a_drafts_layers_come_behind_those_that_keep_all() -> None:
+    groups = with_layers_behind(group_layers(pattern(6, 3, 16, (8, 16)), LENGTH), 2)
+    assert [group.layers for group in groups] == [(0, 1, 3, 4), (2, 5, 6, 7)]
+    assert [group.together for group in groups] == [2, 1]
 
 
 @given(st.integers(1, 60), st.none() | st.integers(1, 20), st.integers(1, 5), st.lists(st.integers(1, 7), min_size=60))

@@ -21,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 def spec_of(
     context: Context, head_dim: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
 ) -> AttentionSpec:
-    return AttentionSpec(context.device.torch_device, dtype, kv_dtype or dtype, head_dim)
+    return AttentionSpec(context.device.torch_device, dtype, kv_dtype or dtype, (head_dim,))
 
 
 class Backends:
@@ -90,5 +90,5 @@ def build(context: Context, name: str) -> None:
     backends.prefetch(specs)
     for spec in specs:
         backend = backends.get(spec)
-        context.figure("built", {"backend": backend.name, "head_dim": spec.head_dim, "kv": str(spec.kv_dtype)})
+        context.figure("built", {"backend": backend.name, "head_dims": spec.head_dims, "kv": str(spec.kv_dtype)})
     backends.close()

@@ -162,7 +162,7 @@ def _compare(backend: AttentionBackend, case: Any) -> tuple[str | None, float]:
 def replayed(context: Context, backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """Capture a padded decode, then replay it on other lengths, pages and tokens: what is wrong, or None."""
     case_class = load_test_module("attention_backends", "paged_case").Case
-    shape: dict[str, object] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": spec.head_dim, "dtype": spec.dtype}
+    shape: dict[str, object] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": spec.head_dims[0], "dtype": spec.dtype}
     shape |= {"device": spec.device.type, "graph_size": GRAPH_SIZE}
     shape |= FP8_CACHE if spec.kv_dtype == FP8 else {}
     small = 20 if context.dry else 1
