@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engine.frontend.admission import PromptType as PromptType
     from engine.frontend.admission import TextPrompt, TokensPrompt
     from engine.llm import LLM
+    from engine.pooling import ClassificationRequestOutput as ClassificationRequestOutput
     from engine.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
     from engine.pooling import PoolingParams
     from engine.pooling import PoolingRequestOutput as PoolingRequestOutput
@@ -64,6 +65,7 @@ _HOMES = {
     "PromptType": "engine.frontend.admission",
     "PoolingParams": "engine.pooling",
     "PoolingRequestOutput": "engine.pooling",
+    "ClassificationRequestOutput": "engine.pooling",
     "EmbeddingRequestOutput": "engine.pooling",
     "ScoringRequestOutput": "engine.pooling",
     "StructuredOutputsParams": "engine.request",

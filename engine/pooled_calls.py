@@ -12,6 +12,7 @@ from engine.errors import InvalidRequestError
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompts
 from engine.frontend.texts import check_text
 from engine.pooling import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PooledRequestOutput,
     PoolingParams,
@@ -19,9 +20,11 @@ from engine.pooling import (
     PoolingTask,
     ScoringOutput,
     ScoringRequestOutput,
+    classification_output,
     embedding_output,
     pairs_of,
     pooled_output,
+    scores_pairs,
     similarity,
 )
 from engine.request import RequestOutput
@@ -73,17 +76,28 @@ class PooledCalls(ABC):
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Each prompt as a list of floats; raises as `encode`."""
-        return [embedding_output(each) for each in self.encode(prompts, pooling_params, use_tqdm=use_tqdm)]
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
+        return [embedding_output(each) for each in outputs]
 
     def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: bool = True
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are: one and each of many, or as many pairs; the cosine of their embeddings. What the model's
-        files put before queries goes before `data_1`, what they put before documents before `data_2`. Raises as
-        `encode`."""
+        """How well texts fit each other: one and each of many, or as many pairs. What a model with a head of one label
+        says of both (a cross-encoder), else the cosine of their embeddings; then what the model's files put before
+        queries goes before `data_1`, what they put before documents before `data_2`. `pooling_params`: a
+        cross-encoder's. Raises as `encode`."""
         ones = [data_1] if isinstance(data_1, str) else list(data_1)
         others = [data_2] if isinstance(data_2, str) else list(data_2)
         pairs = pairs_of(ones, others)
+        if scores_pairs(self._alive().model.head):
+            return self._score_pairs([(ones[one], others[other]) for one, other in pairs], pooling_params, use_tqdm)
+        if pooling_params is not None:
+            raise InvalidRequestError("pooling_params are of models that read both texts at once", "pooling_params")
         prompts = self._alive().model.pooling.prompts
         texts = [prompts.get("query", "") + text for text in ones] + [prompts.get("document", "") + o for o in others]
         found = self.encode(texts, PoolingParams(normalize=True), use_tqdm=use_tqdm)
@@ -97,6 +111,42 @@ class PooledCalls(ABC):
             for one, other in pairs
         ]
 
-    def classify(self, *_: object, **__: object) -> None:
-        """Raises `InvalidRequestError`: no model with a classifier is supported."""
-        raise InvalidRequestError("classify needs a model with a classifier, and none is supported", "model")
+    def _score_pairs(
+        self, texts: list[tuple[str, str]], params: PoolingParams | None, use_tqdm: bool
+    ) -> list[ScoringRequestOutput]:
+        session = self._alive()
+        most = None if params is None else params.truncate_prompt_tokens
+        prompts: list[Prompt] = [{"prompt_token_ids": session.pair_ids(one, other, most)} for one, other in texts]
+        return [
+            PooledRequestOutput(
+                request_id=each.request_id,
+                outputs=ScoringOutput(float(each.outputs.data[0])),
+                prompt_token_ids=each.prompt_token_ids,
+                num_cached_tokens=each.num_cached_tokens,
+            )
+            for each in self.encode(prompts, params, use_tqdm=use_tqdm, pooling_task="classify")
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Each prompt's classes by the model's head; raises as `encode`, also where it has none."""
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify")
+        return [classification_output(each) for each in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """What the model's head says as it is, of each prompt or, where it judges so, of each token; raises as
+        `encode`."""
+        head, params = self._alive().model.head, pooling_params or PoolingParams()
+        task: PoolingTask = "token_classify" if head is not None and head.form.pooled == "all" else "classify"
+        return self.encode(prompts, replace(params, use_activation=False), use_tqdm=use_tqdm, pooling_task=task)

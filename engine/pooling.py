@@ -1,33 +1,37 @@
 """Prompts made into vectors instead of continued: what is asked for, and what comes. Names and shapes follow vLLM's,
 with NumPy arrays in place of tensors.
 
-Any decoder can be pooled: the hidden states behind its final norm, of the last token or the mean of all. An embedding
-model's own files say which of them it was trained for (`engine.models.pooling`).
+Any model can be pooled: the hidden states behind its final norm, of the last token, the first or the mean of all. An
+embedding model's own files say which of them it was trained for (`engine.models.pooling`). What a model with a head
+that judges texts says of them comes in the same way (`engine.models.heads`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from engine.errors import InvalidRequestError, RequestFailedError
+from engine.models.heads import HeadSpec, LabelFunction
 from engine.models.pooling import PoolingDefaults
 from engine.request import RequestOutput
 from engine.step import Pooling
 
-PoolingTask = Literal["embed", "token_embed"]
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
+_KINDS = ("last", "mean", "all", "cls", "max")
 Data = TypeVar("Data")
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """``pooling_type``: "last", "mean" or "all", in any case; None: the model's own, or "all" for the task
-    "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not). ``dimensions``:
+    """``pooling_type``: "last", "mean", "cls", "max" or "all", in any case; None: the model's own, or "all" for the
+    task "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not). ``dimensions``:
     the first ones, for models trained so (Matryoshka), cut before normalising. ``truncate_prompt_tokens``: longer
     prompts lose their end, but for what the tokenizer puts behind each; -1: to what fits. ``task``: left out,
-    "token_embed" for "all", else "embed".
+    "token_embed" for "all", else what the model is for: "embed", or "classify" or "token_classify" with its head.
+    ``use_activation``: of those two, False for the head's outputs as they are; None: what it was trained with.
     Raises `InvalidRequestError`."""
 
     pooling_type: str | None = None
@@ -35,14 +39,23 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     task: PoolingTask | None = None
+    use_activation: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.pooling_type is not None and self.pooling_type.lower() not in ("last", "mean", "all"):
+        if self.pooling_type is not None and self.pooling_type.lower() not in _KINDS:
             raise InvalidRequestError(
-                f"pooling_type must be last, mean or all, got {self.pooling_type[:20]!r}", "pooling_type"
+                f"pooling_type must be one of {', '.join(_KINDS)}, got {self.pooling_type[:20]!r}", "pooling_type"
             )
-        if self.task not in (None, "embed", "token_embed"):
-            raise InvalidRequestError(f"task must be embed or token_embed, got {str(self.task)[:20]!r}", "task")
+        tasks = get_args(PoolingTask)
+        if self.task not in (None, *tasks):
+            raise InvalidRequestError(f"task must be one of {', '.join(tasks)}, got {str(self.task)[:20]!r}", "task")
+        if self.task in ("classify", "token_classify"):
+            for name in ("pooling_type", "normalize", "dimensions"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequestError(f"{name} is of embeddings, not of the task {self.task}", name)
+            return
+        if self.use_activation is not None and self.task is not None:
+            raise InvalidRequestError(f"use_activation is of classes, not of the task {self.task}", "use_activation")
         all_tokens = (self.pooling_type or "").lower() == "all"
         if self.task and self.pooling_type and (self.task == "token_embed") != all_tokens:
             raise InvalidRequestError("pooling_type all and task token_embed go together", "pooling_type")
@@ -58,21 +71,42 @@ class ResolvedPooling(msgspec.Struct, frozen=True, kw_only=True):
     kind: Pooling
     normalize: bool
     dimensions: int | None
+    function: LabelFunction = "identity"
+    """of what the model's head says"""
 
     def of(self, output: RequestOutput) -> np.ndarray:
         """float32 [size], of "all" [tokens, size]. Raises `RequestFailedError` for what ended before."""
         reason = output.outputs[0].finish_reason
         if output.pooled is None or reason != "stop":
             raise RequestFailedError(output.outputs[0].stop_reason or f"it was not pooled: it ended with {reason}")
-        vectors: np.ndarray = output.pooled[:, : self.dimensions]
+        vectors = activated(output.pooled[:, : self.dimensions], self.function)
         if self.normalize:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return vectors if self.kind == "all" else vectors[0]
+        return vectors if self.kind in ("all", "judge_all") else vectors[0]
 
 
-def resolve_pooling(params: PoolingParams | None, model: PoolingDefaults, size: int) -> ResolvedPooling:
+def activated(outputs: np.ndarray, function: LabelFunction) -> np.ndarray:
+    """A head's [rows, labels], as callers see them: float32 as these."""
+    if function == "identity":
+        return outputs
+    if function == "sigmoid":
+        found: np.ndarray = 1 / (1 + np.exp(-outputs))
+        return found
+    powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    found = powers / powers.sum(axis=1, keepdims=True)
+    return found
+
+
+def resolve_pooling(
+    params: PoolingParams | None, model: PoolingDefaults, size: int, head: HeadSpec | None = None
+) -> ResolvedPooling:
     """`size`: of the model's embeddings. Raises `InvalidRequestError`."""
     given = params or PoolingParams()
+    asks_embedding = given.task is not None or given.pooling_type is not None or given.dimensions is not None
+    if given.task in ("classify", "token_classify") or (head is not None and not asks_embedding):
+        return _judged(given, head)
+    if given.use_activation is not None:
+        raise InvalidRequestError("use_activation is of classes, and these are embeddings", "use_activation")
     if model.unsupported:
         raise InvalidRequestError(f"embeddings of this model are not supported: {model.unsupported}", "model")
     if given.dimensions is not None and given.dimensions > size:
@@ -85,6 +119,18 @@ def resolve_pooling(params: PoolingParams | None, model: PoolingDefaults, size: 
     if normalize is None:
         normalize = model.normalize and (kind or default) != "all"
     return ResolvedPooling(kind=kind or default, normalize=normalize, dimensions=given.dimensions)  # type: ignore[arg-type]
+
+
+def _judged(given: PoolingParams, head: HeadSpec | None) -> ResolvedPooling:
+    if head is None:
+        raise InvalidRequestError("this model has no head that classifies: use a checkpoint that has one", "model")
+    each = head.form.pooled == "all"
+    if given.task is not None and each != (given.task == "token_classify"):
+        raise InvalidRequestError(
+            f"this model judges {'each token: use token_classify' if each else 'whole texts: use classify'}", "task"
+        )
+    function = "identity" if given.use_activation is False else head.function
+    return ResolvedPooling(kind="judge_all" if each else "judge", normalize=False, dimensions=None, function=function)
 
 
 def truncated(token_ids: list[int], most: int | None, room: int, suffix: Sequence[int]) -> list[int]:
@@ -110,6 +156,14 @@ class EmbeddingOutput(msgspec.Struct, frozen=True):
         return len(self.embedding)
 
 
+class ClassificationOutput(msgspec.Struct, frozen=True):
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
 class ScoringOutput(msgspec.Struct, frozen=True):
     score: float
 
@@ -126,6 +180,7 @@ class PooledRequestOutput(msgspec.Struct, Generic[Data], frozen=True, kw_only=Tr
 
 PoolingRequestOutput = PooledRequestOutput[PoolingOutput]
 EmbeddingRequestOutput = PooledRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PooledRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PooledRequestOutput[ScoringOutput]
 
 
@@ -146,6 +201,23 @@ def embedding_output(pooled: PoolingRequestOutput) -> EmbeddingRequestOutput:
         prompt_token_ids=pooled.prompt_token_ids,
         num_cached_tokens=pooled.num_cached_tokens,
     )
+
+
+def classification_output(pooled: PoolingRequestOutput) -> ClassificationRequestOutput:
+    return PooledRequestOutput(
+        request_id=pooled.request_id,
+        outputs=ClassificationOutput(pooled.outputs.data.tolist()),
+        prompt_token_ids=pooled.prompt_token_ids,
+        num_cached_tokens=pooled.num_cached_tokens,
+    )
+
+
+def scores_pairs(head: HeadSpec | None) -> bool:
+    """Whether the model reads both texts of a comparison at once: a cross-encoder; else their embeddings are compared.
+    Raises `InvalidRequestError` where it can do neither."""
+    if head is not None and (len(head.labels) != 1 or head.form.pooled == "all"):
+        raise InvalidRequestError(f"a model that scores pairs has one label; this one has {len(head.labels)}", "model")
+    return head is not None
 
 
 def similarity(one: np.ndarray, other: np.ndarray) -> float:

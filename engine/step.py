@@ -28,8 +28,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-Pooling = Literal["last", "mean", "all"]
-"""what of a prompt's hidden states is wanted in place of tokens: the last one, their mean, or each"""
+Pooling = Literal["last", "mean", "all", "cls", "max", "judge", "judge_all"]
+"""what of a prompt's hidden states is wanted in place of tokens: the last one, their mean, each, the first, the largest
+of each number; or what the model's head makes of the prompt, or of each token"""
 
 
 class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -23,13 +23,18 @@ class PooledPrompt:
         self._parts.append(np.frombuffer(part, dtype=np.float32))
 
     def vectors(self) -> np.ndarray | None:
-        """float32 [vectors, size]: one, or with "all" one for each token; None before anything has come."""
+        """float32 [vectors, size]: one, or one for each token; None before anything has come."""
         if not self._parts:
             return None
-        if self._kind == "all":
+        if self._kind in ("all", "judge_all"):
             joined: np.ndarray = np.concatenate(self._parts).reshape(self._num_tokens, -1)
             return joined
-        if self._kind == "last":
+        if self._kind in ("last", "judge"):
             return self._parts[-1][None]
+        if self._kind == "cls":
+            return self._parts[0][None]
+        if self._kind == "max":
+            largest: np.ndarray = np.stack(self._parts).max(axis=0)[None]
+            return largest
         mean: np.ndarray = np.stack(self._parts).mean(axis=0, dtype=np.float64) * len(self._parts) / self._num_tokens
         return mean.astype(np.float32)[None]

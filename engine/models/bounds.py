@@ -32,6 +32,7 @@ _MULTIPLIER = Range(1e-6, 1e6)
 CONFIG_RANGES = {
     "vocab_size": _VOCABULARY,
     "draft_vocab_size": _VOCABULARY,
+    "num_labels": Range(1, 2**16),
     "target_hidden_size": _WIDTH,
     "hidden_size": _WIDTH,
     "n_embd": _WIDTH,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from engine.models.experts import Experts, Router
+from engine.models.head import Head
 from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.packed_experts import PackedExperts
@@ -241,6 +242,7 @@ class Decoder(nn.Module):
         )
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.head = None if spec.head is None else Head(spec.head, width, spec.norm_eps, device)
         self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
         self._rope_of = [layer.mixer.rope for layer in spec.layers]
         self.set_attention(_attention_not_set)

@@ -17,6 +17,7 @@ from engine.models.families.registry import find_family
 from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
 from engine.models.gguf_header import read_gguf_header
+from engine.models.heads import HeadSpec, head_of, with_token_ids
 from engine.models.json_file import read_json_object, shown
 from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
 from engine.models.quantization import StoredFormat, native_only, stored_format
@@ -49,6 +50,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """how prompts become vectors"""
     generates: bool
     """false: an embedding model, or a bare one: its checkpoint may have no head"""
+    head: HeadSpec | None
+    """of a model that judges texts"""
     generation_defaults: dict[str, bool | int | float]
     """the sampling values that the model's authors recommend, under generation_config.json's names; may be empty.
     `engine.resolve.resolve_here` puts what the user wants in their place and checks the ranges."""
@@ -104,6 +107,7 @@ def _described(
             f"{config_file}: dtype {shown(dtype)} is not supported; supported are {', '.join(_DTYPES)}"
         )
     with _errors_name(config_file):
+        config = with_token_ids(config, Path(path))
         spec, facts, generates = _computed(path, config, model_impl, pooling.declared)
         starts, ends = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
     with _errors_name(generation_file):
@@ -125,6 +129,7 @@ def _described(
         vocab_size=facts.vocab_size,
         pooling=pooling,
         generates=generates,
+        head=None if spec is None else spec.head,
         generation_defaults=defaults,
     )
 
@@ -137,9 +142,12 @@ def _computed(
     reason = ""
     if model_impl != "transformers":
         try:
-            family, generates = find_family(config)
-            generates = generates and not embeds
-            spec = family.spec(config if generates else {**config, "tie_word_embeddings": True})
+            family, purpose, form = find_family(config)
+            head = None if form is None else head_of(config, form, purpose)
+            generates = purpose == "generates" and not embeds
+            needs_head = generates or (head is not None and head.token_ids)
+            spec = family.spec(config if needs_head else {**config, "tie_word_embeddings": True})
+            spec = msgspec.structs.replace(spec, head=head)
             return spec, spec.facts, generates
         except UnsupportedModelError as error:
             if model_impl == "native":

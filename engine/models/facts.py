@@ -41,6 +41,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of those, what one token is multiplied with: of a mixture of experts the chosen ones"""
     tie_embeddings: bool
     max_position: int
+    token_types: int = 1
+    """kinds that tokens come in: one of kind k is fed as its id + k * vocab_size"""
 
     @property
     def kept(self) -> tuple[Kept, ...]:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -157,6 +158,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_scale: float | None = None
     """that logits are multiplied with, before they are capped"""
     logit_cap: float | None = None
+    head: HeadSpec | None = None
+    """of a model that classifies, beside what it would generate with"""
 
     @property
     def num_layers(self) -> int:

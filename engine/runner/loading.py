@@ -26,6 +26,7 @@ from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
 from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
+from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
 from engine.models.packed import PackedLinear
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
@@ -103,6 +104,8 @@ class RunnerParts:
     sinks: tuple[torch.Tensor, ...] = ()
     """of each layer that has them"""
     draft: DraftParts | None = None
+    head: Head | None = None
+    """of a model that judges prompts"""
 
 
 def _choose_streams(packer: Packer | None, model: nn.Module, config: EngineConfig) -> None:
@@ -152,6 +155,7 @@ def load_parts(config: EngineConfig) -> RunnerParts:
         weight_bytes=weight_bytes(model),
         sinks=model.sinks,
         draft=draft_parts,
+        head=model.head if isinstance(model, Decoder) else None,
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from engine.errors import EngineError, in_words
+from engine.models.head import Head
+from engine.models.heads import HeadForm
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
 from engine.runner.batch import StepBatch
@@ -47,7 +49,10 @@ class StepSampler:
         table: RequestTable,
         kernels: InputKernels,
         vocab_size: int,
+        head: Head | None = None,
     ) -> None:
+        """`head`: of a model that judges prompts."""
+        self._head = head
         self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
         self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
 
@@ -93,12 +98,25 @@ class StepSampler:
         ends = np.cumsum(rows.query_lens)[asked].tolist()
         for end, row in zip(ends, Rows(rows.columns[:, asked]).each(), strict=True):
             kind = self._table.pooling[row.row]
-            if kind == "last" and not row.samples:
+            start, judged = end - row.query_len, kind in ("judge", "judge_all")
+            if judged:
+                kind = self._form.pooled if kind == "judge" else "all"
+            if (kind == "last" and not row.samples) or (kind == "cls" and row.computed):
                 continue
-            states = self._model.final_states(hidden[end - 1 if kind == "last" else end - row.query_len : end])
-            part = states.to(torch.float32, copy=True)
-            parts.append((row.row, part.sum(dim=0, keepdim=True) if kind == "mean" else part))
+            first, past = (end - 1 if kind == "last" else start), (start + 1 if kind == "cls" else end)
+            part = self._model.final_states(hidden[first:past]).to(torch.float32, copy=True)
+            if kind in ("mean", "max"):
+                part = part.sum(dim=0, keepdim=True) if kind == "mean" else part.amax(dim=0, keepdim=True)
+            if judged and self._head is not None:
+                part = self._head(part / row.query_len if kind == "mean" else part)
+            parts.append((row.row, part))
         return parts
+
+    @property
+    def _form(self) -> HeadForm:
+        if self._head is None:
+            raise EngineError("a prompt is to be judged, and the model has no head that does")
+        return self._head.spec.form
 
     def _sample_each(self, logits: torch.Tensor, batch: StepBatch, failures: dict[int, str]) -> SampleOutput:
         """Nothing behind drafts, which then count as wrong."""

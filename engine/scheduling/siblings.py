@@ -45,7 +45,7 @@ def prefix_limit(seq: Sequence, kv: KVCache) -> int:
     """Tokens that may come from the prefix cache: all but the last, and nothing that prompt log-probabilities still
     need (the query at p scores the token at p+1), nor what is pooled of every token. Where windows move on, nothing
     beyond a place at which a follower is to be forked, because what that one sees would be missing."""
-    limits = [0 if seq.params.pooling in ("mean", "all") else len(seq.tokens) - 1]
+    limits = [len(seq.tokens) - 1 if seq.params.pooling in (None, "last", "judge") else 0]
     if seq.params.prompt_logprobs is not None and seq.next_prompt_logprob < seq.prompt_len:
         limits.append(seq.next_prompt_logprob - 1)
     if kv.slides:

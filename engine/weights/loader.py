@@ -6,7 +6,7 @@ Everything that can be wrong with names and shapes is found before the first byt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,8 @@ from engine.models.experts import Experts
 from engine.models.families.common import Family
 from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows, stacked_rows
+from engine.models.head import Head
+from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.models.spec import DecoderSpec
@@ -53,7 +55,7 @@ def load_weights(
     Raises WeightsError naming tensor, file, what was expected and what was found.
     """
     family = family_named(model.spec.family)
-    rows = family.weight_rows(model.spec)
+    rows = _rows_of(model.spec, family.weight_rows)
     if load_format == "dummy":
         fill_randomly(model, seed)
         if packer is not None:
@@ -61,7 +63,7 @@ def load_weights(
     else:
         source: WeightSource
         if description.source == "gguf":
-            rows = stacked_rows((family.gguf_rows or family.weight_rows)(model.spec))
+            rows = stacked_rows(_rows_of(model.spec, family.gguf_rows or family.weight_rows))
             source = GgufSource(description.path, model.spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
@@ -74,6 +76,10 @@ def load_weights(
             if description.generates:
                 _check_tied_copy(model, arranged, rows)
     return weight_bytes(model)
+
+
+def _rows_of(spec: DecoderSpec, names: Callable[[DecoderSpec], dict[str, Rows]]) -> dict[str, Rows]:
+    return names(spec) if spec.head is None else {**names(spec), **head_rows(spec.head, spec.hidden_size)}
 
 
 def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
@@ -109,8 +115,18 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
         if name not in packed:
             source.read_into(name, place)
     del places, name, place  # what a packed layer replaces is freed at once
+    if model.head is not None and model.head.spec.token_ids:
+        _fill_head(model, model.head, source, rows)
     if packer is not None:
         _pack(model, source, rows, packer)
+
+
+def _fill_head(model: Decoder, head: Head, source: WeightSource, rows: Mapping[str, Rows]) -> None:
+    unembedding = _EMBEDDING if model.spec.tie_embeddings else "lm_head.weight"
+    (name,) = (name for name, row in rows.items() if row.parameter == unembedding)
+    whole = torch.empty(source.shapes()[name], dtype=model.dtype)
+    source.read_into(name, whole)
+    head.take_tokens(whole[list(head.spec.token_ids)])
 
 
 def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]:

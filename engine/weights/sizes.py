@@ -11,6 +11,7 @@ from math import prod
 from engine.config import Quantization
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, packed_bytes
 from engine.models.gguf_header import TensorExtent
+from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
 from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
@@ -135,8 +136,8 @@ def _vector_values(spec: DecoderSpec) -> int:
 
 
 def _float32_bytes(spec: DecoderSpec) -> int:
-    """Of what is float32 in any case: sinks, and of routers."""
-    values = 0
+    """Of what is float32 in any case: sinks, of routers, and a head that judges."""
+    values = 0 if spec.head is None else head_values(spec.head, spec.hidden_size)
     for layer in spec.layers:
         values += layer.mixer.num_heads * layer.mixer.sinks
         if layer.experts is not None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_RANGES
 from engine.models.families.rows import Rows
+from engine.models.heads import HEADS, HeadForm
 from engine.models.json_file import shown
 from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, QkNorm, RopeSpec
 
@@ -59,6 +60,10 @@ class Family(msgspec.Struct, frozen=True):
     """endings of names that a checkpoint may hold beside these, and that hold no weights"""
     gguf_rows: Callable[[DecoderSpec], dict[str, Rows]] | None = None
     """the same under the names that gguf's own map knows, where those differ"""
+    causal: bool = True
+    """a decoder; else an encoder, whose attention looks both ways"""
+    heads: Mapping[str, HeadForm] = HEADS
+    """of models that judge texts, by what stands in their architecture's name in the place of ForCausalLM"""
     predicts_more: bool = False
     """a checkpoint may hold layers beyond the model's, which predict further tokens and are left out"""
 

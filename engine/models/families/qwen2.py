@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from engine.models.families.common import Config, Family, decoder_spec, layer_type_windows
 from engine.models.families.names import LLAMA_NAMES
+from engine.models.heads import HEADS, REWARD
 from engine.models.spec import DecoderSpec
 
 
@@ -16,5 +17,5 @@ def mimo_spec(config: Config) -> DecoderSpec:
     return qwen2_spec(config, "mimo")
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, LLAMA_NAMES.rows)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_spec, LLAMA_NAMES.rows, heads={**HEADS, "ForRewardModel": REWARD})
 MIMO = Family("mimo", "MiMoForCausalLM", mimo_spec, LLAMA_NAMES.rows, predicts_more=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from engine.errors import UnsupportedModelError
 from engine.models.families.apertus import APERTUS
@@ -42,6 +43,7 @@ from engine.models.families.seed_oss import SEED_OSS
 from engine.models.families.smollm3 import SMOLLM3
 from engine.models.families.stablelm import STABLELM
 from engine.models.families.starcoder2 import STARCODER2
+from engine.models.heads import HeadForm, Purpose
 from engine.models.json_file import shown
 
 FAMILIES: tuple[Family, ...] = (
@@ -90,19 +92,30 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE4_5_MOE,
 )
 
-_HEAD = re.compile("ForCausalLM|LMHeadModel")
+_HEAD = re.compile("ForCausalLM|LMHeadModel|Model")
+_BARE = ("Model", "ForMaskedLM")
+"""endings of what has no head, or one that nobody asks here"""
 
 
-def find_family(config: Mapping[str, object]) -> tuple[Family, bool]:
-    """By `architectures`, or by `model_type` where a config names no architecture. False: the bare model, without its
-    head."""
+class Found(NamedTuple):
+    family: Family
+    purpose: Purpose
+    form: HeadForm | None = None
+    """of the head, where it has one that judges"""
+
+
+def find_family(config: Mapping[str, object]) -> Found:
+    """By `architectures`, or by `model_type` where a config names no architecture."""
     architectures = config.get("architectures")
     named = [str(name) for name in architectures] if isinstance(architectures, list) else []
     for family in FAMILIES:
         if family.architecture in named or (not named and family.name == config.get("model_type")):
-            return family, True
-        if _HEAD.sub("Model", family.architecture) in named:
-            return family, False
+            return Found(family, "generates" if family.causal else "embeds")
+        if any(_HEAD.sub(ending, family.architecture) in named for ending in _BARE):
+            return Found(family, "embeds")
+        for ending, form in family.heads.items():
+            if _HEAD.sub(ending, family.architecture) in named:
+                return Found(family, "rewards" if ending == "ForRewardModel" else "classifies", form)
     found = f"architectures {shown(named[:4])}" if named else f"model_type {shown(config.get('model_type'))}"
     supported = ", ".join(family.architecture.removesuffix("ForCausalLM") for family in FAMILIES)
     raise UnsupportedModelError(f"{found} is not supported; supported architectures (ForCausalLM) are {supported}")
