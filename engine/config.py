@@ -281,6 +281,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 2**31 - 1
     """a token id is below it"""
     speculation: SpeculationConfig = SpeculationConfig()
+    whole_prompts: bool = False
+    """a prompt is computed in one step, or not yet"""
 
     @property
     def max_drafts(self) -> int:

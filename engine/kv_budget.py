@@ -44,6 +44,8 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Of a block of any group."""
         layers = self.model.layers
+        if not self.model.keeps_kv:
+            return 0
         token = max(kv_bytes_per_token((layers[i] for i in group.layers), self.dtype) for group in self.groups)
         return (token + self.draft_bytes) * self.block_size
 
@@ -56,6 +58,8 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokens_in(self, memory_bytes: int) -> int:
         """At most `longest`; 0 where not even one fits."""
+        if not self.model.keeps_kv:
+            return self.longest
         return bisect_right(range(1, self.longest + 1), memory_bytes, key=self.bytes_of)
 
 

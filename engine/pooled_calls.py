@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompts
+from engine.frontend.pairs import pair_ids
 from engine.frontend.texts import check_text
 from engine.pooling import (
     ClassificationRequestOutput,
@@ -116,7 +117,10 @@ class PooledCalls(ABC):
     ) -> list[ScoringRequestOutput]:
         session = self._alive()
         most = None if params is None else params.truncate_prompt_tokens
-        prompts: list[Prompt] = [{"prompt_token_ids": session.pair_ids(one, other, most)} for one, other in texts]
+        model, config = session.model.facts, session.config
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": pair_ids(session.tokenizer, model, config, one, other, most)} for one, other in texts
+        ]
         return [
             PooledRequestOutput(
                 request_id=each.request_id,

@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar, get_args
 import msgspec
 import numpy as np
 
+from engine.dense import DenseLayer
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.models.heads import HeadSpec, LabelFunction
 from engine.models.pooling import PoolingDefaults
@@ -27,8 +28,9 @@ Data = TypeVar("Data")
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     """``pooling_type``: "last", "mean", "cls", "max" or "all", in any case; None: the model's own, or "all" for the
-    task "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not). ``dimensions``:
-    the first ones, for models trained so (Matryoshka), cut before normalising. ``truncate_prompt_tokens``: longer
+    task "token_embed". ``normalize``: to length 1; None: as the model's files say (tokens of "all" are not).
+    ``dimensions``: the first ones, for models trained so (Matryoshka), cut before normalising.
+    ``truncate_prompt_tokens``: longer
     prompts lose their end, but for what the tokenizer puts behind each; -1: to what fits. ``task``: left out,
     "token_embed" for "all", else what the model is for: "embed", or "classify" or "token_classify" with its head.
     ``use_activation``: of those two, False for the head's outputs as they are; None: what it was trained with.
@@ -71,6 +73,7 @@ class ResolvedPooling(msgspec.Struct, frozen=True, kw_only=True):
     kind: Pooling
     normalize: bool
     dimensions: int | None
+    dense: tuple[DenseLayer, ...] = ()
     function: LabelFunction = "identity"
     """of what the model's head says"""
 
@@ -79,7 +82,10 @@ class ResolvedPooling(msgspec.Struct, frozen=True, kw_only=True):
         reason = output.outputs[0].finish_reason
         if output.pooled is None or reason != "stop":
             raise RequestFailedError(output.outputs[0].stop_reason or f"it was not pooled: it ended with {reason}")
-        vectors = activated(output.pooled[:, : self.dimensions], self.function)
+        vectors: np.ndarray = output.pooled
+        for layer in self.dense:
+            vectors = layer.of(vectors)
+        vectors = activated(vectors[:, : self.dimensions], self.function)
         if self.normalize:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return vectors if self.kind in ("all", "judge_all") else vectors[0]
@@ -90,17 +96,21 @@ def activated(outputs: np.ndarray, function: LabelFunction) -> np.ndarray:
     if function == "identity":
         return outputs
     if function == "sigmoid":
-        found: np.ndarray = 1 / (1 + np.exp(-outputs))
-        return found
-    powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-    found = powers / powers.sum(axis=1, keepdims=True)
-    return found
+        shares: np.ndarray = 1 / (1 + np.exp(-outputs))
+    else:
+        powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        shares = powers / powers.sum(axis=1, keepdims=True)
+    return shares
 
 
 def resolve_pooling(
-    params: PoolingParams | None, model: PoolingDefaults, size: int, head: HeadSpec | None = None
+    params: PoolingParams | None,
+    model: PoolingDefaults,
+    size: int,
+    head: HeadSpec | None = None,
+    dense: tuple[DenseLayer, ...] = (),
 ) -> ResolvedPooling:
-    """`size`: of the model's embeddings. Raises `InvalidRequestError`."""
+    """`size`: of the model's states; `dense`: what stands behind their pooling. Raises `InvalidRequestError`."""
     given = params or PoolingParams()
     asks_embedding = given.task is not None or given.pooling_type is not None or given.dimensions is not None
     if given.task in ("classify", "token_classify") or (head is not None and not asks_embedding):
@@ -109,21 +119,23 @@ def resolve_pooling(
         raise InvalidRequestError("use_activation is of classes, and these are embeddings", "use_activation")
     if model.unsupported:
         raise InvalidRequestError(f"embeddings of this model are not supported: {model.unsupported}", "model")
+    kind = given.pooling_type.lower() if given.pooling_type else None
+    default: Pooling = "all" if given.task == "token_embed" else model.pooling_type
+    layers = dense if (kind or default) != "all" else ()
+    size = len(layers[-1].weight) if layers else size
     if given.dimensions is not None and given.dimensions > size:
         raise InvalidRequestError(
             f"dimensions is {given.dimensions}; this model's embeddings have {size}", "dimensions"
         )
-    kind = given.pooling_type.lower() if given.pooling_type else None
-    default: Pooling = "all" if given.task == "token_embed" else model.pooling_type
     normalize = given.normalize
     if normalize is None:
         normalize = model.normalize and (kind or default) != "all"
-    return ResolvedPooling(kind=kind or default, normalize=normalize, dimensions=given.dimensions)  # type: ignore[arg-type]
+    return ResolvedPooling(kind=kind or default, normalize=normalize, dimensions=given.dimensions, dense=layers)  # type: ignore[arg-type]
 
 
 def _judged(given: PoolingParams, head: HeadSpec | None) -> ResolvedPooling:
     if head is None:
-        raise InvalidRequestError("this model has no head that classifies: use a checkpoint that has one", "model")
+        raise InvalidRequestError("this model has no classifier: use a checkpoint that has one", "model")
     each = head.form.pooled == "all"
     if given.task is not None and each != (given.task == "token_classify"):
         raise InvalidRequestError(

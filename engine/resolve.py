@@ -74,16 +74,16 @@ def resolve(
     a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
-    vocab_size = model.facts.vocab_size
+    facts, vocab_size = model.facts, model.facts.num_token_ids
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype = _kv_dtype(args, dtype, kind)
-    step_tokens = _step_tokens(args, kind, model.facts, dtype)
+    step_tokens = _step_tokens(args, kind, facts, dtype)
     quantization = _quantization(args, dtype, kind, model)
-    _check_weights_fit(model.facts, quantization, dtype, _device_bytes(kind, machine))
+    _check_weights_fit(facts, quantization, dtype, _device_bytes(kind, machine))
     sizes = SequenceSizes(
-        model=model.facts,
+        model=facts,
         dtype=kv_dtype,
         block_size=block_size,
         step_tokens=step_tokens,
@@ -91,6 +91,7 @@ def resolve(
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
+    step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)
     return EngineConfig(
         model=ModelConfig(
             path=_absolute(args.model, machine),
@@ -107,8 +108,8 @@ def resolve(
             quantization=quantization,
             model_impl=args.model_impl,
         ),
-        cache=_cache(args, block_size, kv_dtype, kind, machine),
-        scheduler=_scheduler(args, kind, max_model_len, step_tokens, vocab_size, machine),
+        cache=_cache(args, block_size, kv_dtype, kind, machine, facts),
+        scheduler=_scheduler(args, kind, max_model_len, step_tokens, facts, machine),
         compile=CompileConfig(
             mode=args.compile,
             graphs=_graphs(args, kind),
@@ -229,7 +230,23 @@ def _max_model_len(args: EngineArgs, max_position: int, sizes: SequenceSizes) ->
     return fits
 
 
-def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine) -> CacheConfig:
+def _encoder_step(args: EngineArgs, tokens: int, max_model_len: int) -> int:
+    """Tokens of a step of an encoder, which computes prompts whole and keeps nothing of them."""
+    unused = ("kv_cache_memory", "swap_space", "speculative_config")
+    given = [name for name in unused if getattr(args, name)] + ["kv_cache_dtype"] * (args.kv_cache_dtype != "auto")
+    if given:
+        raise ConfigError(f"{given[0]} has no effect here: the model is an encoder, which keeps no KV; leave it out")
+    if args.max_num_batched_tokens is not None and tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({max_model_len}): the model is an "
+            "encoder, which computes a prompt in one step; raise it, or lower max_model_len"
+        )
+    return max(tokens, max_model_len)
+
+
+def _cache(
+    args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine, facts: ModelFacts
+) -> CacheConfig:
     device_bytes, wanted = _device_bytes(kind, machine), kv_cache_memory_of(args)
     if wanted is not None and wanted > device_bytes:
         raise ConfigError(f"kv_cache_memory ({wanted} bytes) exceeds the device's memory ({device_bytes} bytes)")
@@ -238,7 +255,7 @@ def _cache(args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, mac
         dtype=dtype,
         kv_cache_memory=wanted,
         memory_fraction=args.memory_fraction,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=args.enable_prefix_caching and facts.keeps_kv,
         swap_space=_swap_space(args, machine),
     )
 
@@ -298,7 +315,7 @@ def _step_tokens(args: EngineArgs, kind: Kind, facts: ModelFacts, dtype: str) ->
 
 
 def _scheduler(
-    args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, vocab_size: int, machine: Machine
+    args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, facts: ModelFacts, machine: Machine
 ) -> SchedulerConfig:
     speculation = _speculation(args, kind, machine)
     ahead = args.async_scheduling or (args.async_scheduling is None and kind == "cuda")
@@ -315,9 +332,10 @@ def _scheduler(
         max_waiting=args.max_waiting,
         policy=args.scheduling_policy,
         preemption=args.preemption,
-        vocab_size=vocab_size,
+        vocab_size=facts.num_token_ids,
         steps_in_flight=2 if ahead else 1,
         speculation=speculation,
+        whole_prompts=not facts.keeps_kv,
     )
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
+from engine.dense import load_dense
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
 from engine.frontend.admission import Admission, AdmittedRequest, ParsedPrompt, default_sampling_params
 from engine.frontend.given_template import given_template
 from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.pairs import encode_pair
 from engine.frontend.pins import PinnedPrefixes
 from engine.frontend.texts import check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
@@ -71,6 +71,7 @@ class Session:
         self.client = client
         self.ready = ready
         self.admission = Admission(config, tokenizer, generates=model.generates)
+        self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
         self.pinned = PinnedPrefixes(config.limits)
@@ -85,25 +86,13 @@ class Session:
 
     def resolve_pooling(self, params: PoolingParams | None) -> ResolvedPooling:
         """Raises `InvalidRequestError`."""
-        return resolve_pooling(params, self.model.pooling, self.model.facts.final_size, self.model.head)
+        model = self.model
+        return resolve_pooling(params, model.pooling, model.facts.final_size, model.head, self._dense)
 
     def truncated(self, token_ids: list[int], params: PoolingParams | None) -> list[int]:
         """As `PoolingParams.truncate_prompt_tokens` wants it."""
         most = None if params is None else params.truncate_prompt_tokens
         return truncated(token_ids, most, self.config.model.max_model_len, self.tokenizer.suffix)
-
-    def pair_ids(self, one: str, other: str, most: int | None = None, most_of_other: int | None = None) -> list[int]:
-        """Two texts as one prompt, as the tokenizer puts them together; a token of the second kind that a model tells
-        apart is its id behind all of the first (`DecoderSpec.token_types`). Longer ones lose the end of the longer text.
-        `most`: as `PoolingParams.truncate_prompt_tokens`; `most_of_other`: that the second is cut to first. Raises
-        `InvalidRequestError`."""
-        cut = most is not None or most_of_other is not None
-        for text in (one, other):
-            self.tokenizer.check_length(text, contexts=self.config.limits.contexts_translated if cut else 1)
-        length = self.config.model.max_model_len if most == -1 else most
-        ids, kinds = encode_pair(self.tokenizer.backend, one, other, length, most_of_other)
-        size, last = self.model.facts.vocab_size, self.model.facts.token_types - 1
-        return [token + size * min(kind, last) for token, kind in zip(ids, kinds, strict=True)]
 
     def check_alive(self) -> None:
         """Raises what ended the core."""

@@ -4,8 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.config import EngineConfig
+from engine.frontend.tokenizer import Tokenizer
+from engine.models.facts import ModelFacts
+
 if TYPE_CHECKING:
     import tokenizers
+
+
+def pair_ids(
+    tokenizer: Tokenizer,
+    model: ModelFacts,
+    config: EngineConfig,
+    one: str,
+    other: str,
+    most: int | None = None,
+    most_of_other: int | None = None,
+) -> list[int]:
+    """As `encode_pair`; a token of the second text, where the model tells them apart, is its id behind all others
+    (`ModelFacts.token_types`). `most`: as `PoolingParams.truncate_prompt_tokens`. Raises `InvalidRequestError` for
+    texts that are too long to be looked at."""
+    cut = most is not None or most_of_other is not None
+    for text in (one, other):
+        tokenizer.check_length(text, contexts=config.limits.contexts_translated if cut else 1)
+    length = config.model.max_model_len if most == -1 else most
+    ids, kinds = encode_pair(tokenizer.backend, one, other, length, most_of_other)
+    size, last = model.vocab_size, model.token_types - 1
+    return [token + size * min(kind, last) for token, kind in zip(ids, kinds, strict=True)]
 
 
 def encode_pair(

@@ -23,6 +23,7 @@ there too."""
 TYPICAL_TOKENS, FULL_SEQUENCES = 512, 4
 """What it takes unasked is enough for `max_num_seqs` sequences of so many tokens (chats have some 500, prompt and
 answer together), and for so many of the whole context. A pool fills with prefixes: in the end all of it is resident."""
+_LESS = "free device memory, use a smaller model, or lower --max-num-batched-tokens"
 
 
 class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,8 @@ def memory_ledger(
     (never more than is free); on a CPU what sequences of typical length need, at most a quarter of that and at least
     one full sequence.
     """
+    if not load.block_bytes:
+        return _ledger_of_an_encoder(load, cache, scheduler)
     num_host_blocks = cache.swap_space // load.block_bytes
     fixed = _fixed(load)
     possible = load.device_bytes_free - fixed - (cache.swap_space if device == "cpu" else 0)
@@ -116,6 +119,23 @@ def memory_ledger(
             source = "default for CPU (see --kv-cache-memory)"
     if num_blocks < sequence_blocks:
         raise ConfigError(_too_small(num_blocks, load, cache, scheduler, fixed))
+    return _ledger(load, cache, scheduler, (num_blocks, sequence_blocks, num_host_blocks), source)
+
+
+def _ledger_of_an_encoder(load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig) -> MemoryLedger:
+    """Nothing is kept: blocks take no bytes, and there are as many as all sequences can count."""
+    if _fixed(load) > load.device_bytes_free:
+        needed, free = human(_fixed(load)), human(load.device_bytes_free)
+        raise ConfigError(f"weights, activations and workspace take {needed}, and {free} are free: {_LESS}")
+    each = _sequence_blocks(scheduler.max_model_len, load, cache, scheduler)
+    return _ledger(load, cache, scheduler, (scheduler.max_num_seqs * each, each, 0), "an encoder keeps nothing")
+
+
+def _ledger(
+    load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig, blocks: tuple[int, int, int], source: str
+) -> MemoryLedger:
+    """`blocks`: of the device, of the longest sequence, of the host tier."""
+    num_blocks, sequence_blocks, num_host_blocks = blocks
     return MemoryLedger(
         num_blocks=num_blocks,
         block_size=cache.block_size,
@@ -182,7 +202,7 @@ def _too_small(num_blocks: int, load: LoadReport, cache: CacheConfig, scheduler:
     if fits > 0:
         ways.append(f"lower --max-model-len to at most {fits}")
     if not ways:
-        ways.append("free device memory, use a smaller model, or lower --max-num-batched-tokens")
+        ways.append(_LESS)
     return (
         f"the KV cache has room for {fits} tokens, but one sequence of --max-model-len "
         f"{scheduler.max_model_len} needs {human(need)} (weights, activations, workspace and graphs take "

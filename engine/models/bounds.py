@@ -35,6 +35,7 @@ CONFIG_RANGES = {
     "num_labels": Range(1, 2**16),
     "target_hidden_size": _WIDTH,
     "hidden_size": _WIDTH,
+    "type_vocab_size": Range(1, 2**8),
     "n_embd": _WIDTH,
     "word_embed_proj_dim": _WIDTH,
     "intermediate_size": _INNER,

@@ -234,6 +234,8 @@ class Decoder(nn.Module):
         self._first_position = spec.position_offset or 0
         if spec.position_offset is not None:
             self.embed_positions = Embedding(spec.max_position + spec.position_offset, hidden, dtype, device)
+        self.embed_types = Embedding(spec.token_types, hidden, dtype, device) if spec.token_types else None
+        self.embedding_norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.embedding_norm else None
         self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in spec.layers)
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
         self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
@@ -276,6 +278,10 @@ class Decoder(nn.Module):
         return torch.cat((last, *shown), dim=-1) if shown else last
 
     def _embedded(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        kinds = None
+        if self.embed_types is not None:
+            kinds = input_ids // self.spec.vocab_size
+            input_ids = input_ids - kinds * self.spec.vocab_size
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
@@ -283,7 +289,9 @@ class Decoder(nn.Module):
             hidden = self.project_in(hidden)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions + self._first_position)
-        return hidden
+        if self.embed_types is not None and kinds is not None:
+            hidden = hidden + self.embed_types(kinds)
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
 
     def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of what `forward` returns → what the head is given: [rows, embedding_size], transformers'

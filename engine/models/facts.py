@@ -16,7 +16,7 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float
     """usually head_dim ** -0.5"""
     window: int | None = None
-    """a query at position p sees keys in (p - window, p]; None: all of [0, p]"""
+    """a query at position p sees keys in (p - window, p]; None: all of [0, p]; an encoder's: as many on either side"""
     soft_cap: float | None = None
     sinks: bool = False
     """a learned logit of each head joins the softmax (GPT-OSS)"""
@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     final_size: int
     """of a token's last state, from which logits are made and prompts pooled"""
     layers: tuple[HeadsSpec, ...]
-    """of every layer that keeps keys and values"""
+    """of every layer that attends"""
     intermediate_size: int
     """of the widest MLP"""
     mlp_values: int
@@ -41,13 +41,22 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of those, what one token is multiplied with: of a mixture of experts the chosen ones"""
     tie_embeddings: bool
     max_position: int
+    keeps_kv: bool = True
+    """else an encoder: attention looks both ways, over prompts that are computed in one step"""
     token_types: int = 1
     """kinds that tokens come in: one of kind k is fed as its id + k * vocab_size"""
 
     @property
     def kept(self) -> tuple[Kept, ...]:
         """What each layer keeps of a sequence."""
-        return tuple(Kept(layer.window, layer.num_kv_heads * layer.head_dim) for layer in self.layers)
+        sees = [layer.window if self.keeps_kv else None for layer in self.layers]
+        sizes = [layer.num_kv_heads * layer.head_dim for layer in self.layers]
+        return tuple(map(Kept, sees, sizes))
+
+    @property
+    def num_token_ids(self) -> int:
+        """That tokens may come as."""
+        return self.vocab_size * self.token_types
 
     @property
     def num_layers(self) -> int:

@@ -106,7 +106,9 @@ def _function(config: Mapping[str, object], count: int, purpose: Purpose) -> Lab
     if named is not None:
         kind = str(named).rpartition(".")[2].lower()
         if kind not in ("identity", "sigmoid", "softmax"):
-            raise UnsupportedModelError(f"activation_fn {shown(named)} is not supported; Identity, Sigmoid, Softmax are")
+            raise UnsupportedModelError(
+                f"activation_fn {shown(named)} is not supported; Identity, Sigmoid, Softmax are"
+            )
         return kind  # type: ignore[return-value]  # one of the three
     problem = config.get("problem_type")
     if purpose == "rewards" or problem == "regression":

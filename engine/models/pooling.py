@@ -13,16 +13,32 @@ from engine.errors import ConfigError
 from engine.models.bounds import CONFIG_BYTES
 from engine.models.json_file import read_json_object, read_json_value, shown
 
-_TYPES: dict[str, Literal["last", "mean"]] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-_MODES: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
-_GGUF_TYPES: dict[object, Literal["last", "mean"]] = {1: "mean", 3: "last"}
+PoolingType = Literal["last", "mean", "cls", "max"]
+_MODES: dict[str, PoolingType] = {"lasttoken": "last", "mean": "mean", "cls": "cls", "max": "max"}
+_TYPES: dict[str, PoolingType] = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
+_GGUF_TYPES: dict[object, PoolingType] = {1: "mean", 2: "cls", 3: "last"}
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
+_ACTIVATIONS: dict[str, Literal["tanh", "identity"]] = {"Tanh": "tanh", "Identity": "identity"}
+
+
+class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer behind pooling. `directory`: where its weights are."""
+
+    directory: str
+    activation: Literal["tanh", "identity"]
 
 
 class PoolingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Without files that say otherwise the last token's state, normalised: what most embedding models use that were
     made of decoders."""
 
-    pooling_type: Literal["last", "mean"] = "last"
+    pooling_type: PoolingType = "last"
+    dense: tuple[DenseSpec, ...] = ()
     normalize: bool = True
     prompts: dict[str, str] = {}
     """texts that go before others, by their use: "query", "document" """
@@ -40,16 +56,23 @@ def pooling_of(directory: Path) -> PoolingDefaults:
     modules = read_json_value(modules_file, CONFIG_BYTES)
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ConfigError(f"{modules_file}: a list of modules is expected")
-    kinds = {str(each.get("type")).rpartition(".")[2]: str(each.get("path", "")) for each in modules}
-    others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
+    kinds = [(str(each.get("type")).rpartition(".")[2], Path(str(each.get("path", ""))).name) for each in modules]
+    others = sorted({kind for kind, _ in kinds} - {*_KNOWN})
     if others:
         return PoolingDefaults(declared=True, unsupported=f"its modules {shown(others)} are not known here")
-    folder = Path(kinds.get("Pooling", "")).name
-    given = _pooling(directory / folder / "config.json") if "Pooling" in kinds else "last"
+    if [kind for kind, _ in kinds] != sorted((kind for kind, _ in kinds), key=_KNOWN.index):
+        return PoolingDefaults(declared=True, unsupported="its modules come in another order than is known here")
+    folders = dict(kinds)
+    given = _pooling(directory / folders["Pooling"] / "config.json") if "Pooling" in folders else "last"
     if given is None:
-        return PoolingDefaults(declared=True, unsupported="its pooling is neither that of the last token nor the mean")
+        known = ", ".join(_MODES.values())
+        return PoolingDefaults(declared=True, unsupported=f"its pooling is not one of {known}")
     return PoolingDefaults(
-        pooling_type=given, normalize="Normalize" in kinds, prompts=_prompts(directory), declared=True
+        pooling_type=given,
+        dense=tuple(_dense(directory / folder) for kind, folder in kinds if kind == "Dense"),
+        normalize="Normalize" in folders,
+        prompts=_prompts(directory),
+        declared=True,
     )
 
 
@@ -59,11 +82,20 @@ def pooling_of_gguf(metadata: Mapping[str, object]) -> PoolingDefaults:
     if kind in (None, 0):
         return PoolingDefaults()
     if kind not in _GGUF_TYPES:
-        return PoolingDefaults(unsupported=f"its pooling_type {shown(kind)} is neither mean (1) nor last (3)")
+        return PoolingDefaults(unsupported=f"its pooling_type {shown(kind)} is none of mean (1), cls (2) and last (3)")
     return PoolingDefaults(pooling_type=_GGUF_TYPES[kind])
 
 
-def _pooling(file: Path) -> Literal["last", "mean"] | None:
+def _dense(directory: Path) -> DenseSpec:
+    named = str(read_json_object(directory / "config.json", CONFIG_BYTES).get("activation_function", "Tanh"))
+    activation = _ACTIVATIONS.get(named.rpartition(".")[2])
+    if activation is None:
+        known = ", ".join(_ACTIVATIONS)
+        raise ConfigError(f"{directory}: activation_function {shown(named)} is not supported; {known} are")
+    return DenseSpec(directory=str(directory), activation=activation)
+
+
+def _pooling(file: Path) -> PoolingType | None:
     """None for what is not known here, or several at once."""
     config = read_json_object(file, CONFIG_BYTES)
     if config.get("include_prompt") is False:

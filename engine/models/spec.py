@@ -134,9 +134,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
+    causal: bool = True
+    """a token sees those before it; else an encoder's: all of its prompt, and nothing is kept"""
     ropes: tuple[RopeSpec, ...] = ()
     position_offset: int | None = None
     """row of position 0 in a table of learned positions (GPT-2: 0, OPT: 2); None: there is no such table"""
+    token_types: int = 0
+    """rows of a table of kinds of tokens; a token of kind k comes as its id + k * vocab_size; 0: there is no table"""
+    embedding_norm: bool = False
+    """behind the sum of all embeddings"""
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
     parallel: Literal["one_norm", "two_norms"] | None = None
@@ -182,6 +188,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             active_weights=sum(mixers) + sum(_mlp_weights(layer, hidden, all_experts=False) for layer in self.layers),
             tie_embeddings=self.tie_embeddings,
             max_position=self.max_position,
+            keeps_kv=self.causal,
+            token_types=max(self.token_types, 1),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from attention_backends.bidirectional import BidirectionalAttention
 from attention_backends.interface import AttentionBackend
 from attention_backends.registry import NoBackendError, select
 from attention_backends.toolchain import BuildError
@@ -162,6 +163,10 @@ def load_parts(config: EngineConfig) -> RunnerParts:
 def _backend(
     config: EngineConfig, facts: ModelFacts, draft: DraftDescription | None, device: torch.device
 ) -> AttentionBackend:
+    if not facts.keeps_kv:
+        if config.device.attention_backend is not None:
+            raise ConfigError("attention_backend is of models that keep keys and values; leave it out for an encoder")
+        return BidirectionalAttention()
     layers = [*facts.layers, *(() if draft is None else draft.facts.layers)]
     try:
         selection = select(

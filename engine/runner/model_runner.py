@@ -103,9 +103,7 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._step_sampler = StepSampler(
-            parts.model, self._sampler, self._table, self._kernels, parts.facts.vocab_size, parts.head
-        )
+        self._step_sampler = StepSampler(parts, self._sampler, self._table, self._kernels)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from engine.errors import EngineError, in_words
-from engine.models.head import Head
 from engine.models.heads import HeadForm
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
 from engine.runner.batch import StepBatch
 from engine.runner.kernels import InputKernels
-from engine.runner.loading import CausalModel
+from engine.runner.loading import RunnerParts
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.sampling import LogprobTensors, SampleOutput, Sampler
@@ -42,19 +41,10 @@ PromptScores = list[tuple[int, LogprobTensors]]
 class StepSampler:
     """The last part of every step of one model."""
 
-    def __init__(
-        self,
-        model: CausalModel,
-        sampler: Sampler,
-        table: RequestTable,
-        kernels: InputKernels,
-        vocab_size: int,
-        head: Head | None = None,
-    ) -> None:
-        """`head`: of a model that judges prompts."""
-        self._head = head
-        self._model, self._sampler, self._table, self._kernels = model, sampler, table, kernels
-        self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * vocab_size))
+    def __init__(self, parts: RunnerParts, sampler: Sampler, table: RequestTable, kernels: InputKernels) -> None:
+        self._model, self._head = parts.model, parts.head
+        self._sampler, self._table, self._kernels = sampler, table, kernels
+        self._prompt_piece = max(1, _PROMPT_LOGITS_BYTES // (4 * parts.facts.vocab_size))
 
     def run(
         self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, observer: StepObserver, masks: WaitForMasks

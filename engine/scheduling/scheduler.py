@@ -248,19 +248,19 @@ class Scheduler:
                 return
 
     def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
-        hit = self._find_room(seq)
+        hit = self._find_room(seq, draft.budget)
         if hit is not None:
             self._start(draft, seq, hit)
         return hit is not None
 
-    def _find_room(self, seq: Sequence) -> PrefixHit | None:
+    def _find_room(self, seq: Sequence, budget: int) -> PrefixHit | None:
         """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
         those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
 
         All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
         """
         room = self._room
-        if self._is_blocked(seq, room):
+        if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
         need = self._kv.blocks_to_start(hit, len(seq.tokens))
@@ -323,7 +323,9 @@ class Scheduler:
         self._rows.enter(seq, hit.num_tokens)
         if seq.group is not None:
             self._rows.reserve(seq.group)
-        query_len = min(self._rows.remaining(seq), self._for_prompts(draft, seq))
+        query_len = self._rows.remaining(seq)
+        if not self._config.whole_prompts:
+            query_len = min(query_len, self._for_prompts(draft, seq))
         if self._append(seq, query_len) is None:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len

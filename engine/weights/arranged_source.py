@@ -16,7 +16,7 @@ _IN_ORDER = ("as it is", "less one", "one row")
 
 
 class ArrangedSource:
-    """`rows`: how each tensor is stored; names that match `left_out` are not there."""
+    """`rows`: how each tensor is stored; others that match `left_out` are not there."""
 
     def __init__(self, source: WeightSource, rows: Mapping[str, Rows], left_out: re.Pattern[str]) -> None:
         self._source = source
@@ -30,7 +30,7 @@ class ArrangedSource:
         return {
             name: _arranged(shape, self._place(name))
             for name, shape in self._source.shapes().items()
-            if self._left_out.search(name) is None
+            if name in self._rows or self._left_out.search(name) is None
         }
 
     def file_of(self, name: str) -> str:

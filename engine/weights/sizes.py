@@ -132,6 +132,7 @@ def _vector_values(spec: DecoderSpec) -> int:
             values += experts.count * (experts.router.bias and not experts.router.wide)
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden
+    values += spec.token_types * hidden + spec.embedding_norm * hidden * (2 if spec.norm == "layer" else 1)
     return values
 
 

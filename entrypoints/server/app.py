@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import embeddings, errors, infill, messages_api, operation, prefixes, scores
+from entrypoints.server import classes, embeddings, errors, infill, messages_api, operation, prefixes, scores
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import Bodies, bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -84,6 +84,7 @@ def create_app(
     messages_api.add_routes(app, context)
     embeddings.add_routes(app, context)
     scores.add_routes(app, context)
+    classes.add_routes(app, context)
     infill.add_routes(app, context)
     ollama_api.add_routes(app, context)
     _tokenizer_routes(app, context)

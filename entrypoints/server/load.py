@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from entrypoints.server.classes import CLASSIFY
+from entrypoints.server.classes import POOLING as PATH
 from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS
 
 GENERATING = frozenset(
@@ -20,7 +22,7 @@ GENERATING = frozenset(
         "/api/generate",
     }
 )
-POOLING = frozenset({"/v1/embeddings", *SCORE_PATHS, *RERANK_PATHS, "/api/embed", "/api/embeddings"})
+POOLING = frozenset({"/v1/embeddings", *SCORE_PATHS, *RERANK_PATHS, CLASSIFY, PATH, "/api/embed", "/api/embeddings"})
 COUNTED = GENERATING | POOLING
 
 

@@ -15,6 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from fastapi_offline.core import _STATIC_PATH
 
 from entrypoints.server.api_key import OPEN_PATHS
+from entrypoints.server.classes import CLASSIFY, POOLING, Classes, PooledListSchema
 from entrypoints.server.embeddings import EmbeddingListSchema
 from entrypoints.server.errors import ErrorBody
 from entrypoints.server.infill import Infilled, InfillPart
@@ -35,6 +36,8 @@ _ANSWERS: Mapping[str, tuple[Any, ...]] = {
     "/v1/embeddings": (EmbeddingListSchema,),
     **dict.fromkeys(SCORE_PATHS, (ScoreList,)),
     **dict.fromkeys(RERANK_PATHS, (Ranking,)),
+    CLASSIFY: (Classes,),
+    POOLING: (PooledListSchema,),
     "/v1/messages": (Message, Event),
     "/v1/messages/count_tokens": (TokenCount,),
     "/v1/board": (Board,),

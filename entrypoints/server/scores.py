@@ -1,9 +1,12 @@
-"""POST /v1/score and /rerank: how alike texts are, and documents in the order of how well they fit a query.
+"""POST /v1/score and /rerank: how well texts fit each other, and documents in the order of how well they fit a query.
 
-The score is the cosine of two embeddings, in [-1, 1]. `/rerank` answers as Jina's and Cohere's do."""
+The score is what a model with a head of one label says of both texts, read at once (a cross-encoder), else the cosine
+of two embeddings, in [-1, 1]. `/rerank` answers as Jina's and Cohere's do."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,8 +15,9 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
 from engine.errors import InvalidRequestError
-from engine.pooling import PoolingParams, PoolingRequestOutput, pairs_of, similarity
-from entrypoints.server.context import ServerContext
+from engine.frontend.pairs import pair_ids
+from engine.pooling import PoolingParams, PoolingRequestOutput, pairs_of, scores_pairs, similarity
+from entrypoints.server.context import EnginePrompt, ServerContext
 from entrypoints.server.embeddings import EmbeddingUsage
 from entrypoints.server.encoding import json_response
 from entrypoints.server.fields import NoEffect, Texts
@@ -26,7 +30,12 @@ RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 COHERES = "/v2/rerank"
 
 
-class ScoreRequest(PooledFields):
+class ScoredFields(PooledFields):
+    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation"))
+    """false: what a cross-encoder's head says as it is"""
+
+
+class ScoreRequest(ScoredFields):
     text_1: str | Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: str | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
@@ -46,7 +55,7 @@ class ScoreList(msgspec.Struct):
     object: str = "list"
 
 
-class RerankRequest(PooledFields):
+class RerankRequest(ScoredFields):
     query: str
     documents: list[str | dict[str, Any]] = Field(min_length=1)
     """texts, or objects with a `text`"""
@@ -99,17 +108,13 @@ class Ranking(msgspec.Struct):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """The vectors of texts on two sides."""
+    scores: list[float]
+    usage: EmbeddingUsage
 
-    ones: list[PoolingRequestOutput]
-    others: list[PoolingRequestOutput]
-
-    def score(self, one: int, other: int) -> float:
-        return similarity(self.ones[one].outputs.data, self.others[other].outputs.data)
-
-    def usage(self) -> EmbeddingUsage:
-        tokens = sum(len(each.prompt_token_ids) for each in (*self.ones, *self.others))
-        return EmbeddingUsage(tokens, tokens)
+    @classmethod
+    def by(cls, outputs: Sequence[PoolingRequestOutput], scores: Iterable[float]) -> Compared:
+        tokens = sum(len(each.prompt_token_ids) for each in outputs)
+        return cls(list(scores), EmbeddingUsage(tokens, tokens))
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -132,10 +137,46 @@ class Side(msgspec.Struct, frozen=True):
         return [PoolingParams(normalize=True, truncate_prompt_tokens=most)] * len(self.texts)
 
 
-async def compared(context: ServerContext, one: Side, other: Side, body: PooledFields, request_id: str) -> Compared:
+async def compared(
+    context: ServerContext, one: Side, other: Side, pairs: Sequence[tuple[int, int]], body: ScoredFields, name: str
+) -> Compared:
+    """The scores of `pairs` of their texts, in that order. Raises what `vectors_of` raises."""
+    context.engine.config.limits.check("prompts", max(len(one.texts), len(other.texts)), other.field)
+    if scores_pairs(context.engine.model.head):
+        return await _read_at_once(context, one, other, pairs, body, name)
+    if body.use_activation is not None:
+        raise InvalidRequestError("use_activation is of models that read both texts at once", "use_activation")
+    return await _by_their_embeddings(context, one, other, pairs, body, name)
+
+
+async def _read_at_once(
+    context: ServerContext, one: Side, other: Side, pairs: Sequence[tuple[int, int]], body: ScoredFields, name: str
+) -> Compared:
+    engine, most = context.engine, body.truncate_prompt_tokens
+    ones, others = one.texts, other.texts
+    prompts: list[EnginePrompt] = []
+    for first, second in pairs:
+        ids = await asyncio.to_thread(
+            pair_ids,
+            engine.tokenizer,
+            engine.model.facts,
+            engine.config,
+            ones[first],
+            others[second],
+            most,
+            other.most_tokens,
+        )
+        prompts.append({"prompt_token_ids": ids})
+    params = [PoolingParams(task="classify", use_activation=body.use_activation)] * len(pairs)
+    outputs = await vectors_of(context, prompts, params, body, name, lambda index: other.place(pairs[index][1]))
+    return Compared.by(outputs, (float(each.outputs.data[0]) for each in outputs))
+
+
+async def _by_their_embeddings(
+    context: ServerContext, one: Side, other: Side, pairs: Sequence[tuple[int, int]], body: ScoredFields, name: str
+) -> Compared:
     """What the model's files put before queries stands before `one`'s texts, before documents before `other`'s."""
     ones, others = one.texts, other.texts
-    context.engine.config.limits.check("prompts", max(len(ones), len(others)), other.field)
     before = context.engine.model.pooling.prompts
     texts = [before.get("query", "") + text for text in ones] + [before.get("document", "") + text for text in others]
 
@@ -143,25 +184,27 @@ async def compared(context: ServerContext, one: Side, other: Side, body: PooledF
         return one.place(index) if index < len(ones) else other.place(index - len(ones))
 
     params = one.params(body) + other.params(body)
-    found = await vectors_of(context, texts, params, body, request_id, place)
-    return Compared(found[: len(ones)], found[len(ones) :])
+    found = await vectors_of(context, texts, params, body, name, place)
+    data = [each.outputs.data for each in found]
+    return Compared.by(found, (similarity(data[first], data[len(ones) + second]) for first, second in pairs))
 
 
 async def create_scores(context: ServerContext, body: ScoreRequest) -> ScoreList:
     one, other = Side("text_1", body.text_1), Side("text_2", body.text_2)
     pairs, name = pairs_of(one.texts, other.texts), new_id("score")
-    found = await compared(context, one, other, body, name)
-    scores = [Score(index, found.score(*pair)) for index, pair in enumerate(pairs)]
-    return ScoreList(name, now(), context.served_name, scores, found.usage())
+    found = await compared(context, one, other, pairs, body, name)
+    scores = [Score(index, score) for index, score in enumerate(found.scores)]
+    return ScoreList(name, now(), context.served_name, scores, found.usage)
 
 
 async def create_ranking(context: ServerContext, body: RerankRequest, *, show: bool) -> Ranking:
     texts, name = body.texts(), new_id("rerank")
     documents = Side("documents", texts, body.max_tokens_per_doc)
-    found = await compared(context, Side("query", body.query), documents, body, name)
-    ranked = [Ranked(i, found.score(0, i), Document(text) if show else None) for i, text in enumerate(texts)]
+    pairs = [(0, index) for index in range(len(texts))]
+    found = await compared(context, Side("query", body.query), documents, pairs, body, name)
+    ranked = [Ranked(i, found.scores[i], Document(text) if show else None) for i, text in enumerate(texts)]
     ranked.sort(key=lambda each: -each.relevance_score)
-    return Ranking(name, context.served_name, ranked[: body.top_n], found.usage())
+    return Ranking(name, context.served_name, ranked[: body.top_n], found.usage)
 
 
 def add_routes(app: FastAPI, context: ServerContext) -> None:

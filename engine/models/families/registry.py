@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.errors import UnsupportedModelError
 from engine.models.families.apertus import APERTUS
+from engine.models.families.bert import BERT, CAMEMBERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
 from engine.models.families.ernie4_5 import ERNIE4_5
@@ -90,6 +91,11 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE_SHARED,
     HUNYUAN_MOE,
     ERNIE4_5_MOE,
+    BERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    CAMEMBERT,
+    DISTILBERT,
 )
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel|Model")

@@ -62,7 +62,9 @@ async def embed(context: ServerContext, body: EmbedRequest) -> Embedded:
     most = body.truncate_prompt_tokens
     if most is None and body.truncate:
         most = -1
-    params = PoolingParams(normalize=True, dimensions=body.dimensions or None, truncate_prompt_tokens=most)
+    params = PoolingParams(
+        normalize=True, dimensions=body.dimensions or None, truncate_prompt_tokens=most, task="embed"
+    )
     outputs = await _vectors(context, body.texts(), params, body, "input")
     vectors = await written(output.outputs.data.tolist() for output in outputs)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -74,7 +76,7 @@ async def embed_one(context: ServerContext, body: EmbedOneRequest) -> OneEmbedde
     """As the model's files say. Raises what `vectors_of` raises."""
     texts = [body.prompt] if body.prompt else []
     most = body.truncate_prompt_tokens
-    params = PoolingParams(truncate_prompt_tokens=-1 if most is None else most)
+    params = PoolingParams(truncate_prompt_tokens=-1 if most is None else most, task="embed")
     outputs = await _vectors(context, texts, params, body, "prompt")
     return OneEmbedded(outputs[0].outputs.data.tolist() if outputs else [])
 

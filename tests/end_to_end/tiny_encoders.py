@@ -1,0 +1,60 @@
+"""Tiny random encoders of BERT's kind, and a byte-level tokenizer that marks texts and pairs as theirs do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 514,
+    "initializer_range": 0.3,
+}
+_DISTILBERT: dict[str, Any] = {
+    "vocab_size": 300,
+    "dim": 64,
+    "hidden_dim": 96,
+    "n_layers": 3,
+    "n_heads": 4,
+    "initializer_range": 0.3,
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": _SHAPE,
+    "Roberta": _SHAPE,
+    "XLMRoberta": {**_SHAPE, "type_vocab_size": 1},
+    "DistilBert": _DISTILBERT,
+}
+
+
+def save_encoder(family: str, path: Path, kind: str = "Model", **changes: Any) -> Any:
+    """`kind`: "Model" or "ForSequenceClassification" and the like. Returns transformers' module, float32."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**ENCODERS[family], **changes})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}{kind}")(config).float().eval()
+    model.save_pretrained(path)
+    _save_tokenizer(path)
+    return model
+
+
+def _save_tokenizer(path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    marks = {"[CLS]": 0, "[PAD]": 1, "[SEP]": 2, "[UNK]": 3}
+    vocab = {**marks, **{c: i + 4 for i, c in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 0), ("[SEP]", 2)]
+    )
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names).save_pretrained(path)
