@@ -17,7 +17,7 @@ import msgspec
 from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
-from engine.vllm_names import RENAMED, translated, unknown
+from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -86,11 +86,12 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     download_dir: Annotated[str | None, _about("where models from a hub are kept; default: as HF_HOME says")] = None
     dtype: Annotated[DType, _about("of weights and activations")] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "int8", "int4"],
+        Literal["auto", "none", "int8", "int4", StoredMethod],
         _about(
             "of weights (CPU): int8 per output with int8 activations, int4 in groups of 32; none: the dtype, to which "
             "a GGUF file or a quantised checkpoint is decoded; auto: as the checkpoint has them, so a GGUF file runs "
-            "from its blocks, and GPTQ, AWQ and compressed integers stay packed"
+            "from its blocks, and GPTQ, AWQ and compressed integers stay packed; vLLM's other names mean auto, and are "
+            "refused where the checkpoint is stored otherwise"
         ),
     ] = "auto"
     device: Device = "auto"

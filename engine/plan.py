@@ -211,9 +211,10 @@ class _Fit:
         packs = on_cpu and dtype in ("auto", "bfloat16")
         if self._model.spec is None:  # by the library's module: dense
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
-        if quantization in ("auto", "gguf") and packs and self._header is not None:
+        as_stored = quantization not in ("none", "int8", "int4")
+        if as_stored and packs and self._header is not None:
             return gguf_weight_bytes(self._header.tensors, self._model.spec)
-        if quantization in ("auto", "stored") and packs and self._model.quantized is not None:
+        if as_stored and packs and self._model.quantized is not None:
             if self._absent_bytes is not None:
                 return self._absent_bytes  # nearly, unless no kernel multiplies what they hold
             return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec)

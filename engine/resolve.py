@@ -57,6 +57,7 @@ from engine.models.generation import overridden
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
+from engine.vllm_names import check_stored_as
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
@@ -177,6 +178,10 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
 def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, model: ModelDescription) -> Quantization:
     wanted = args.quantization
     packs = kind == "cpu" and dtype == "bfloat16"
+    if wanted not in ("auto", "none", "int8", "int4"):
+        stored = None if model.quantized is None else model.quantized.method
+        check_stored_as(wanted, "gguf" if model.source == "gguf" else stored)
+        wanted = "auto"
     if wanted == "auto":
         if not packs or args.load_format != "auto":
             return "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ConfigError
 
@@ -91,6 +91,29 @@ VALUES = {
     "load_format": {"gguf": "auto", "hf": "auto", "safetensors": "auto"},
 }
 """of settings that have the same name, where they have another here"""
+StoredMethod = Literal[
+    "gptq",
+    "gptq_marlin",
+    "awq",
+    "awq_marlin",
+    "auto-round",
+    "inc",
+    "compressed-tensors",
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "bitsandbytes",
+    "torchao",
+    "gguf",
+]
+"""vLLM's names of what a checkpoint may be stored as, those of its kernels among them"""
+_STORED_AS = {
+    "gptq": ("gptq", "gptqmodel"),
+    "gptq_marlin": ("gptq", "gptqmodel"),
+    "awq_marlin": ("awq",),
+    "inc": ("auto-round",),
+}
+"""`quant_method` of the config where it has another name"""
 SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 """options of vLLM's command line"""
 
@@ -100,6 +123,18 @@ VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})
 def renamed(value: object, setting: str) -> object:
     """A value in our name."""
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value
+
+
+def check_stored_as(method: str, found: str | None) -> None:
+    """`method`: a `StoredMethod`; `found`: the `quant_method` of a checkpoint, "gguf", or None. Raises `ConfigError`
+    unless they mean the same."""
+    if found in _STORED_AS.get(method, (method,)):
+        return
+    what = "not quantised, and is not quantised so when it is loaded" if found is None else f"stored as {found}"
+    raise ConfigError(
+        f"quantization={method!r}: the checkpoint is {what}; 'auto' takes it as it is, 'int8' and 'int4' quantise it "
+        "(CPU)"
+    )
 
 
 def unknown(name: str, ours: Iterable[str]) -> TypeError:

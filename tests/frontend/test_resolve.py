@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,9 +14,11 @@ from engine.errors import ConfigError
 from engine.kv_budget import kv_bytes_per_token
 from engine.machine import CudaDevice, Machine, probe_machine
 from engine.models.description import ModelDescription, describe
+from engine.models.quantization import StoredFormat
 from engine.models.spec import LayerSpec
 from engine.resolve import resolve, resolve_here
 from engine.sizes import parse_size
+from engine.vllm_names import StoredMethod
 
 H100 = CudaDevice(name="H100", capability=(9, 0), memory_bytes=80 * 2**30)
 T4 = CudaDevice(name="T4", capability=(7, 5), memory_bytes=16 * 2**30)
@@ -291,6 +293,41 @@ def test_quantization_follows_the_checkpoint_unless_set(model: ModelDescription)
     assert _resolve(gguf, H100).model.quantization == "none"
     assert _resolve(gguf, quantization="int8").model.quantization == "int8"
     assert _resolve(model, quantization="int4").model.quantization == "int4"
+
+
+@pytest.mark.parametrize(
+    ("stored", "names"),
+    [
+        ("gptq", ["gptq", "gptq_marlin"]),
+        ("gptqmodel", ["gptq", "gptq_marlin"]),
+        ("awq", ["awq", "awq_marlin"]),
+        ("auto-round", ["auto-round", "inc"]),
+        ("compressed-tensors", ["compressed-tensors"]),
+        ("fp8", ["fp8"]),
+        ("fbgemm_fp8", ["fbgemm_fp8"]),
+        ("mxfp4", ["mxfp4"]),
+        ("bitsandbytes", ["bitsandbytes"]),
+        ("torchao", ["torchao"]),
+        ("gguf", ["gguf"]),
+    ],
+)
+def test_vllms_names_of_what_a_checkpoint_is_stored_as_mean_auto(
+    model: ModelDescription, stored: str, names: list[str]
+) -> None:
+    if stored == "gguf":
+        found = msgspec.structs.replace(model, source="gguf")
+    else:
+        found = msgspec.structs.replace(model, quantized=StoredFormat(method=stored, layout="gptq"))
+    auto = _resolve(found).model.quantization
+    assert auto == ("gguf" if stored == "gguf" else "stored")
+    for name in get_args(StoredMethod):
+        if name in names:
+            assert _resolve(found, quantization=name).model.quantization == auto
+        else:
+            with pytest.raises(ConfigError, match=f"quantization='{name}': the checkpoint is stored as {stored}"):
+                _resolve(found, quantization=name)
+        with pytest.raises(ConfigError, match=f"quantization='{name}': the checkpoint is not quantised.*'int8'"):
+            _resolve(model, quantization=name)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"device": "cuda"}])
