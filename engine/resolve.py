@@ -16,7 +16,8 @@ Defaults that are choices
 - quantization "auto": the checkpoint's own. On a CPU in bfloat16 a GGUF file runs from its blocks ("none" decodes them
   to bfloat16 first: four times the memory, half the speed, and the values that other engines compute with); GPUs and
   float32 decode them always. So it is with quantised Hugging Face checkpoints (`engine/weights/README.md`): integers of
-  GPTQ, AWQ and compressed-tensors stay packed, "none" decodes them. int8 and int4 quantise what was decoded once more.
+  GPTQ, AWQ and compressed-tensors stay packed, "none" decodes them. int8 and int4 keep what is stored in no more bits,
+  and quantise the rest.
 - graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
 - async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and

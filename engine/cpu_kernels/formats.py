@@ -83,3 +83,9 @@ def panel_bytes(k: int, format: Format) -> int:
         return (k + 8) * PANEL
     inputs, size = _GROUPS[format]
     return k // inputs * size
+
+
+def bits_of(format: Format) -> float:
+    """Of a weight of a long row, with all that belongs to it."""
+    k = 4096
+    return 8 * panel_bytes(k, format) / (k * PANEL)

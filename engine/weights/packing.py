@@ -14,7 +14,7 @@ import torch
 
 from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, expert_biases
-from engine.cpu_kernels.formats import PANEL, Format, packable
+from engine.cpu_kernels.formats import PANEL, Format, bits_of, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
@@ -35,8 +35,11 @@ from engine.models.spec import Activation, MixerSpec
 from engine.weights.source import EncodedRows, Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
+"""what becomes of a matrix that is not stored in as few bits"""
 _HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
 """of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
+_MOST_BITS = {Format.BFLOAT16: 16.0, Format.INT8: 8.5, Format.Q4_1: 5.0}
+"""of a weight as a checkpoint has it, which is kept rather than made into that format"""
 
 
 class _Rows(EncodedRows):
@@ -63,13 +66,12 @@ class Tables(Protocol):
 
 
 class Packer:
-    """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16 as it is; "gguf" and
-    "stored" keep what the checkpoint has encoded."""
+    """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16; "gguf" and "stored" keep
+    what the checkpoint has encoded, "int8" and "int4" what it has in no more bits, and quantise the rest."""
 
     def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
         self._ops = ops
         self._quantization = quantization
-        self._keeps_blocks = quantization in ("gguf", "stored")
 
     @property
     def ops(self) -> LinearOps:
@@ -172,10 +174,12 @@ class Packer:
                 model.embed_tokens = PackedEmbedding(self._ops, packed, n, k, run.format)
                 model.lm_head = PackedLinear(self._ops, packed, n, k, run.format, wide=True)
             return
-        if self._keeps_blocks and source is not None:
+        if self._quantization in ("gguf", "stored") and source is not None:
             run = self._table(embedding.weight, embedding_part, source)
-            if run is not None:
-                model.embed_tokens = PackedEmbedding(self._ops, run.packed(), n, k, run.format)
+        else:
+            run = None if source is None else self._kept(embedding_part, source, Format.INT8)
+        if run is not None and run.order is None:
+            model.embed_tokens = PackedEmbedding(self._ops, run.packed(), n, k, run.format)
         else:
             self._fill(embedding.weight, [embedding_part], source)
         run = self._table(head.weight, head_part, source)
@@ -187,7 +191,7 @@ class Packer:
         runs = self._encoded(weight, [part], source, _HEAD_FORMAT)
         if runs is None or runs[0].order is None:
             return runs[0] if runs else None
-        return self._dense(weight, [part], source)
+        return self._made(weight, [part], source, _HEAD_FORMAT)
 
     def _gated(self, layer: Linear, runs: list[_Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         n, k = layer.weight.shape
@@ -207,17 +211,18 @@ class Packer:
         runs = self._encoded(weight, parts, source, _MATRIX_FORMAT)
         assert runs is not None  # whoever calls has seen that bfloat16 is possible
         run = self._as_one(runs, weight, parts, source)
-        return run if run.order is None else self._dense(weight, parts, source)
+        return run if run.order is None else self._surely_made(weight, parts, source)
 
     def _as_one(
         self, runs: list[_Rows], weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None
     ) -> _Rows:
-        """Bfloat16 where gate and up are encoded differently, and could not share a panel."""
-        return runs[0] if len(runs) == 1 else self._dense(weight, parts, source)
+        """Made anew where gate and up are encoded differently, and could not share a panel."""
+        return runs[0] if len(runs) == 1 else self._surely_made(weight, parts, source)
 
-    def _dense(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
-        self._fill(weight, parts, source)
-        return _Rows(Format.BFLOAT16, weight.detach())
+    def _surely_made(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
+        run = self._made(weight, parts, source, _MATRIX_FORMAT)
+        assert run is not None  # whoever calls has seen that bfloat16 is possible
+        return run
 
     def _encoded(
         self,
@@ -227,30 +232,42 @@ class Packer:
         formats: dict[str, Format],
     ) -> list[_Rows] | None:
         """Runs of rows of one format; None where not even bfloat16 can be packed (then `weight` is filled)."""
-        n, k = weight.shape
-        if self._keeps_blocks and source is not None:
+        k = weight.shape[1]
+        wanted = formats.get(self._quantization, Format.BFLOAT16)
+        kept = [] if source is None else [self._kept(part, source, wanted) for part in parts]
+        if source is not None and any(run is not None for run in kept):
             runs: list[_Rows] = []
-            for part in parts:
-                run = self._stored_rows(part, k, source)
+            for part, found in zip(parts, kept, strict=True):
+                run = self._rows_of(part, k, source, wanted) if found is None else found
                 if runs and runs[-1].goes_with(run):
                     run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)), run.order)
                 runs.append(run)
             if all(packable(run.rows.shape[0], k, run.format) for run in runs):
                 return runs
+        made = self._made(weight, parts, source, formats)
+        return None if made is None else [made]
+
+    def _made(
+        self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None, formats: dict[str, Format]
+    ) -> _Rows | None:
+        """All of it, decoded, in the format that is asked for, or in bfloat16; None where not even that is possible."""
         self._fill(weight, parts, source)
-        wanted = formats.get(self._quantization, Format.BFLOAT16)
-        for format in (wanted, Format.BFLOAT16):
-            if packable(n, k, format):
-                return [_Rows(format, weight.detach())]
+        for format in (formats.get(self._quantization, Format.BFLOAT16), Format.BFLOAT16):
+            if packable(weight.shape[0], weight.shape[1], format):
+                return _Rows(format, weight.detach())
         return None
 
-    def _stored_rows(self, part: Part, k: int, source: WeightSource) -> _Rows:
-        encoded = source.encoded(part.name, part.expert)
-        if encoded is not None:
-            return _Rows(encoded.format, encoded.rows, encoded.order)
+    def _kept(self, part: Part, source: WeightSource, wanted: Format) -> _Rows | None:
+        """As it is stored, unless that is in more bits than `wanted` has."""
+        found = None if self._quantization == "none" else source.encoded(part.name, part.expert)
+        if found is None or bits_of(found.format) > _MOST_BITS[wanted]:
+            return None
+        return _Rows(found.format, found.rows, found.order)
+
+    def _rows_of(self, part: Part, k: int, source: WeightSource, wanted: Format) -> _Rows:
         dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
         source.read_into(part.name, dense, part.expert)
-        return _Rows(Format.BFLOAT16, dense)
+        return _Rows(wanted, dense)
 
     def _fill(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
         first = 0

@@ -33,6 +33,7 @@ from engine.models.packed_experts import PackedExperts
 from engine.weights.gguf_source import GgufSource
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
+from engine.weights.sizes import weight_bytes as weight_bytes_of
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 PACKED = [case for case in CASES if "window" not in case or "gemma" in case]
@@ -162,6 +163,28 @@ def test_a_gguf_file_runs_from_its_blocks(
     assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
     matrices = sum(extent.size_bytes for extent in read_gguf_header(path).tensors.values())
     assert weight_bytes(model) <= 1.1 * matrices, "not inflated (but for padding of 199 tokens to panels of 32)"
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "formats"),
+    [
+        ("Q4_K", "int8", {Format.Q4_K}),
+        ("Q8_0", "int8", {Format.Q8_0}),
+        ("Q4_K", "int4", {Format.Q4_K}),
+        ("Q6_K", "int4", {Format.Q4_1, Format.Q6_K}),  # 8 bits are asked for in tables
+        ("F16", "int8", {Format.INT8}),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_and_int4_keep_blocks_of_no_more_bits(
+    name: str, quantization: Quantization, formats: set[Format], tied: bool, tmp_path: Path, ops: LinearOps
+) -> None:
+    path = write_gguf(wide_model(tied), tmp_path / "model.gguf", GGMLQuantizationType[name], random_weights)
+    model = packed(path, ops, quantization)
+    found = {module.format for module in model.modules() if isinstance(module, (PackedLinear, PackedEmbedding))}
+    assert found == formats
+    told = weight_bytes_of(describe(path).spec, 2, quantization, packs=True)
+    assert weight_bytes(model) <= 1.05 * told, "plans say what all would take"
 
 
 @pytest.mark.parametrize("case", ["phi3_long_rope", "granite", "glm4", "hunyuan", "ernie4_5", "exaone4", "mixtral"])

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,12 +142,31 @@ def test_matrices_over_the_same_inputs_may_order_them_differently(tmp_path: Path
     torch.testing.assert_close(logits_of(decoded(model), PROMPT), exact, rtol=0.1, atol=0.1)
 
 
-def test_quantization_none_decodes_and_int8_quantises_anew(tmp_path: Path, native_cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "quantization", "layers", "table"),
+    [
+        ("awq", "none", Format.BFLOAT16, Format.BFLOAT16),
+        ("awq", "auto", Format.INT4_GROUP, Format.BFLOAT16),
+        ("awq", "int8", Format.INT4_GROUP, Format.INT8),
+        ("awq", "int4", Format.INT4_GROUP, Format.INT8),
+        ("int8", "int8", Format.Q8_0, Format.INT8),
+        ("int8", "int4", Format.Q4_1, Format.INT8),
+        ("fp8_blocks", "int8", Format.INT8, Format.INT8),
+        ("bnb_nf4", "int4", Format.Q4_1, Format.INT8),
+    ],
+)
+def test_int8_and_int4_quantise_what_is_stored_in_more_bits(
+    form: str, quantization: Any, layers: Format, table: Format, tmp_path: Path, native_cache: Path
+) -> None:
+    quantized_llama(_ALL[form], tmp_path)
+    args = EngineArgs(model=str(tmp_path), device="cpu", cache_dir=str(native_cache), quantization=quantization)
+    model = load_parts(resolve_here(args)[1]).model
+    assert {each.format for each in model.layers.modules() if isinstance(each, PackedLinear)} == {layers}
+    assert model.lm_head.format == table
+
+
+def test_float32_decodes_and_what_is_no_quantization_is_refused(tmp_path: Path) -> None:
     quantized_llama(FORMS["awq"], tmp_path)
-    for quantization, format in (("none", Format.BFLOAT16), ("int8", Format.INT8), ("int4", Format.Q4_1)):
-        args = EngineArgs(model=str(tmp_path), device="cpu", cache_dir=str(native_cache), quantization=quantization)
-        model = load_parts(resolve_here(args)[1]).model
-        assert {each.format for each in model.layers.modules() if isinstance(each, PackedLinear)} == {format}
     args = EngineArgs(model=str(tmp_path), device="cpu", dtype="float32")
     assert resolve_here(args)[1].model.quantization == "none"
     with pytest.raises(ConfigError, match="quantization"):
