@@ -156,7 +156,9 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
 def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: SequenceSizes) -> None:
     plan.dtype, plan.quantization, plan.kv_cache_dtype = config.model.dtype, config.model.quantization, sizes.dtype
     plan.weight_bytes, plan.kv_cache_bytes = ledger.weight_bytes, ledger.kv_bytes
-    plan.kv_bytes_per_token = kv_bytes_per_token(sizes.model.layers if sizes.model.keeps_kv else (), sizes.dtype) + sizes.draft_bytes
+    plan.kv_bytes_per_token = (
+        kv_bytes_per_token(sizes.model.layers if sizes.model.keeps_kv else (), sizes.dtype) + sizes.draft_bytes
+    )
     plan.num_blocks, plan.block_size, plan.max_model_len = ledger.num_blocks, ledger.block_size, ledger.max_model_len
     plan.sequences = round(ledger.num_blocks / ledger.sequence_blocks, 1)
     plan.table = ledger.table()
