@@ -22,6 +22,7 @@ from engine.models import description
 from engine.models.decoder import Decoder
 from engine.models.families.common import Config, Family
 from engine.models.families.names import LLAMA_NAMES
+from engine.models.families.registry import Found
 from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
 from engine.weights import loader
 
@@ -116,7 +117,7 @@ def family(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         return served.spec
 
     family = Family("llama", "LlamaForCausalLM", spec, LLAMA_NAMES.rows)
-    monkeypatch.setattr(description, "find_family", lambda config: (family, True))
+    monkeypatch.setattr(description, "find_family", lambda config: Found(family, "generates"))
     monkeypatch.setattr(loader, "family_named", lambda name: family)
 
 
