@@ -179,13 +179,14 @@ class CpuBackend(AttentionBackend):
             layer.window or 0,
             layer.soft_cap or 0.0,
             layer.sinks,
+            layer.shares is None,
             self._isa,
             metadata.step,
         )
 
     def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
-        """None unless `dtype` is bfloat16."""
-        if dtype != torch.bfloat16:
+        """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
+        if dtype != torch.bfloat16 or layer.shares is not None:
             return None
         window, soft_cap = layer.window or 0, layer.soft_cap or 0.0
         described = self._native_layer(

@@ -163,7 +163,8 @@ class CudaBackend(AttentionBackend):
                 launch.partials,
                 launch.arrivals,
                 layer.sinks,
-                *launch.counts,
+                launch.counts[0] if layer.shares is None else 0,  # tokens to be written
+                *launch.counts[1:],
                 window,
                 layer.scale,
                 layer.soft_cap or 0.0,

@@ -128,7 +128,8 @@ class FlashInferBackend(AttentionBackend):
             soft_cap=layer.soft_cap,
         )
         plan = self._planner(metadata.group).plan(metadata, kind)
-        self.write_kv(k, v, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
+        if layer.shares is None:
+            self.write_kv(k, v, kv_cache, metadata.slot_mapping, layer.k_scale, layer.v_scale)
         decodes, tokens = metadata.num_decodes, metadata.num_decodes + metadata.num_prefill_tokens
         if plan.decode is not None:
             _run(plan.decode, q[:decodes], kv_cache, out[:decodes], layer)

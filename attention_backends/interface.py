@@ -32,6 +32,8 @@ class AttentionLayer:
     """float32 [num_heads]: a logit of each head that joins the softmax and carries no value (GPT-OSS)"""
     k_scale: float = 1.0
     v_scale: float = 1.0
+    shares: int | None = None
+    """The earlier layer of the same step whose cache this is: nothing is written, and k and v are not looked at."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class AttentionBackend(ABC):
         layer: AttentionLayer,
         metadata: object,
     ) -> None:
-        """Write this step's k, v into the cache, then attend; result into `out`.
+        """Write this step's k, v into the cache (not where `layer.shares` another's), then attend; result into `out`.
 
         q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous,
         the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not

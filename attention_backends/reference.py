@@ -51,7 +51,8 @@ class ReferenceBackend(AttentionBackend):
         assert isinstance(metadata, AttentionBatch)
         num_tokens = metadata.num_tokens
         slots = metadata.slot_mapping[:num_tokens]
-        self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, slots, layer.k_scale, layer.v_scale)
+        if layer.shares is None:
+            self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, slots, layer.k_scale, layer.v_scale)
         # An oracle may read lengths back from the device; a backend that serves may not.
         starts = metadata.query_start_loc[: metadata.num_seqs + 1].tolist()
         lengths = metadata.seq_lens[: metadata.num_seqs].tolist()

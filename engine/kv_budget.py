@@ -22,7 +22,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "i
 def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str) -> int:
     """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales)."""
     scale_bytes = 4 if dtype == "int8" else 0
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in layers)
+    keep = [layer for layer in layers if layer.shares is None]
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep)
 
 
 class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,13 +46,15 @@ class LayerGroup(msgspec.Struct, frozen=True):
     """how many of its layers, one after another, take the place of `together` layers of another group in a page"""
 
 
-def group_layers(kept: Sequence[Kept], max_model_len: int) -> tuple[LayerGroup, ...]:
-    """One group for each kind of layer, or several; `kept`: by each layer, in order."""
+def group_layers(kept: Sequence[Kept | None], max_model_len: int) -> tuple[LayerGroup, ...]:
+    """One group for each kind of layer, or several. `kept`: by each layer, in order; None: it is to be in no group."""
     kinds: dict[Window, list[int]] = {}
     for layer, each in enumerate(kept):
+        if each is None:
+            continue
         sees_all = each.window is None or each.window >= max_model_len
         kinds.setdefault(None if sees_all else each.window, []).append(layer)
-    sizes = [each.size for each in kept]
+    sizes = [0 if each is None else each.size for each in kept]
     pages = sorted({size for layers in kinds.values() for size in accumulate(sizes[layer] for layer in layers)})
     return _with_places(min((_cut(kinds, sizes, page) for page in pages), key=lambda cut: _cost(cut, sizes)), sizes)
 
@@ -68,9 +70,9 @@ def full_group(groups: Sequence[LayerGroup]) -> int:
     )
 
 
-def with_layers_behind(groups: Sequence[LayerGroup], count: int) -> tuple[LayerGroup, ...]:
-    """`count` layers more, whose indices follow those of the others, in `full_group`."""
-    first, place = sum(len(group.layers) for group in groups), full_group(groups)
+def with_layers_behind(groups: Sequence[LayerGroup], first: int, count: int) -> tuple[LayerGroup, ...]:
+    """`count` layers more, from index `first` on, in `full_group`."""
+    place = full_group(groups)
     group = groups[place]
     larger = msgspec.structs.replace(group, layers=(*group.layers, *range(first, first + count)))
     return (*groups[:place], larger, *groups[place + 1 :])

@@ -194,7 +194,7 @@ class _Fit:
         )
         groups = sizes.groups
         if self._draft is not None:
-            groups = with_layers_behind(groups, self._draft.spec.num_layers)
+            groups = with_layers_behind(groups, self._model.facts.num_layers, self._draft.spec.num_layers)
             weights += weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, packs=packs)
         return LoadReport(
             weight_bytes=weights,

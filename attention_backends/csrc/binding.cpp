@@ -182,17 +182,17 @@ Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor
 
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
                      Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
-                     int64_t window, double soft_cap, std::optional<Tensor> sinks, int64_t isa, int64_t step) {
+                     int64_t window, double soft_cap, std::optional<Tensor> sinks, bool writes, int64_t isa, int64_t step) {
   const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, sinks, isa);
   const Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
-  check_kv_heads(layer.cache, k, v);
+  if (writes) check_kv_heads(layer.cache, k, v);
   PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
   const Threads threads = lent_threads();
-  LayerStages made =
-      stages_of(layer, tables, view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"), threads.count, 0);
+  const TokenView keys = writes ? view(k, "k") : TokenView{}, values = writes ? view(v, "v") : TokenView{};
+  LayerStages made = stages_of(layer, tables, view(q, "q"), keys, values, view(out, "out"), threads.count, 0);
   Stage* const stages[] = {&made.write, &made.attend};
-  const char* error = StageRun(stages, 2).run(threads);
+  const char* error = StageRun(writes ? stages : stages + 1, writes ? 2 : 1).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);
 }
 
@@ -300,7 +300,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
-      "int window, float soft_cap, Tensor? sinks, int isa, int step) -> ()");
+      "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step) -> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(

@@ -63,14 +63,15 @@ class DecoderLayer(nn.Module):
         ahead, behind = spec.norm_placement != "inside", spec.norm_placement in ("around", "inside")
         self.norms_first = spec.norm_placement != "after"
         self.parallel = spec.parallel is not None
-        self.heads = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
+        kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
+        self.heads = [mixer.num_heads, kv_heads, kv_heads]
         self.head_dim, self.qk_norm = mixer.head_dim, mixer.qk_norm
         self.queries_grow = mixer.rope is not None and spec.ropes[mixer.rope].query_growth is not None
         self.input_norm = norm(hidden, ahead)
         self.qkv_proj = Linear(hidden, mixer.qkv_size, mixer.qkv_bias, dtype, device)
         is_row = mixer.qk_norm == "row"
         self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
-        self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
+        self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None and kv_heads > 0)
         self.sinks = parameter((mixer.num_heads,), torch.float32, device) if mixer.sinks else None
         """for whoever supplies attention"""
         self.o_proj = Linear(mixer.q_size, hidden, mixer.o_bias, dtype, device)
@@ -182,17 +183,19 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def _with_normed_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        assert self.q_norm is not None and self.k_norm is not None
+        assert self.q_norm is not None
         # q and k at once, head by head: as two norms, they are two more kernels of a GPU's step
-        pairs = zip((self.q_norm, self.k_norm), self.heads, strict=False)
+        norms = [self.q_norm] if self.k_norm is None else [self.q_norm, self.k_norm]
+        pairs = zip(norms, self.heads, strict=False)
         return self.q_norm.weighted(qk, torch.cat([norm.weight.expand(heads, -1) for norm, heads in pairs]))
 
     def _with_normed_rows(
         self, qkv: torch.Tensor, rope: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = torch.split(qkv, [heads * self.head_dim for heads in self.heads], dim=1)
-        assert self.q_norm is not None and self.k_norm is not None
-        rows = (self.q_norm.weighted(q, self.q_norm.weight), self.k_norm.weighted(k, self.k_norm.weight), v)
+        assert self.q_norm is not None
+        normed = k if self.k_norm is None else self.k_norm.weighted(k, self.k_norm.weight)
+        rows = (self.q_norm.weighted(q, self.q_norm.weight), normed, v)
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)  # type: ignore[no-untyped-call]  # as above
         return (q, k, v) if rope is None else (_rotate(q, rope), _rotate(k, rope), v)
 

@@ -20,6 +20,8 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     soft_cap: float | None = None
     sinks: bool = False
     """a learned logit of each head joins the softmax (GPT-OSS)"""
+    shares: int | None = None
+    """an earlier layer with the same KV heads and window, whose keys and values it reads; it has none of its own"""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +49,14 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """kinds that tokens come in: one of kind k is fed as its id + k * vocab_size"""
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
-        """What each layer keeps of a sequence."""
-        sees = [layer.window if self.keeps_kv else None for layer in self.layers]
-        sizes = [layer.num_kv_heads * layer.head_dim for layer in self.layers]
-        return tuple(map(Kept, sees, sizes))
+    def kept(self) -> tuple[Kept | None, ...]:
+        """What each layer keeps of a sequence; None: it reads what another one keeps."""
+        return tuple(
+            Kept(layer.window if self.keeps_kv else None, layer.num_kv_heads * layer.head_dim)
+            if layer.shares is None
+            else None
+            for layer in self.layers
+        )
 
     @property
     def num_token_ids(self) -> int:

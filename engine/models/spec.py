@@ -57,7 +57,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
 
     @property
     def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+        """Of the keys that it makes, and of its values."""
+        return self.num_kv_heads * self.head_dim if self.shares is None else 0
 
     @property
     def qkv_size(self) -> int:

@@ -135,7 +135,7 @@ class StepWork:
     def _attention(self, plan: StepPlan) -> Work:
         """Each key and value that some query sees is read once a step, each new one written; every query multiplies
         with every key it sees, twice (scores, values)."""
-        size_bytes = self._kv_token_bytes / sum(kept.size for kept in self._model.kept)
+        size_bytes = self._kv_token_bytes / sum(kept.size for kept in self._model.kept if kept is not None)
         work = Work(plan.num_tokens * self._kv_token_bytes)
         kinds: dict[HeadsSpec, int] = {}
         for layer in self._model.layers:

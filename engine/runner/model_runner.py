@@ -90,8 +90,8 @@ class ModelRunner:
         self._groups = group_layers(parts.facts.kept, config.model.max_model_len)
         layers = attention_layers(parts.facts, parts.sinks)
         if parts.draft is not None:
-            behind = attention_layers(parts.draft.facts)
-            layers, self._groups = [*layers, *behind], with_layers_behind(self._groups, len(behind))
+            self._groups = with_layers_behind(self._groups, len(layers), parts.draft.facts.num_layers)
+            layers = [*layers, *attention_layers(parts.draft.facts)]
         self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         cache_dir = Path(config.compile.cache_dir)

@@ -36,6 +36,7 @@ def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> l
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=next(given) if layer.sinks else None,
+            shares=layer.shares,
         )
         for layer in model.layers
     ]
@@ -51,7 +52,8 @@ class PagedAttention:
 
     A block is a part of each *cache*, which groups use in turn: layer i of a group has its keys and values in cache
     i // together, with its group's block tables. Layers that are alike have a cache for themselves in each group;
-    where a group has smaller ones, several lie beside each other in what a block has there.
+    where a group has smaller ones, several lie beside each other in what a block has there. A layer that shares
+    another's keys and values is in no group: it uses that one's.
     """
 
     def __init__(
@@ -62,15 +64,18 @@ class PagedAttention:
         groups: Sequence[LayerGroup] | None = None,
     ) -> None:
         """`dtype`: of keys and values in the cache. `groups`: None for one of all layers."""
-        groups = groups or [LayerGroup(tuple(range(len(layers))))]
+        groups = groups or [LayerGroup(tuple(i for i, layer in enumerate(layers) if layer.shares is None))]
         self.backend = backend
         self._layers = list(layers)
         self._dtype = dtype
-        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self._keeper = [layer if each.shares is None else each.shares for layer, each in enumerate(layers)]
+        """whose keys and values each layer reads"""
+        self._group_of = [group_of[keeper] for keeper in self._keeper]
         self._groups = tuple(groups)
         self._kv_caches: list[torch.Tensor] = []
         self._of_layer: dict[int, torch.Tensor] = {}
-        """each layer's part of a cache"""
+        """each keeper's part of a cache"""
         self._host_caches: list[torch.Tensor] = []
         self._metadata: list[object] = []
         self._num_tokens = 0
@@ -165,7 +170,7 @@ class PagedAttention:
     def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
         """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
         there is none. Its holder holds this, too."""
-        native = self.backend.native_layer(self._layers[layer], self._of_layer[layer], dtype)
+        native = self.backend.native_layer(self._layers[layer], self._of_layer[self._keeper[layer]], dtype)
         return native and replace(native, step=self._group_of[layer])
 
     def native_steps(self) -> list[torch.Tensor]:
@@ -178,7 +183,7 @@ class PagedAttention:
         Tokens beyond the step's are padding, which backends do not touch: their rows of `out` become zero, so that what
         the next piece makes of them is finite.
         """
-        cache, metadata = self._of_layer[layer], self._metadata[self._group_of[layer]]
+        cache, metadata = self._of_layer[self._keeper[layer]], self._metadata[self._group_of[layer]]
         self.backend.forward(q, k, v, out, cache, self._layers[layer], metadata)
         if out.size(0) > self._num_tokens:
             out[self._num_tokens :].zero_()

@@ -278,7 +278,10 @@ class Packer:
 
 
 def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:
-    """Norms over rows of q and k are one call of the operator where those are equally wide."""
+    """Norms over rows of q and k are one call of the operator where those are equally wide; it wants keys beside
+    queries."""
+    if mixer.shares is not None:
+        return False
     if mixer.qk_norm is None:
         return mixer.rope is not None
     return isinstance(layer.q_norm, RMSNorm) and (mixer.qk_norm != "row" or mixer.num_heads == mixer.num_kv_heads)

@@ -113,7 +113,11 @@ def _norm_values(spec: DecoderSpec) -> int:
     of_heads = 0
     for mixer in (layer.mixer for layer in spec.layers):
         if mixer.qk_norm is not None:
-            of_heads += mixer.q_size + mixer.kv_size if mixer.qk_norm == "row" else 2 * mixer.head_dim
+            of_heads += (
+                mixer.q_size + mixer.kv_size
+                if mixer.qk_norm == "row"
+                else (1 + (mixer.shares is None)) * mixer.head_dim
+            )
     values = norms * spec.hidden_size + of_heads
     return values * (2 if spec.norm == "layer" else 1)
 

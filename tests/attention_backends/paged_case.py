@@ -43,6 +43,8 @@ class Case:
     """a power of two, so that dividing by it or multiplying by its inverse is the same"""
     v_scale: float = 1.0
     sinks: bool = False
+    shares: bool = False
+    """the step's keys and values are in the cache already, and others are handed in"""
     apart: int = 0
     """elements between two blocks of the cache that are not the layer's: NaN before and after the call"""
     graph_size: int | None = None
@@ -62,6 +64,7 @@ class Case:
             sinks=sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            shares=0 if self.shares else None,
         )
 
     @property
@@ -175,6 +178,10 @@ class Case:
             q, k, v = (x.to(dtype) for x in (q, k, v))
         out = torch.full(q.shape, 7.0, dtype=dtype, device=self.device)
         batch = self.batch(tables)
+        if self.shares:
+            scales = (1.0, 1.0) if exact else (self.k_scale, self.v_scale)
+            backend.write_kv(k, v, kv_cache, batch.slot_mapping, *scales)
+            k = v = q[:, :0]
         if self.window is not None:  # slots are known: what is forgotten now must not be read
             self._forget_left_blocks(batch.block_tables)
         backend.forward(q, k, v, out, kv_cache, self.layer, backend.build_metadata(batch))

@@ -74,6 +74,10 @@ def test_sinks_of_another_shape_are_refused(cpu_backend: Prepared) -> None:
         Wrong([(1, 5)]).run(cpu_backend("auto"))
 
 
+def test_a_layer_that_shares_keys_writes_none(cpu_backend: Prepared) -> None:
+    assert_matches_oracle(Case(MIXED, shares=True), cpu_backend("auto"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_blocks_may_lie_apart(cpu_backend: Prepared, dtype: torch.dtype) -> None:
     for isa in cpu_backend("auto").supported_isas:

@@ -114,6 +114,11 @@ def test_block_sizes_at_their_edges(backends: Backends, block_size: int) -> None
     assert_matches_oracle(case, backends.for_case(case))
 
 
+def test_a_layer_that_shares_keys_writes_none(backends: Backends) -> None:
+    case = case_of(MIXED, shares=True)
+    assert_matches_oracle(case, backends.for_case(case))
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8], ids=str)
 def test_blocks_may_lie_apart(backends: Backends, kv_dtype: torch.dtype) -> None:
     case = case_of(MIXED, kv_dtype=kv_dtype, apart=3 * 64)

@@ -36,16 +36,20 @@ NARROW = MixerSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, rope=0)
 """half as much"""
 ODD = MixerSpec(num_heads=3, num_kv_heads=3, head_dim=32, scale=0.2, rope=2, window=2 * WINDOW)
 """three times as much"""
+SHARE_LOCAL, SHARE_WIDE = replace(LOCAL, shares=2, qk_norm="head"), replace(WIDE, shares=1)
+"""have queries alone"""
 MODELS = {
     "wide heads see all": [LOCAL, LOCAL, WIDE] * 2,
     "narrow heads see all": [LOCAL, LOCAL, LOCAL, NARROW, NARROW],
     "sizes that do not add up": [LOCAL, ODD, WIDE, NARROW, LOCAL],
+    "some share": [LOCAL, WIDE, LOCAL, SHARE_LOCAL, SHARE_WIDE, SHARE_LOCAL],
     "all see all": [replace(LOCAL, window=None), WIDE, NARROW],
 }
 PAGE_ELEMENTS = {  # of a token's keys and values
     "wide heads see all": 2 * 128,
     "narrow heads see all": 2 * 32,
     "sizes that do not add up": 2 * 96,
+    "some share": 2 * 64,
     "all see all": 2 * 112,
 }
 

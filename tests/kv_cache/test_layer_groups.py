@@ -58,6 +58,11 @@ def test_a_window_that_no_sequence_exceeds_is_none() -> None:
     assert len(group_layers(kept, 513)) == 2
 
 
+def test_a_layer_that_keeps_nothing_is_in_no_group() -> None:
+    (group,) = group_layers([Kept(), None, Kept(), None], LENGTH)
+    assert group.layers == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("kept", "shapes"),
     [
@@ -95,7 +100,7 @@ def test_no_layer_lies_in_two_parts_of_a_page(kept: list[Kept]) -> None:
 
 
 def test_a_drafts_layers_come_behind_those_that_keep_all() -> None:
-    groups = with_layers_behind(group_layers(pattern(6, 3, 16, (8, 16)), LENGTH), 2)
+    groups = with_layers_behind(group_layers(pattern(6, 3, 16, (8, 16)), LENGTH), 6, 2)
     assert [group.layers for group in groups] == [(0, 1, 3, 4), (2, 5, 6, 7)]
     assert [group.together for group in groups] == [2, 1]
 

@@ -23,9 +23,12 @@ class DenseAttention:
         self.sinks = [next(given) if layer.sinks else None for layer in self.layers]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-        self.keys[layer].append(k.clone())
-        self.values[layer].append(v.clone())
         heads = self.layers[layer]
+        if heads.shares is None:
+            self.keys[layer].append(k.clone())
+            self.values[layer].append(v.clone())
+        else:
+            self.keys[layer], self.values[layer] = self.keys[heads.shares], self.values[heads.shares]
         groups = heads.num_heads // heads.num_kv_heads
         keys = torch.cat(self.keys[layer]).repeat_interleave(groups, dim=1)
         values = torch.cat(self.values[layer]).repeat_interleave(groups, dim=1)

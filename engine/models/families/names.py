@@ -70,6 +70,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             is_row = mixer.qk_norm == "row"
             widths = (mixer.q_size, mixer.kv_size) if is_row else (mixer.head_dim, mixer.head_dim)
             for name, parameter, width in zip(self.qk_norms, ("q_norm", "k_norm"), widths, strict=True):
+                if parameter == "k_norm" and mixer.shares is not None:
+                    continue
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", width)
         return rows
 
@@ -82,7 +84,10 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         return rows
 
     def _qkv(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:
-        rows = linears(source, self.qkv, target, sizes, mixer.qkv_bias)
+        if mixer.shares is None:
+            rows = linears(source, self.qkv, target, sizes, mixer.qkv_bias)
+        else:  # of q alone
+            rows = linears(source, self.qkv[:1], target, sizes[:1], mixer.qkv_bias)
         if self.qkv_stored == "heads of qkv":
             return {name: _stored(row, "heads of qkv", mixer.num_heads) for name, row in rows.items()}
         if self.qkv_stored == "pairs" and spec.ropes:
