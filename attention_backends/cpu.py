@@ -54,6 +54,11 @@ class PlanSummary:
     """read by all items: what sequences share counts once"""
 
 
+def _window(layer: AttentionLayer) -> int:
+    """As `oldest_key` in the kernels takes it."""
+    return -layer.chunk if layer.chunk is not None else layer.window or 0
+
+
 def _unprepared(*_: object) -> NoReturn:
     raise RuntimeError("CpuBackend: prepare() builds and loads the kernels; call it once before the first step")
 
@@ -97,6 +102,7 @@ class CpuBackend(AttentionBackend):
             window=True,
             soft_cap=True,
             sinks=True,
+            chunk=True,
         )
 
     @classmethod
@@ -176,7 +182,7 @@ class CpuBackend(AttentionBackend):
             metadata.num_seqs,
             metadata.num_tokens,
             layer.scale,
-            layer.window or 0,
+            _window(layer),
             layer.soft_cap or 0.0,
             layer.sinks,
             layer.shares is None,
@@ -188,7 +194,7 @@ class CpuBackend(AttentionBackend):
         """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
         if dtype != torch.bfloat16 or layer.shares is not None:
             return None
-        window, soft_cap = layer.window or 0, layer.soft_cap or 0.0
+        window, soft_cap = _window(layer), layer.soft_cap or 0.0
         described = self._native_layer(
             kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, layer.sinks, self._isa
         )
@@ -218,7 +224,7 @@ class CpuBackend(AttentionBackend):
                 metadata.block_tables,
                 metadata.num_seqs,
                 layer.num_heads // layer.num_kv_heads,
-                layer.window or 0,
+                _window(layer),
                 self._isa,
             )
         )

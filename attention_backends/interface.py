@@ -32,6 +32,8 @@ class AttentionLayer:
     """float32 [num_heads]: a logit of each head that joins the softmax and carries no value (GPT-OSS)"""
     k_scale: float = 1.0
     v_scale: float = 1.0
+    chunk: int | None = None
+    """In the place of a window: a query at position p sees keys in [p // chunk * chunk, p] (Llama 4)."""
     shares: int | None = None
     """The earlier layer of the same step whose cache this is: nothing is written, and k and v are not looked at."""
 
@@ -49,6 +51,7 @@ class Capabilities:
     window: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    chunk: bool = False
     capture_safe: bool = False
     """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
 

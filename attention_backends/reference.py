@@ -29,6 +29,7 @@ class ReferenceBackend(AttentionBackend):
             window=True,
             soft_cap=True,
             sinks=True,
+            chunk=True,
         )
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -65,6 +66,8 @@ class ReferenceBackend(AttentionBackend):
                 last = min(first + QUERY_CHUNK, end)
                 positions = range(length - (end - first), length - (end - last))
                 oldest = 0 if layer.window is None else max(0, positions[0] - layer.window + 1)
+                if layer.chunk is not None:
+                    oldest = positions[0] // layer.chunk * layer.chunk
                 keys, values = _gather(kv_cache, metadata.block_tables[seq], oldest, positions[-1] + 1)
                 if kv_cache.dtype == torch.float8_e4m3fn:
                     keys, values = keys * layer.k_scale, values * layer.v_scale
@@ -125,6 +128,8 @@ def _attend(
     hidden = key_at > query_at
     if layer.window is not None:
         hidden |= key_at <= query_at - layer.window
+    if layer.chunk is not None:
+        hidden |= key_at < query_at // layer.chunk * layer.chunk
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.to(scores).view(layer.num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)

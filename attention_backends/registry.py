@@ -7,7 +7,7 @@ A backend from outside registers under the entry-point group `pageloom.attention
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -26,6 +26,13 @@ _IN_TREE = {
     "flashinfer": "attention_backends.flashinfer:FlashInferBackend",
     "reference": "attention_backends.reference:ReferenceBackend",
 }
+_NAMES = {
+    "window": "sliding window",
+    "soft_cap": "soft cap",
+    "sinks": "attention sinks",
+    "chunk": "chunked attention",
+}
+"""of what a layer may need, in `Capabilities`"""
 
 
 class NoBackendError(ValueError):
@@ -58,6 +65,7 @@ def select(
     cache_dir: Path | None = None,
     kv_dtype: torch.dtype | None = None,
     needs_sinks: bool = False,
+    needs_chunk: bool = False,
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
@@ -65,6 +73,7 @@ def select(
     with every reason.
     """
     points, sizes = registered(), tuple(sorted(set(head_dims)))
+    needed = {"window": needs_window, "soft_cap": needs_soft_cap, "sinks": needs_sinks, "chunk": needs_chunk}
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
     rejected: dict[str, str] = {}
@@ -78,11 +87,9 @@ def select(
         able = backend_class.capabilities()
         if kind not in able.devices or kind in backend_class.only_by_name:
             elsewhere.add(each)
-        reasons = _refusals(able, device, dtype, sizes, block_size, needs_window, needs_soft_cap)
+        reasons = _refusals(able, device, dtype, sizes, block_size, needed)
         if kv_dtype not in (None, dtype) and kv_dtype not in able.kv_dtypes:
             reasons.append(f"has no {kv_dtype} KV cache")
-        if needs_sinks and not able.sinks:
-            reasons.append("has no attention sinks")
         if name is None and kind in backend_class.only_by_name:
             reasons.append(f"serves {kind} only by name (attention_backend={each!r}): it is the oracle, and slow")
         if not reasons and (missing := backend_class.unavailable(cache_dir)) is not None:
@@ -132,8 +139,7 @@ def _refusals(
     dtype: torch.dtype,
     head_dims: Sequence[int],
     block_size: int,
-    needs_window: bool,
-    needs_soft_cap: bool,
+    needed: Mapping[str, bool],
 ) -> list[str]:
     reasons: list[str] = []
     kind = torch.device(device).type
@@ -141,15 +147,12 @@ def _refusals(
         reasons.append(f"runs on {', '.join(sorted(able.devices))}, not on {kind}")
     if dtype not in able.dtypes:
         reasons.append(f"has no {dtype} (has {', '.join(sorted(map(str, able.dtypes)))})")
-    if able.head_dims is not None and (missing := set(head_dims) - able.head_dims):
-        reasons.append(f"has no head_dim {_summary(missing)} (has {_summary(able.head_dims)})")
+    if able.head_dims is not None and (others := set(head_dims) - able.head_dims):
+        reasons.append(f"has no head_dim {_summary(others)} (has {_summary(able.head_dims)})")
     if able.block_sizes is not None and block_size not in able.block_sizes:
         reasons.append(f"has no block_size {block_size} (has {_summary(able.block_sizes)})")
-    if needs_window and not able.window:
-        reasons.append("has no sliding window")
-    if needs_soft_cap and not able.soft_cap:
-        reasons.append("has no soft cap")
-    return reasons
+    missing = [name for name, wanted in needed.items() if wanted and not getattr(able, name)]
+    return reasons + [f"has no {_NAMES[name]}" for name in missing]
 
 
 def _summary(sizes: Iterable[int]) -> str:

@@ -26,7 +26,15 @@ _HORIZON = 8192
 _GROUP_COST = 0.01
 """what one group more costs in every step (tables, attention metadata), in parts of the KV memory"""
 
-Window = int | None
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A query at position p sees keys in [p // tokens * tokens, p]."""
+
+    tokens: int
+
+
+Window = int | Chunk | None
+"""what a query sees: so many keys, its own the last; those of its chunk; all before it"""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -52,8 +60,7 @@ def group_layers(kept: Sequence[Kept | None], max_model_len: int) -> tuple[Layer
     for layer, each in enumerate(kept):
         if each is None:
             continue
-        sees_all = each.window is None or each.window >= max_model_len
-        kinds.setdefault(None if sees_all else each.window, []).append(layer)
+        kinds.setdefault(each.window if _most_seen(each.window) < max_model_len else None, []).append(layer)
     sizes = [0 if each is None else each.size for each in kept]
     pages = sorted({size for layers in kinds.values() for size in accumulate(sizes[layer] for layer in layers)})
     return _with_places(min((_cut(kinds, sizes, page) for page in pages), key=lambda cut: _cost(cut, sizes)), sizes)
@@ -96,7 +103,7 @@ def _cost(groups: list[LayerGroup], sizes: list[int]) -> float:
     kept = taken = 0
     page = _page(groups, sizes)
     for group in groups:
-        tokens = _HORIZON if group.window is None else min(group.window, _HORIZON)
+        tokens = int(min(_most_seen(group.window), _HORIZON))
         kept += tokens * sum(sizes[layer] for layer in group.layers)
         taken += tokens * page
     return taken / kept - 1 + _GROUP_COST * len(groups)
@@ -122,7 +129,21 @@ def _with_places(groups: list[LayerGroup], sizes: list[int]) -> tuple[LayerGroup
 
 def first_kept(num_tokens: int, window: Window) -> int:
     """The first position that a query at position `num_tokens`, or any later one, sees."""
+    if isinstance(window, Chunk):
+        return num_tokens // window.tokens * window.tokens
     return 0 if window is None else max(0, num_tokens - window + 1)
+
+
+def kept_until(position: int, window: int | Chunk) -> int:
+    """The least number of tokens after which no query sees what lies before `position`."""
+    if isinstance(window, Chunk):
+        return -(-position // window.tokens) * window.tokens
+    return position + window - 1
+
+
+def _most_seen(window: Window) -> float:
+    """Keys that a query sees at most."""
+    return math.inf if window is None else window.tokens if isinstance(window, Chunk) else window
 
 
 def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None) -> int:
@@ -134,4 +155,4 @@ def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len:
     blocks = -(-num_tokens // block_size)
     if window is None or max_query_len is None:
         return blocks
-    return min(blocks, -(-(window - 1 + max_query_len) // block_size) + 1)
+    return min(blocks, -(-(int(_most_seen(window)) - 1 + max_query_len) // block_size) + 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.layer_groups import Window
+
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor found out when it loaded the model; bytes."""
@@ -17,8 +19,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """what captured graphs will take, estimated"""
     block_bytes: int
     """one KV block over all layers of a group"""
-    windows: tuple[int | None, ...] = (None,)
-    """of each layer group, in tokens; None: its layers see everything"""
+    windows: tuple[Window, ...] = (None,)
+    """of each layer group"""
     device_bytes_total: int
     device_bytes_free: int
     """before anything was loaded"""

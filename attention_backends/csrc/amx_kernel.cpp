@@ -145,7 +145,7 @@ void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int6
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = s.positions[row + i];
     Visible& v = seen[i];
-    v.low = max64(begin, s.window > 0 ? position - s.window + 1 : 0) - base;
+    v.low = max64(begin, oldest_key(position, s.window)) - base;
     v.high = min64(end, position + 1) - base;
     v.first = v.low < v.high ? v.low / 32 * 2 : last;
     v.last = v.low < v.high ? (v.high + 31) / 32 * 2 : last;
@@ -172,7 +172,7 @@ template <int R>
 void attend_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t count, int64_t base, int64_t begin,
                  int64_t end) {
   // Positions grow with rows: the first row sees the oldest key, the last one the newest.
-  const int64_t oldest = s.window > 0 ? max64(begin, s.positions[row] - s.window + 1) : begin;
+  const int64_t oldest = max64(begin, oldest_key(s.positions[row], s.window));
   const int64_t newest = min64(end, s.positions[row + count - 1] + 1);
   if (oldest >= newest) return;
   const int64_t first = (oldest - base) / 32 * 2, last = (newest - base + 31) / 32 * 2;

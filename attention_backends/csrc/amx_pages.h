@@ -61,7 +61,7 @@ struct Scratch {
   int32_t* positions;       // [kRows]
   float* key_scales;        // [kKeys], of int8 caches; 0 for tokens outside the item
   float* value_scales;
-  int64_t window;           // of these rows; 0: none
+  int64_t window;           // of these rows
 };
 
 int64_t carve(const AttentionProblem& p, void* memory, Scratch& s) {

@@ -100,7 +100,7 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   for (int64_t r = 0; r < count; ++r) {
     const int64_t position = s.positions[row + r];
     Visible& v = seen[r];
-    v.low = max64(tile.begin, window > 0 ? position - window + 1 : 0) - tile.base;
+    v.low = max64(tile.begin, oldest_key(position, window)) - tile.base;
     v.high = min64(tile.end, position + 1) - tile.base;
     v.first = v.low < v.high ? v.low / VW : tile.num_vectors;
     v.last = v.low < v.high ? (v.high + VW - 1) / VW : tile.num_vectors;

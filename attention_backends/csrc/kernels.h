@@ -72,13 +72,20 @@ struct AttentionProblem {
   int64_t max_blocks;  // columns of block_tables
   int64_t num_seqs;
   int64_t group;       // query heads per KV head
-  int64_t window;      // 0: none
+  int64_t window;      // see oldest_key
   float scale;
   float soft_cap;      // 0: none
   const float* sinks;  // a logit of each query head that joins the softmax without a value; null: none
   int64_t step;        // not 0: calls with the same step and the same tables may be cut alike; see schedule.h
   const SharedToken* shared;
 };
+
+// The first key that the query at `position` sees: the last `window` keys end with its own. Below 0: those of its chunk of
+// -window positions, up to its own. 0: all before it.
+PAGELOOM_ALWAYS_INLINE int64_t oldest_key(int64_t position, int64_t window) {
+  if (window > 0) return position < window ? 0 : position - window + 1;
+  return window == 0 ? 0 : position / window * window;
+}
 
 // Rows are (query token, head of the group), token-major. Goes through them without a division for each.
 struct RowCursor {

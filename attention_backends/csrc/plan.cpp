@@ -132,7 +132,7 @@ class Planner {
     for (int64_t tile = tiles - 1; tile >= 0; --tile) {  // the longest first
       const int64_t begin = tile * size, end = std::min(rows, begin + size);
       const int64_t oldest = length - queries + begin / p_.group, newest = length - queries + (end - 1) / p_.group;
-      WorkItem item = item_of(seq, end, p_.window > 0 ? std::max<int64_t>(0, oldest - p_.window + 1) : 0, newest + 1);
+      WorkItem item = item_of(seq, end, oldest_key(oldest, p_.window), newest + 1);
       item.row_begin = static_cast<int32_t>(begin);
       add_tile(item, tiles == 1);
     }
@@ -142,12 +142,12 @@ class Planner {
                 std::vector<char>& taken) {
     const int64_t first = length - queries, last = length - 1;  // positions of its queries
     Candidate c{};
-    c.kv_begin = static_cast<int32_t>(p_.window > 0 ? std::max<int64_t>(0, first - p_.window + 1) : 0);
+    c.kv_begin = static_cast<int32_t>(oldest_key(first, p_.window));
     c.kv_end = static_cast<int32_t>(length);
     c.first_part = static_cast<int32_t>(c.kv_begin / kSplit);
     c.last_part = static_cast<int32_t>((length - 1) / kSplit);
     if (c.first_part == c.last_part) return;
-    const int64_t oldest = p_.window > 0 ? std::max<int64_t>(0, last - p_.window + 1) : 0;
+    const int64_t oldest = oldest_key(last, p_.window);
     const int64_t in_table = p_.max_blocks * p_.cache.block_size / kSplit;
     c.seq = static_cast<int32_t>(seq);
     c.rows = static_cast<int32_t>(queries * p_.group);
@@ -177,7 +177,7 @@ class Planner {
         if (c.live && part >= c.first_shareable && part < c.end_shareable)
           put(candidates, static_cast<int32_t>(i), part, table, buckets);
       }
-      live = p_.window > 0 ? 2 : 0;
+      live = p_.window != 0 ? 2 : 0;
       for (const Bucket& b : buckets) {
         if (b.count > 1) {
           add_shared(candidates, b, part, taken);

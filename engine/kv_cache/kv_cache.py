@@ -18,7 +18,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.hash_chain import HashChain
 from engine.kv_cache.host_tier import HostTier, Transfers
 from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host, key_of
-from engine.layer_groups import first_kept, most_blocks
+from engine.layer_groups import Window, first_kept, kept_until, most_blocks
 
 
 class SequenceBlocks:
@@ -101,7 +101,7 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool,
-        windows: Tokens[int | None] = (None,),
+        windows: Tokens[Window] = (None,),
         max_query_len: int | None = None,
         num_host_blocks: int = 0,
     ) -> None:
@@ -158,7 +158,7 @@ class KVCache:
         most = [self._most(num_tokens, window) for window in self.windows]
         return sum(min(new, max(limit - have, 0)) for limit, have in zip(most, held, strict=True))
 
-    def _most(self, num_tokens: int, window: int | None) -> int:
+    def _most(self, num_tokens: int, window: Window) -> int:
         return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
 
     def open(self, salt: str | None = None) -> SequenceBlocks:
@@ -246,7 +246,7 @@ class KVCache:
     def _quiet_until(self, blocks: SequenceBlocks) -> int:
         """Until its last block is full, or a window leaves a block behind."""
         windows = zip(self.windows, blocks.starts, strict=True)
-        slides = [(start + 1) * self.block_size + window - 1 for window, start in windows if window is not None]
+        slides = [kept_until((start + 1) * self.block_size, window) for window, start in windows if window is not None]
         return min(len(blocks.tables[0]) * self.block_size, *slides)
 
     def _give_back(self, blocks: SequenceBlocks) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.hash_chain import HashChain
 from engine.kv_cache.host_tier import HostTier
-from engine.layer_groups import first_kept
+from engine.layer_groups import Window, first_kept
 
 _NOTHING = 0
 """stands in tables where no block is held"""
@@ -34,7 +34,7 @@ class PrefixHit(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_prefix(
     tiers: Tiers,
-    windows: Sequence[int | None],
+    windows: Sequence[Window],
     block_size: int,
     chain: HashChain,
     tokens: Sequence[int],
@@ -102,7 +102,7 @@ def _leading(tiers: Tiers, chain: HashChain, tokens: Sequence[int], group: int, 
 
 def _shrink_to_windows(
     tiers: Tiers,
-    windows: Sequence[int | None],
+    windows: Sequence[Window],
     block_size: int,
     chain: HashChain,
     tokens: Sequence[int],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.layer_groups import Kept
+from engine.layer_groups import Chunk, Kept, Window
 
 
 class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,11 +17,18 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """usually head_dim ** -0.5"""
     window: int | None = None
     """a query at position p sees keys in (p - window, p]; None: all of [0, p]; an encoder's: as many on either side"""
+    chunk: int | None = None
+    """in the place of a window: a query at position p sees keys in [p // chunk * chunk, p] (Llama 4)"""
     soft_cap: float | None = None
     sinks: bool = False
     """a learned logit of each head joins the softmax (GPT-OSS)"""
     shares: int | None = None
     """an earlier layer with the same KV heads and window, whose keys and values it reads; it has none of its own"""
+
+    @property
+    def span(self) -> Window:
+        """Of what a query sees."""
+        return self.window if self.chunk is None else Chunk(self.chunk)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +59,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     def kept(self) -> tuple[Kept | None, ...]:
         """What each layer keeps of a sequence; None: it reads what another one keeps."""
         return tuple(
-            Kept(layer.window if self.keeps_kv else None, layer.num_kv_heads * layer.head_dim)
+            Kept(layer.span if self.keeps_kv else None, layer.num_kv_heads * layer.head_dim)
             if layer.shares is None
             else None
             for layer in self.layers

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.layer_groups import Chunk, Window, first_kept
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.step import StepPlan
@@ -145,21 +146,22 @@ class StepWork:
                 head_dim=layer.head_dim,
                 scale=layer.scale,
                 window=layer.window,
+                chunk=layer.chunk,
             )
             kinds[kind] = kinds.get(kind, 0) + 1
         for layer, count in kinds.items():
-            pairs = sum(_pairs(row.computed, row.query_len, layer.window) for row in plan.rows.each())
+            pairs = sum(_pairs(row.computed, row.query_len, layer.span) for row in plan.rows.each())
             ops = {self._attention_dtype: 4.0 * layer.num_heads * layer.head_dim * pairs}
             kept_bytes = size_bytes * layer.num_kv_heads * layer.head_dim
-            work.add(Work(self._tokens_read(plan, layer.window) * kept_bytes, ops), count)
+            work.add(Work(self._tokens_read(plan, layer.span) * kept_bytes, ops), count)
         return work
 
-    def _tokens_read(self, plan: StepPlan, window: int | None) -> int:
+    def _tokens_read(self, plan: StepPlan, window: Window) -> int:
         """Distinct cached tokens that the step's queries see, those of the step itself not counted."""
         size = self._block_size
         read: dict[int, int] = {}
         for row in plan.rows.each():
-            first = 0 if window is None else max(0, row.computed - window + 1)
+            first = first_kept(row.computed, window)
             table = self._tables.get(row.row, [])
             for index in range(first // size, -(-row.computed // size)):
                 tokens = min(size, row.computed - index * size) - max(0, first - index * size)
@@ -168,10 +170,13 @@ class StepWork:
         return sum(read.values())
 
 
-def _pairs(computed: int, queries: int, window: int | None) -> int:
-    """(query, key) pairs of a causal chunk: the query at position p sees p + 1 keys, at most `window`."""
+def _pairs(computed: int, queries: int, window: Window) -> int:
+    """(query, key) pairs of a causal chunk: the query at position p sees p + 1 keys, or those that `window` leaves."""
 
     def below(position: int) -> int:
+        if isinstance(window, Chunk):
+            whole, rest = divmod(position, window.tokens)
+            return whole * (window.tokens * (window.tokens + 1) // 2) + rest * (rest + 1) // 2
         if window is None or position <= window:
             return position * (position + 1) // 2
         return window * (window + 1) // 2 + (position - window) * window

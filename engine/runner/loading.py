@@ -180,6 +180,7 @@ def _backend(
             cache_dir=Path(config.compile.cache_dir),
             kv_dtype=getattr(torch, config.cache.dtype),
             needs_sinks=any(layer.sinks for layer in layers),
+            needs_chunk=any(layer.chunk is not None for layer in layers),
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error

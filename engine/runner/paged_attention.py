@@ -36,6 +36,7 @@ def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> l
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=next(given) if layer.sinks else None,
+            chunk=layer.chunk,
             shares=layer.shares,
         )
         for layer in model.layers

@@ -43,6 +43,7 @@ class Case:
     """a power of two, so that dividing by it or multiplying by its inverse is the same"""
     v_scale: float = 1.0
     sinks: bool = False
+    chunk: int | None = None
     shares: bool = False
     """the step's keys and values are in the cache already, and others are handed in"""
     apart: int = 0
@@ -64,6 +65,7 @@ class Case:
             sinks=sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            chunk=self.chunk,
             shares=0 if self.shares else None,
         )
 
@@ -182,7 +184,7 @@ class Case:
             scales = (1.0, 1.0) if exact else (self.k_scale, self.v_scale)
             backend.write_kv(k, v, kv_cache, batch.slot_mapping, *scales)
             k = v = q[:, :0]
-        if self.window is not None:  # slots are known: what is forgotten now must not be read
+        if self.window is not None or self.chunk is not None:  # slots are known: what is forgotten now must not be read
             self._forget_left_blocks(batch.block_tables)
         backend.forward(q, k, v, out, kv_cache, self.layer, backend.build_metadata(batch))
         assert (out[self.num_tokens :] == 7.0).all(), "padding tokens were touched"
@@ -198,7 +200,9 @@ class Case:
             assert torch.equal(gap.contiguous().view(torch.uint8), untouched.view(torch.uint8)), "gaps were touched"
 
     def _forget_left_blocks(self, tables: torch.Tensor) -> None:
-        assert self.window is not None
         for seq, (queries, length) in enumerate(self.lengths):
-            oldest = max(0, length - queries - self.window + 1)
+            first = max(0, length - queries)
+            oldest = max(0, first - self.window + 1) if self.window is not None else 0
+            if self.chunk is not None:
+                oldest = first // self.chunk * self.chunk
             tables[seq, : oldest // self.block_size] = 2**30

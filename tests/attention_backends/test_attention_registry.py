@@ -130,3 +130,10 @@ def test_importing_the_registry_loads_no_backend() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_chunks_are_served_where_they_are_known() -> None:
+    with pytest.raises(NoBackendError, match=r"flashinfer: .*has no chunked attention"):
+        select("cuda", torch.bfloat16, [64], 16, False, False, name="flashinfer", needs_chunk=True)
+    chosen = select("cpu", torch.float64, [60], 16, False, False, needs_chunk=True)
+    assert chosen.backend.name == "reference"

@@ -115,6 +115,13 @@ def test_window_smaller_and_larger_than_a_block(cpu_backend: Prepared, window: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 300, 1000])
+def test_a_query_sees_its_chunk_alone(cpu_backend: Prepared, chunk: int, dtype: torch.dtype) -> None:
+    for isa in cpu_backend("auto").supported_isas:
+        assert_matches_oracle(Case([*EDGE_LENGTHS, *MIXED, (70, 700)], chunk=chunk, dtype=dtype), cpu_backend(isa))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 1000])
 def test_long_context_decode_and_chunk(cpu_backend: Prepared, dtype: torch.dtype, window: int | None) -> None:
     lengths = [(1, 4096), (1, 4095), (70, 4096), (1, 257), (1, 256)]

@@ -43,6 +43,7 @@ MODELS = {
     "narrow heads see all": [LOCAL, LOCAL, LOCAL, NARROW, NARROW],
     "sizes that do not add up": [LOCAL, ODD, WIDE, NARROW, LOCAL],
     "some share": [LOCAL, WIDE, LOCAL, SHARE_LOCAL, SHARE_WIDE, SHARE_LOCAL],
+    "chunks": [replace(LOCAL, window=None, chunk=48), WIDE, replace(LOCAL, window=None, chunk=20), NARROW],
     "all see all": [replace(LOCAL, window=None), WIDE, NARROW],
 }
 PAGE_ELEMENTS = {  # of a token's keys and values
@@ -50,6 +51,7 @@ PAGE_ELEMENTS = {  # of a token's keys and values
     "narrow heads see all": 2 * 32,
     "sizes that do not add up": 2 * 96,
     "some share": 2 * 64,
+    "chunks": 2 * 80,
     "all see all": 2 * 112,
 }
 
@@ -147,7 +149,7 @@ def test_chunked_and_from_prefixes_they_are_the_dense_tokens(served: Served, opt
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_they_are_the_same(served: Served, preemption: str) -> None:
-    pages = 26 * len({mixer.window for mixer in MODELS[served.name]})
+    pages = 26 * len({mixer.span for mixer in MODELS[served.name]})
     options = {"preemption": preemption, "swap_space": 300 * served.page_bytes if preemption == "swap" else 0}
     short = sum(n < 160 for n in LENGTHS)
     with served.open(

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from hypothesis import strategies as st
+
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, SequenceBlocks
 from engine.kv_cache.prefix import host_block, is_on_host
+from engine.layer_groups import Chunk, Window
+
+WINDOWS = st.none() | st.integers(1, 5) | st.builds(Chunk, st.integers(1, 6))
 
 GONE = -1_000_000
 """no block of either tier"""
@@ -116,7 +121,9 @@ class CacheModel:
 
     def seen(self, num_tokens: int, group: int) -> list[int]:
         """Positions that the query at position `num_tokens` sees, itself included."""
-        window = self.windows[group]
+        window: Window = self.windows[group]
+        if isinstance(window, Chunk):
+            return [p for p in range(num_tokens + 1) if p // window.tokens == num_tokens // window.tokens]
         return [p for p in range(num_tokens + 1) if window is None or p > num_tokens - window]
 
     def slide(self, seq: Seq) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cache_model import GONE, CacheModel, Seq, held, newest, state
+from cache_model import GONE, WINDOWS, CacheModel, Seq, Window, held, newest, state
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,11 +43,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 14) | st.integers(6, 14),
         block_size=st.sampled_from([1, 2, 2, 3, 3]),
         caching=st.sampled_from([True, True, True, True, False]),
-        windows=st.sampled_from([[None], [None]]) | st.lists(st.none() | st.integers(1, 5), min_size=1, max_size=3),
+        windows=st.sampled_from([[None], [None]]) | st.lists(WINDOWS, min_size=1, max_size=3),
         num_host_blocks=st.sampled_from([0, 2, 5, 9, 14, 20, 20]),
     )
     def start(
-        self, num_blocks: int, block_size: int, caching: bool, windows: list[int | None], num_host_blocks: int
+        self, num_blocks: int, block_size: int, caching: bool, windows: list[Window], num_host_blocks: int
     ) -> None:
         self.kv = KVCache(num_blocks, block_size, caching, windows, MAX_QUERY_LEN, num_host_blocks)
         self.model = CacheModel(self.kv)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
-from engine.layer_groups import Kept, LayerGroup, group_layers, most_blocks, with_layers_behind
+from engine.layer_groups import Chunk, Kept, LayerGroup, Window, group_layers, most_blocks, with_layers_behind
 
 LENGTH = 32768
+WINDOWS = st.none() | st.integers(1, 20) | st.builds(Chunk, st.integers(1, 20))
 
 
 def pattern(num_layers: int, every: int, window: int, sizes: tuple[int, int] = (1, 1)) -> list[Kept]:
@@ -105,9 +106,9 @@ def test_a_drafts_layers_come_behind_those_that_keep_all() -> None:
     assert [group.together for group in groups] == [2, 1]
 
 
-@given(st.integers(1, 60), st.none() | st.integers(1, 20), st.integers(1, 5), st.lists(st.integers(1, 7), min_size=60))
+@given(st.integers(1, 60), WINDOWS, st.integers(1, 5), st.lists(st.integers(1, 7), min_size=60))
 def test_no_sequence_holds_more_than_the_bound(
-    num_tokens: int, window: int | None, block_size: int, chunks: list[int]
+    num_tokens: int, window: Window, block_size: int, chunks: list[int]
 ) -> None:
     kv = KVCache(200, block_size, False, [window], 7)
     blocks = kv.open()

@@ -37,6 +37,8 @@ class DenseAttention:
         visible = key_at <= query_at
         if heads.window is not None:
             visible &= key_at > query_at - heads.window
+        if heads.chunk is not None:
+            visible &= key_at >= query_at // heads.chunk * heads.chunk
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * heads.scale
         if heads.soft_cap is not None:
             scores = heads.soft_cap * torch.tanh(scores / heads.soft_cap)
