@@ -32,6 +32,7 @@ from engine.models.packed import (
 )
 from engine.models.packed_experts import PackedExperts
 from engine.models.spec import Activation, MixerSpec
+from engine.weights.as_q8_0 import as_q8_0
 from engine.weights.source import EncodedRows, Part, WeightSource
 
 _MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
@@ -242,6 +243,7 @@ class Packer:
                 if runs and runs[-1].goes_with(run):
                     run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)), run.order)
                 runs.append(run)
+            runs = _as_eight_bits(runs)
             if all(packable(run.rows.shape[0], k, run.format) for run in runs):
                 return runs
         made = self._made(weight, parts, source, formats)
@@ -275,6 +277,15 @@ class Packer:
             assert source is not None
             source.read_into(part.name, weight[first : first + part.rows], part.expert)
             first += part.rows
+
+
+def _as_eight_bits(runs: list[_Rows]) -> list[_Rows]:
+    """As one, where all are Q8_0 or what that holds exactly: a few more bits cost less than products of their own."""
+    if len(runs) == 1 or any(run.order is not None for run in runs):
+        return runs
+    rows = [as_q8_0(run.format, run.rows) for run in runs]
+    widened = [each for each in rows if each is not None]
+    return runs if len(widened) < len(runs) else [_Rows(Format.Q8_0, torch.cat(widened))]
 
 
 def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:

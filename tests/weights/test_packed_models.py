@@ -30,10 +30,13 @@ from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear, ReorderedLinear
 from engine.models.packed_experts import PackedExperts
+from engine.weights import loader
+from engine.weights.as_q8_0 import as_q8_0
 from engine.weights.gguf_source import GgufSource
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 from engine.weights.sizes import weight_bytes as weight_bytes_of
+from engine.weights.source import EncodedRows
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 PACKED = [case for case in CASES if "window" not in case or "gemma" in case]
@@ -227,12 +230,39 @@ def test_what_no_kernel_multiplies_is_told_with_what_it_takes(
     assert "no kernel multiplies IQ2_S" in said and "as bfloat16" in said
 
 
+@pytest.mark.parametrize("name", ["Q5_0", "IQ4_NL"])
+def test_parts_that_eight_bits_hold_run_together(name: str, tmp_path: Path, ops: LinearOps) -> None:
+    """As Q4_K_M files have them where blocks of 256 do not fit: q and k in five bits, v of some layers in eight."""
+    path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType[name], random_weights)
+    description = describe(path)
+    model = Decoder(description.spec, dtype=torch.bfloat16)
+
+    class Mixed(GgufSource):
+        def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
+            found = super().encoded(name, expert)
+            if found is None or not ("v_proj" in name or "up_proj" in name):
+                return found
+            rows = as_q8_0(found.format, found.rows)
+            return None if rows is None else EncodedRows(Format.Q8_0, rows)
+
+    rows = loader.family_named(description.spec.family).weight_rows(model.spec)
+    with Mixed(path, model.spec.facts, list(rows)) as source, torch.no_grad():
+        loader._fill(model, source, rows, Packer(ops, "gguf"))
+    layer = model.layers[0]
+    assert [each.format for each in (layer.qkv_proj, layer.gate_up_proj, layer.o_proj)] == [
+        Format.Q8_0,
+        Format.Q8_0,
+        Format[name],
+    ]
+    values = decoded(model)
+    for parameter_name, parameter in dense(path, torch.float32).named_parameters():
+        assert torch.equal(values.get_parameter(parameter_name), parameter), parameter_name
+
+
 def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: LinearOps) -> None:
     path = write_gguf(wide_model(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_0)
     description = describe(path)
     model = Decoder(description.spec, dtype=torch.bfloat16)
-    from engine.weights import loader
-    from engine.weights.source import EncodedRows
 
     class Mixed(GgufSource):
         """As if values had been stored in 16 bits."""
