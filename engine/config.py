@@ -88,8 +88,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4", StoredMethod],
         _about(
-            "of weights (CPU): int8 per output with int8 activations, int4 in groups of 32, of what is not stored in "
-            "as few bits; none: the dtype, to which a GGUF file or a quantised checkpoint is decoded; auto: as the "
+            "of weights: int8 per output (on CPUs with int8 activations), int4 in groups of 32, of what is not stored "
+            "in as few bits; none: the dtype, to which a GGUF file or a quantised checkpoint is decoded; auto: as the "
             "checkpoint has them, so a GGUF file runs from its blocks, and GPTQ, AWQ and compressed integers stay "
             "packed; vLLM's other names mean auto, and are refused where the checkpoint is stored otherwise"
         ),

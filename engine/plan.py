@@ -34,7 +34,7 @@ from engine.reports import LoadReport
 from engine.resolve import resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
-from engine.weights.sizes import gguf_weight_bytes, stored_weight_bytes, weight_bytes
+from engine.weights.sizes import Place, gguf_weight_bytes, stored_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class _Fit:
     def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:
         scheduler, length, facts = config.scheduler, config.model.max_model_len, self._model.facts
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
-        packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"
+        packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
         weights = self.weights(config.model.dtype, config.model.quantization)
         activations = estimate_activation_bytes(
             facts, dtype_bytes, scheduler.max_num_batched_tokens, scheduler.max_sampled
@@ -195,7 +195,7 @@ class _Fit:
         groups = sizes.groups
         if self._draft is not None:
             groups = with_layers_behind(groups, self._model.facts.num_layers, self._draft.spec.num_layers)
-            weights += weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, packs=packs)
+            weights += weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
         return LoadReport(
             weight_bytes=weights,
             activation_bytes=activations,
@@ -210,20 +210,22 @@ class _Fit:
     def weights(self, dtype: str, quantization: str) -> int:
         """Their bytes, under settings ("auto" among them) or as they were resolved."""
         on_cpu = self._args.device == "cpu" or not self._machine.cuda
-        packs = on_cpu and dtype in ("auto", "bfloat16")
+        place: Place | None = "cpu" if on_cpu else "gpu"
+        if dtype not in ("auto", "bfloat16") and (on_cpu or dtype != "float16"):
+            place = None
         if self._model.spec is None:  # by the library's module: dense
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
         as_stored = quantization not in ("none", "int8", "int4")
-        if as_stored and packs and self._header is not None:
-            return gguf_weight_bytes(self._header.tensors, self._model.spec)
-        if as_stored and packs and self._model.quantized is not None:
+        if as_stored and place is not None and self._header is not None:
+            return gguf_weight_bytes(self._header.tensors, self._model.spec, place)
+        if as_stored and place is not None and self._model.quantized is not None:
             if self._absent_bytes is not None:
                 return self._absent_bytes  # nearly, unless no kernel multiplies what they hold
-            return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec)
+            return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec, place)
         kind: Literal["int8", "int4", "none"] = (
             "int8" if quantization == "int8" else "int4" if quantization == "int4" else "none"
         )
-        return weight_bytes(self._model.spec, DTYPE_BYTES.get(dtype, 2), kind, packs=packs)
+        return weight_bytes(self._model.spec, DTYPE_BYTES.get(dtype, 2), kind, place)
 
     def advice(self) -> list[str]:
         """What would make it fit: one setting, or the longest context with or without another quantization."""

@@ -13,9 +13,9 @@ Defaults that are choices
   prompts in its step; half as many tokens cost a few percent more in all.
 - kv_cache_dtype "auto": the model's dtype, exact. int8 (CPU) and fp8 (GPU) halve the cache; neither device reads the
   other's. bf16 is the name of what "auto" gives a bfloat16 model.
-- quantization "auto": the checkpoint's own. On a CPU in bfloat16 a GGUF file runs from its blocks ("none" decodes them
-  to bfloat16 first: four times the memory, half the speed, and the values that other engines compute with); GPUs and
-  float32 decode them always. So it is with quantised Hugging Face checkpoints (`engine/weights/README.md`): integers of
+- quantization "auto": the checkpoint's own. In 16 bits a GGUF file runs from its blocks ("none" decodes them first:
+  four times the memory, on CPUs half the speed, and the values that other engines compute with); in float32 they are
+  always decoded. So it is with quantised Hugging Face checkpoints (`engine/weights/README.md`): integers of
   GPTQ, AWQ and compressed-tensors stay packed, "none" decodes them. int8 and int4 keep what is stored in no more bits,
   and quantise the rest.
 - graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
@@ -178,7 +178,7 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
 
 def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, model: ModelDescription) -> Quantization:
     wanted = args.quantization
-    packs = kind == "cpu" and dtype == "bfloat16"
+    packs = dtype == "bfloat16" if kind == "cpu" else dtype != "float32" and model.spec is not None
     if wanted not in ("auto", "none", "int8", "int4"):
         stored = None if model.quantized is None else model.quantized.method
         check_stored_as(wanted, "gguf" if model.source == "gguf" else stored)
@@ -189,7 +189,9 @@ def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, model: ModelDe
         return "gguf" if model.source == "gguf" else "none" if model.quantized is None else "stored"
     if wanted != "none" and not packs:
         raise ConfigError(
-            f"quantization={wanted!r} needs device='cpu' and dtype='bfloat16', got {kind!r} and {dtype!r}"
+            f"quantization={wanted!r} needs dtype='bfloat16', or on a GPU 'float16', got {dtype!r}"
+            if kind == "cpu" or dtype == "float32"
+            else f"quantization={wanted!r} on a GPU needs a model that runs natively; this one runs by the library"
         )
     return wanted
 
@@ -296,7 +298,7 @@ def _check_weights_fit(facts: ModelFacts, quantization: Quantization, dtype: str
             f"the weights alone take at least {size_text(needed)}, and the device has {size_text(device_bytes)}: the "
             f"model says num_hidden_layers={facts.num_layers}, hidden_size={facts.hidden_size}, "
             f"intermediate_size={facts.intermediate_size}, vocab_size={facts.vocab_size}; choose a smaller model, or "
-            "quantization='int4' (CPU)"
+            "quantization='int4'"
         )
 
 

@@ -1,4 +1,4 @@
-"""The formats of packed weights and the size of their panels; layouts are told in `csrc/linear.h`."""
+"""The formats of packed weights and the size of their panels, which `csrc/linear.h` lays out, and of rows on a GPU."""
 
 from __future__ import annotations
 
@@ -60,6 +60,15 @@ _GROUPS: dict[Format, tuple[int, int]] = {
     Format.IQ4_XS: (256, 4416),
 }
 """inputs of a group, bytes of it in a panel"""
+_DEVICE_GROUPS: dict[Format, tuple[int, int]] = {
+    Format.Q4_0: (32, 18),
+    Format.Q4_1: (32, 20),
+    Format.Q8_0: (32, 34),
+    Format.Q4_K: (256, 148),
+    Format.Q6_K: (256, 210),
+    Format.INT4_GROUP: (32, 20),
+}
+"""inputs of a group, bytes of it in a row of `engine.weights.device_layouts`"""
 _INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for format, (inputs, _) in _GROUPS.items()}
 
 
@@ -89,3 +98,19 @@ def bits_of(format: Format) -> float:
     """Of a weight of a long row, with all that belongs to it."""
     k = 4096
     return 8 * panel_bytes(k, format) / (k * PANEL)
+
+
+def device_packable(n: int, k: int, format: Format) -> bool:
+    """The same on a GPU, where inputs lie in groups of 32."""
+    group = 1 if format is Format.BFLOAT16 else _DEVICE_GROUPS.get(format, (32, 0))[0]
+    return n > 0 and k > 0 and k % group == 0
+
+
+def device_bytes(n: int, k: int, format: Format) -> int:
+    """Of a matrix [n, k] that `device_packable` allows."""
+    if format is Format.BFLOAT16:
+        return 2 * n * k
+    if format is Format.INT8:
+        return n * (k + 4)
+    inputs, size = _DEVICE_GROUPS[format]
+    return n * (k // inputs * size)

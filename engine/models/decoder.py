@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.experts import Experts, Router
 from engine.models.head import Head
 from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
@@ -35,7 +36,7 @@ def _attention_not_set(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: t
     raise RuntimeError("Decoder.set_attention must be called before the first forward")
 
 
-AnyLinear = Linear | PackedLinear | JoinedLinear | ActivatedLinear
+AnyLinear = Linear | PackedLinear | StoredLinear | JoinedLinear | ActivatedLinear
 AnyNorm = RMSNorm | LayerNorm
 
 
@@ -50,7 +51,7 @@ class DecoderLayer(nn.Module):
     down_proj: AnyLinear | None
     beside_gate: AnyLinear | None
     router: Router | None
-    experts: Experts | PackedExperts | None
+    experts: Experts | PackedExperts | StoredExperts | None
     rotation: HeadRotation | None
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -118,7 +119,7 @@ class DecoderLayer(nn.Module):
         return inner if self.activation is None else self.activation(inner)
 
     def _mixed(
-        self, attended: torch.Tensor, x: torch.Tensor, router: Router, experts: Experts | PackedExperts
+        self, attended: torch.Tensor, x: torch.Tensor, router: Router, experts: Experts | PackedExperts | StoredExperts
     ) -> torch.Tensor:
         """What experts, and a dense MLP beside them, make of `x`, and the residual and the norms around it."""
         out_norm, ahead = self.mlp_out_norm, self.mlp_norm if self.norms_first else None
@@ -204,10 +205,10 @@ class Decoder(nn.Module):
     """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients."""
 
     attend: Attend
-    embed_tokens: Embedding | PackedEmbedding
+    embed_tokens: Embedding | PackedEmbedding | StoredEmbedding
     project_in: AnyLinear | None
     project_out: AnyLinear | None
-    lm_head: Linear | PackedLinear
+    lm_head: Linear | PackedLinear | StoredLinear
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from engine.models.spec import Activation, QkNorm
 if TYPE_CHECKING:
     from engine.cpu_kernels.formats import Format
     from engine.cpu_kernels.linear import LinearOps
+    from engine.models.device_packed import StoredLinear
 
 
 FUSED_GATES: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -92,7 +93,7 @@ class ReorderedLinear(PackedLinear):
 class JoinedLinear(nn.Module):
     """Layers over the same input whose outputs lie side by side: parts of one matrix that are encoded differently."""
 
-    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+    def __init__(self, parts: Sequence[PackedLinear | StoredLinear]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 

@@ -27,7 +27,7 @@ SUPPORTED = (
     "and plain int4); and GGUF files"
 )
 _KEYS = ("quantization_config", "compression_config")
-_UNQUANTISED = "serve the model's unquantised checkpoint with quantization='int8' or 'int4' (CPU)"
+_UNQUANTISED = "serve the model's unquantised checkpoint with quantization='int8' or 'int4'"
 _INSTEAD = {
     "modelopt": "convert it to compressed-tensors (its entrypoints/convert), or " + _UNQUANTISED,
 }

@@ -32,6 +32,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.packed import PackedLinear
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
+from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_loader import load_fallback
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
@@ -79,11 +80,17 @@ class CausalModel(Protocol):
         ...
 
 
-def _packer(config: EngineConfig) -> Packer | None:
-    """None where the kernels cannot be built: then dense layers serve, slowly.
+def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker | None:
+    """None where nothing is to be packed, or on a CPU the kernels cannot be built: then dense layers serve, slowly.
 
     Raises ConfigError where that would not do what was asked for.
     """
+    device = device_of(config)
+    if device.type == "cuda":
+        quantization = config.model.quantization
+        return None if quantization == "none" else DevicePacker(quantization, dtype, device)
+    if dtype != torch.bfloat16:
+        return None
     try:
         ops = load_linear_ops(Path(config.compile.cache_dir))
     except BuildError as error:
@@ -109,8 +116,8 @@ class RunnerParts:
     """of a model that judges prompts"""
 
 
-def _choose_streams(packer: Packer | None, model: nn.Module, config: EngineConfig) -> None:
-    if packer is None:
+def _choose_streams(packer: Packer | DevicePacker | None, model: nn.Module, config: EngineConfig) -> None:
+    if not isinstance(packer, Packer):
         return
     layers = [each for each in model.modules() if isinstance(each, PackedLinear) and each.format == Format.BFLOAT16]
     matrices = [Matrix(each.weight, each.n, each.k) for each in layers]
@@ -141,10 +148,12 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     backend = _backend(config, facts, draft, device)
     graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    packer = _packer(config) if device.type == "cpu" and dtype == torch.bfloat16 else None
+    packer = _packer(config, dtype)
     model = _filled(config, description, () if draft is None else draft.shown_layers, packer)
     _choose_streams(packer, model, config)
-    draft_parts = None if draft is None else load_draft(config, draft, model, packer)
+    draft_parts = (
+        None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
+    )
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -190,13 +199,17 @@ def _backend(
 
 
 def _filled(
-    config: EngineConfig, description: ModelDescription, shown_layers: Sequence[int], packer: Packer | None
+    config: EngineConfig,
+    description: ModelDescription,
+    shown_layers: Sequence[int],
+    packer: Packer | DevicePacker | None,
 ) -> Decoder | FallbackModel:
     """The model with its weights."""
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
     dummy = settings.load_format == "dummy"
     if description.spec is None:
+        assert not isinstance(packer, DevicePacker)  # resolving refuses it
         return load_fallback(
             description,
             dtype=dtype,
@@ -206,6 +219,8 @@ def _filled(
             seed=settings.seed,
             packer=packer,
         )
+    if isinstance(packer, DevicePacker):
+        device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(description.spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer)
     return model

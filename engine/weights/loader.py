@@ -32,7 +32,10 @@ from engine.weights.safetensors_source import SafetensorsSource
 from engine.weights.source import Part, WeightSource
 
 if TYPE_CHECKING:
+    from engine.weights.device_packing import DevicePacker
     from engine.weights.packing import Packer
+
+    AnyPacker = Packer | DevicePacker
 
 _COMPUTED = (".rotary_emb.inv_freq",)
 _EMBEDDING = "embed_tokens.weight"
@@ -46,7 +49,7 @@ def load_weights(
     *,
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
-    packer: Packer | None = None,
+    packer: AnyPacker | None = None,
 ) -> int:
     """Load the described checkpoint into `model`, converting to the model's dtype; returns the model's weight bytes.
 
@@ -105,7 +108,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
 
 
-def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer: Packer | None) -> None:
+def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer: AnyPacker | None) -> None:
     shapes = source.shapes()
     places = {name: row.of(model.get_parameter(row.parameter)) for name, row in rows.items()}
     _check(source, shapes, {name: tuple(place.shape) for name, place in places.items()}, model)
@@ -146,7 +149,7 @@ def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]
     return {name: [part for _, part in sorted(found, key=itemgetter(0))] for name, found in parts.items() if found}
 
 
-def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: Packer) -> None:
+def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: AnyPacker) -> None:
     matrices = _matrices(model, rows)
     (embedding,) = matrices.pop(_EMBEDDING)
     head = matrices.pop("lm_head.weight", [None])[0]

@@ -1,4 +1,4 @@
-"""Which format each matrix of a model is packed in, and the packing: from a checkpoint's rows to `PackedLinear`.
+"""Matrices packed for CPUs: from a checkpoint's rows to `PackedLinear`.
 
 Matrix by matrix, as the loader reads them: what was dense is dropped before the next one is read, so at no time are two
 copies of the model in memory. A matrix that cannot be packed (its inputs are no multiple of what the format groups)
@@ -14,10 +14,11 @@ import torch
 
 from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, expert_biases
-from engine.cpu_kernels.formats import PANEL, Format, bits_of, packable
+from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
+from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.experts import Experts, Router
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.packed import (
@@ -32,47 +33,35 @@ from engine.models.packed import (
 )
 from engine.models.packed_experts import PackedExperts
 from engine.models.spec import Activation, MixerSpec
-from engine.weights.as_q8_0 import as_q8_0
-from engine.weights.source import EncodedRows, Part, WeightSource
-
-_MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
-"""what becomes of a matrix that is not stored in as few bits"""
-_HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
-"""of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
-_MOST_BITS = {Format.BFLOAT16: 16.0, Format.INT8: 8.5, Format.Q4_1: 5.0}
-"""of a weight as a checkpoint has it, which is kept rather than made into that format"""
+from engine.weights.packed_rows import HEAD_FORMAT, MATRIX_FORMAT, Rows, RowsPacker
+from engine.weights.source import Part, WeightSource
 
 
-class _Rows(EncodedRows):
-    """The same, or dense [n, k], which the format is then made of."""
-
-    def goes_with(self, other: _Rows) -> bool:
-        if self.order is None or other.order is None:
-            return self.format is other.format and self.order is other.order
-        return self.format is other.format and torch.equal(self.order, other.order)
-
-    def packed(self) -> torch.Tensor:
-        if self.format is Format.BFLOAT16:
-            return pack_bf16(self.rows)
-        if self.rows.dtype == torch.uint8:
-            return pack_blocks(self.rows, self.format)
-        return pack_int8(self.rows) if self.format is Format.INT8 else pack_int4(self.rows)
+def _packed(run: Rows) -> torch.Tensor:
+    if run.format is Format.BFLOAT16:
+        return pack_bf16(run.rows)
+    if run.rows.dtype == torch.uint8:
+        return pack_blocks(run.rows, run.format)
+    return pack_int8(run.rows) if run.format is Format.INT8 else pack_int4(run.rows)
 
 
 class Tables(Protocol):
     """What a model has of embedding and unembedding."""
 
-    embed_tokens: Embedding | PackedEmbedding
-    lm_head: Linear | PackedLinear
+    embed_tokens: Embedding | PackedEmbedding | StoredEmbedding
+    lm_head: Linear | PackedLinear | StoredLinear
 
 
-class Packer:
+class Packer(RowsPacker):
     """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16; "gguf" and "stored" keep
     what the checkpoint has encoded, "int8" and "int4" what it has in no more bits, and quantise the rest."""
 
     def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
+        super().__init__(quantization, torch.bfloat16)
         self._ops = ops
-        self._quantization = quantization
+
+    def _possible(self, n: int, k: int, format: Format) -> bool:
+        return packable(n, k, format)
 
     @property
     def ops(self) -> LinearOps:
@@ -83,7 +72,7 @@ class Packer:
         """What takes the place of `layer`, whose bias is filled and whose weight is `parts` of `source`, one below the
         other; without a source its weight is filled, too."""
         k = layer.weight.shape[1]
-        runs = self._encoded(layer.weight, parts, source, _MATRIX_FORMAT)
+        runs = self._encoded(layer.weight, parts, source, MATRIX_FORMAT)
         if runs is None:
             return layer
         if layer.gated and layer.activation in FUSED_GATES and layer.weight.shape[0] % PANEL == 0:
@@ -135,17 +124,12 @@ class Packer:
             if stacked is not None and run.format is not format:
                 dense = Packer(self._ops, "none")
                 return dense._stacked(weights, parts, source, order)
-            packed = _Rows(run.format, order(run.rows)).packed()
+            packed = _packed(Rows(run.format, order(run.rows)))
             if stacked is None:
                 format, stacked = run.format, packed.new_empty((len(weights), *packed.shape))
             stacked[expert] = packed
         assert stacked is not None and format is not None
         return format, stacked
-
-    def _fill_experts(self, weights: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
-        each = len(parts) // len(weights)
-        for expert, weight in enumerate(weights):
-            self._fill(weight, parts[each * expert : each * (expert + 1)], source)
 
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
@@ -171,7 +155,7 @@ class Packer:
         if head_part is None:
             run = self._table(embedding.weight, embedding_part, source)
             if run is not None:
-                packed = run.packed()
+                packed = _packed(run)
                 model.embed_tokens = PackedEmbedding(self._ops, packed, n, k, run.format)
                 model.lm_head = PackedLinear(self._ops, packed, n, k, run.format, wide=True)
             return
@@ -180,112 +164,33 @@ class Packer:
         else:
             run = None if source is None else self._kept(embedding_part, source, Format.INT8)
         if run is not None and run.order is None:
-            model.embed_tokens = PackedEmbedding(self._ops, run.packed(), n, k, run.format)
+            model.embed_tokens = PackedEmbedding(self._ops, _packed(run), n, k, run.format)
         else:
             self._fill(embedding.weight, [embedding_part], source)
         run = self._table(head.weight, head_part, source)
         if run is not None:
             bias = None if head.bias is None else head.bias.detach().clone()
-            model.lm_head = PackedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, wide=True)
+            model.lm_head = PackedLinear(self._ops, _packed(run), n, k, run.format, bias=bias, wide=True)
 
-    def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> _Rows | None:
-        runs = self._encoded(weight, [part], source, _HEAD_FORMAT)
+    def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> Rows | None:
+        runs = self._encoded(weight, [part], source, HEAD_FORMAT)
         if runs is None or runs[0].order is None:
             return runs[0] if runs else None
-        return self._made(weight, [part], source, _HEAD_FORMAT)
+        return self._made(weight, [part], source, HEAD_FORMAT)
 
-    def _gated(self, layer: Linear, runs: list[_Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
+    def _gated(self, layer: Linear, runs: list[Rows], parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         n, k = layer.weight.shape
         run = self._as_one(runs, layer.weight, parts, source)
         bias = None if layer.bias is None else interleave_gate_up(layer.bias.detach())
-        mixed = _Rows(run.format, interleave_gate_up(run.rows), run.order)
+        mixed = Rows(run.format, interleave_gate_up(run.rows), run.order)
         return self._linear(mixed, n, k, bias, layer.activation)
 
     def _linear(
-        self, run: _Rows, n: int, k: int, bias: torch.Tensor | None, gate: Activation | None = None
+        self, run: Rows, n: int, k: int, bias: torch.Tensor | None, gate: Activation | None = None
     ) -> PackedLinear:
         if run.order is None:
-            return PackedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, gate=gate)
-        return ReorderedLinear(self._ops, run.packed(), n, k, run.format, bias=bias, gate=gate).reordered(run.order)
-
-    def _one_run(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
-        runs = self._encoded(weight, parts, source, _MATRIX_FORMAT)
-        assert runs is not None  # whoever calls has seen that bfloat16 is possible
-        run = self._as_one(runs, weight, parts, source)
-        return run if run.order is None else self._surely_made(weight, parts, source)
-
-    def _as_one(
-        self, runs: list[_Rows], weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None
-    ) -> _Rows:
-        """Made anew where gate and up are encoded differently, and could not share a panel."""
-        return runs[0] if len(runs) == 1 else self._surely_made(weight, parts, source)
-
-    def _surely_made(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> _Rows:
-        run = self._made(weight, parts, source, _MATRIX_FORMAT)
-        assert run is not None  # whoever calls has seen that bfloat16 is possible
-        return run
-
-    def _encoded(
-        self,
-        weight: torch.Tensor,
-        parts: Sequence[Part],
-        source: WeightSource | None,
-        formats: dict[str, Format],
-    ) -> list[_Rows] | None:
-        """Runs of rows of one format; None where not even bfloat16 can be packed (then `weight` is filled)."""
-        k = weight.shape[1]
-        wanted = formats.get(self._quantization, Format.BFLOAT16)
-        kept = [] if source is None else [self._kept(part, source, wanted) for part in parts]
-        if source is not None and any(run is not None for run in kept):
-            runs: list[_Rows] = []
-            for part, found in zip(parts, kept, strict=True):
-                run = self._rows_of(part, k, source, wanted) if found is None else found
-                if runs and runs[-1].goes_with(run):
-                    run = _Rows(run.format, torch.cat((runs.pop().rows, run.rows)), run.order)
-                runs.append(run)
-            runs = _as_eight_bits(runs)
-            if all(packable(run.rows.shape[0], k, run.format) for run in runs):
-                return runs
-        made = self._made(weight, parts, source, formats)
-        return None if made is None else [made]
-
-    def _made(
-        self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None, formats: dict[str, Format]
-    ) -> _Rows | None:
-        """All of it, decoded, in the format that is asked for, or in bfloat16; None where not even that is possible."""
-        self._fill(weight, parts, source)
-        for format in (formats.get(self._quantization, Format.BFLOAT16), Format.BFLOAT16):
-            if packable(weight.shape[0], weight.shape[1], format):
-                return _Rows(format, weight.detach())
-        return None
-
-    def _kept(self, part: Part, source: WeightSource, wanted: Format) -> _Rows | None:
-        """As it is stored, unless that is in more bits than `wanted` has."""
-        found = None if self._quantization == "none" else source.encoded(part.name, part.expert)
-        if found is None or bits_of(found.format) > _MOST_BITS[wanted]:
-            return None
-        return _Rows(found.format, found.rows, found.order)
-
-    def _rows_of(self, part: Part, k: int, source: WeightSource, wanted: Format) -> _Rows:
-        dense = torch.empty(part.rows, k, dtype=torch.bfloat16)
-        source.read_into(part.name, dense, part.expert)
-        return _Rows(wanted, dense)
-
-    def _fill(self, weight: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> None:
-        first = 0
-        for part in parts if source is not None else ():
-            assert source is not None
-            source.read_into(part.name, weight[first : first + part.rows], part.expert)
-            first += part.rows
-
-
-def _as_eight_bits(runs: list[_Rows]) -> list[_Rows]:
-    """As one, where all are Q8_0 or what that holds exactly: a few more bits cost less than products of their own."""
-    if len(runs) == 1 or any(run.order is not None for run in runs):
-        return runs
-    rows = [as_q8_0(run.format, run.rows) for run in runs]
-    widened = [each for each in rows if each is not None]
-    return runs if len(widened) < len(runs) else [_Rows(Format.Q8_0, torch.cat(widened))]
+            return PackedLinear(self._ops, _packed(run), n, k, run.format, bias=bias, gate=gate)
+        return ReorderedLinear(self._ops, _packed(run), n, k, run.format, bias=bias, gate=gate).reordered(run.order)
 
 
 def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:

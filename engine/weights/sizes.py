@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from typing import Literal
 
 from engine.config import Quantization
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, packed_bytes
+from engine.cpu_kernels.formats import (
+    FORMAT_OF_GGUF,
+    Format,
+    device_bytes,
+    device_packable,
+    packable,
+    packed_bytes,
+)
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
@@ -17,38 +25,40 @@ from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
+Place = Literal["cpu", "gpu"]
+"""where matrices are packed"""
 _MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
 _MXFP4 = 39
 """ggml's number"""
 
 
-def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, *, packs: bool) -> int:
-    """Of a checkpoint that is read element by element. `packs`: matrices are packed (CPU, bfloat16)."""
-    matrix = _MATRIX_FORMAT.get(quantization, Format.BFLOAT16) if packs else None
+def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, place: Place | None) -> int:
+    """Of a checkpoint that is read element by element. `place`: matrices are packed there (in 16 bits)."""
+    matrix = _MATRIX_FORMAT.get(quantization, Format.BFLOAT16) if place is not None else None
     head = Format.INT8 if matrix is not None and matrix is not Format.BFLOAT16 else matrix
     width = spec.embedding_size or spec.hidden_size
     norms, others = _norm_values(spec), _vector_values(spec)
     total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec)
-    total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes) for count, n, k in _matrices(spec))
-    total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes)
+    total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes, place) for count, n, k in _matrices(spec))
+    total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes, place)
     return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
 
 
-def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec) -> int:
+def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec, place: Place = "cpu") -> int:
     """Of a GGUF file that runs from its blocks."""
     vector_bytes = 4 if spec.norm == "rms_wide" else 2
     loaded = [extent for name, extent in tensors.items() if not name.startswith("rope_")]  # those are read as numbers
-    return sum(_extent_bytes(extent, vector_bytes) for extent in loaded)
+    return sum(_extent_bytes(extent, vector_bytes, place) for extent in loaded)
 
 
-def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec) -> int:
+def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec, place: Place = "cpu") -> int:
     """Of a quantised Hugging Face checkpoint whose matrices run packed where they can. Raises WeightsError."""
     vector_bytes = 4 if spec.norm == "rms_wide" else 2
     with CheckpointHeaders(directory) as files:
         matrices, used = stored_matrices(files.headers, stored, files.integers)
         plain = [header.shape for name, header in files.headers.items() if name not in used]
-    total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes) for shape in plain)
-    return total + sum(_stored_bytes(matrix.shape, _format_of(matrix), 2) for matrix in matrices)
+    total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes, place) for shape in plain)
+    return total + sum(_stored_bytes(matrix.shape, _format_of(matrix), 2, place) for matrix in matrices)
 
 
 def _format_of(matrix: StoredMatrix) -> Format:
@@ -63,26 +73,27 @@ def _format_of(matrix: StoredMatrix) -> Format:
     return Format.INT4_GROUP if matrix.has_zeros else Format.Q4_0
 
 
-def _extent_bytes(extent: TensorExtent, vector_bytes: int) -> int:
+def _extent_bytes(extent: TensorExtent, vector_bytes: int, place: Place) -> int:
     format = Format.Q8_0 if extent.encoding == _MXFP4 else FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16)
-    return _stored_bytes(extent.shape, format, vector_bytes)
+    return _stored_bytes(extent.shape, format, vector_bytes, place)
 
 
-def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int) -> int:
+def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int, place: Place) -> int:
     """Of a tensor of a checkpoint; what is no matrix, nor stacks some, is not packed."""
     if len(shape) < 2:
         return vector_bytes * prod(shape)
     *stacked, n, k = shape
-    return prod(stacked) * _matrix_bytes(n, k, format, 2)
+    return prod(stacked) * _matrix_bytes(n, k, format, 2, place)
 
 
-def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int) -> int:
+def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int, place: Place | None) -> int:
     """[n, k]: in the format, or in bfloat16 where that takes other sizes, or as it is."""
     if format is None:
         return dtype_bytes * n * k
+    fits, size = (device_packable, device_bytes) if place == "gpu" else (packable, packed_bytes)
     for possible in (format, Format.BFLOAT16):
-        if packable(n, k, possible):
-            return packed_bytes(n, k, possible)
+        if fits(n, k, possible):
+            return size(n, k, possible)
     return dtype_bytes * n * k
 
 

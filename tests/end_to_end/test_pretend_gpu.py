@@ -49,6 +49,7 @@ QUICK = [
     "compiled by Inductor",
     "own linears",
     "experts",
+    "packed",
 ]
 EXHAUSTIVE = [
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),

@@ -290,7 +290,8 @@ def test_quantization_follows_the_checkpoint_unless_set(model: ModelDescription)
     assert _resolve(gguf, quantization="none").model.quantization == "none"
     assert _resolve(gguf, dtype="float32").model.quantization == "none"
     assert _resolve(gguf, load_format="dummy").model.quantization == "none"
-    assert _resolve(gguf, H100).model.quantization == "none"
+    assert _resolve(gguf, H100).model.quantization == "gguf"
+    assert _resolve(gguf, H100, dtype="float32").model.quantization == "none"
     assert _resolve(gguf, quantization="int8").model.quantization == "int8"
     assert _resolve(model, quantization="int4").model.quantization == "int4"
 
@@ -330,10 +331,16 @@ def test_vllms_names_of_what_a_checkpoint_is_stored_as_mean_auto(
             _resolve(model, quantization=name)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"device": "cuda"}])
+@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"device": "cuda"}])
 def test_quantization_is_refused_where_no_kernel_computes_it(model: ModelDescription, settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"quantization='int8' needs device='cpu' and dtype='bfloat16'"):
-        _resolve(model, H100, **{"device": "cpu", **settings}, quantization="int8")
+    with pytest.raises(ConfigError, match=r"quantization='int8' needs dtype='bfloat16'"):
+        _resolve(model, H100, **settings, dtype="float32", quantization="int8")
+
+
+def test_on_a_gpu_the_librarys_models_stay_dense(model: ModelDescription) -> None:
+    assert _resolve(model, H100, dtype="float16", quantization="int4").model.quantization == "int4"
+    with pytest.raises(ConfigError, match="runs by the library"):
+        _resolve(msgspec.structs.replace(model, spec=None), H100, quantization="int8")
 
 
 def test_cores_say_how_many_threads_compute_and_are_refused_where_they_cannot_hold(model: ModelDescription) -> None:

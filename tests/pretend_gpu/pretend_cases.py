@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end_to_end")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / room) for room in ("end_to_end", "models"))]
 
 import torch  # noqa: E402 - the path comes first
-from pretend_gpu import Machine, pretend_gpu  # noqa: E402
+from pretend_gpu import pretend_gpu  # noqa: E402
+from pretend_products import experts, packed  # noqa: E402
 from pretend_workloads import (  # noqa: E402
     GREEDY,
     HALF_TIE_NATS,
@@ -29,6 +30,8 @@ from pretend_workloads import (  # noqa: E402
     SCORED,
     TIE_NATS,
     Oracles,
+    check_closed,
+    check_graphs,
     exact,
     generate,
     loaded,
@@ -64,17 +67,6 @@ def greedy(
     differing = same_but_for_ties(outputs, oracle, TIE_NATS if dtype == "bfloat16" else HALF_TIE_NATS)
     assert differing <= (3 if dtype == "bfloat16" else 1), f"{differing} of {len(PROMPTS)} sequences differ"
     same_but_for_ties(again, oracle[3:], TIE_NATS if dtype == "bfloat16" else HALF_TIE_NATS)
-
-
-def check_graphs(machine: Machine, llm: LLM, graphs: str) -> None:
-    assert machine.late_copies > 0
-    assert (machine.captures > 0) == (machine.replays > 0) == (graphs != "none")
-
-
-def check_closed(machine: Machine) -> None:
-    assert machine.recording is None
-    assert machine.sync_debug_mode == 0
-    assert not [thread for thread in threading.enumerate() if thread.name == "runner"]
 
 
 DRAFTS: dict[str, Any] = {
@@ -288,19 +280,6 @@ def compiled(folder: Path, oracles: Oracles) -> None:
     assert found[0] == llm.ready.distinct_pieces > 0 == found[1], found
 
 
-def experts(folder: Path, oracles: Oracles) -> None:
-    """A mixture of experts, few tokens and many, by the kernels that a GPU has for them."""
-    folder = folder / "experts"
-    oracle = Oracles(folder).greedy("float32")
-    with pretend_gpu(inductor=False) as machine:
-        options = {"dtype": "float16", "max_num_seqs": 2, "max_num_batched_tokens": 16, "graphs": "piecewise"}
-        with loaded(folder, device="cuda", attention_backend="flashinfer", compile="pieces", **options) as llm:
-            outputs = generate(llm, PROMPTS[:3], GREEDY)
-            check_graphs(machine, llm, "piecewise")
-        check_closed(machine)
-    assert same_but_for_ties(outputs, oracle[:3], HALF_TIE_NATS) <= 1
-
-
 Case = Callable[[Path, Oracles], None]
 MODES = (("none", "none"), ("none", "pieces"), ("piecewise", "pieces"), ("full_decode", "none"), ("both", "pieces"))
 CASES: dict[str, Case] = {
@@ -360,6 +339,7 @@ CASES: dict[str, Case] = {
     "captures between steps": captures_between_steps,
     "own linears": own_linears,
     "experts": experts,
+    "packed": packed,
     "prepare": prepare,
     "chosen by itself": chosen_by_itself,
     "compiled by Inductor": compiled,

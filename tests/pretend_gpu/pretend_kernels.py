@@ -181,11 +181,11 @@ def version_of(real: Callable[[str], str], flashinfer: str) -> Callable[[str], s
 @contextmanager
 def linears_on_device() -> Iterator[None]:
     """The operators' CUDA implementations, for CPU tensors (pretend ones are)."""
-    from engine.models.expert_op import ON_DEVICE
+    from engine.models import device_packed, expert_op
     from engine.models.linear_op import on_cuda
 
     library = torch.library.Library("pageloom", "IMPL")
-    for name, function in {"linear": on_cuda, **ON_DEVICE}.items():
+    for name, function in {"linear": on_cuda, **expert_op.ON_DEVICE, **device_packed.ON_DEVICE}.items():
         library.impl(name, function, "CPU", allow_override=True)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,3 +211,14 @@ def run_samples(llm: LLM) -> Outputs:
     cached = [output.num_cached_tokens or 0 for output in outputs]
     assert all((found > 0) == (len(prompt) > 16) for found, prompt in zip(cached, prompts, strict=True)), cached
     return outputs
+
+
+def check_graphs(machine: Any, llm: LLM, graphs: str) -> None:
+    assert machine.late_copies > 0
+    assert (machine.captures > 0) == (machine.replays > 0) == (graphs != "none")
+
+
+def check_closed(machine: Any) -> None:
+    assert machine.recording is None
+    assert machine.sync_debug_mode == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "runner"]

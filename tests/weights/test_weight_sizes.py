@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
@@ -14,10 +15,13 @@ from gguf_models import write_gguf
 from tiny_models import CASES, make_model
 
 from engine.config import EngineArgs
-from engine.models.description import describe
+from engine.models.decoder import Decoder
+from engine.models.description import ModelDescription, describe
 from engine.models.gguf_header import read_gguf_header
 from engine.resolve import resolve_here
 from engine.runner.loading import load_parts
+from engine.weights.device_packing import DevicePacker
+from engine.weights.loader import load_weights
 from engine.weights.sizes import gguf_weight_bytes, weight_bytes
 
 
@@ -36,8 +40,30 @@ def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_ca
     loaded, kind = loaded_bytes(str(tmp_path), native_cache, **settings)
     spec = resolve_here(EngineArgs(model=str(tmp_path), device="cpu"))[0].spec
     dense = quantization == "float32"
-    told = weight_bytes(spec, 4 if dense else 2, kind, packs=not dense)  # type: ignore[arg-type]
+    told = weight_bytes(spec, 4 if dense else 2, kind, None if dense else "cpu")  # type: ignore[arg-type]
     assert told == loaded
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3_windows", "gpt2"])
+def test_of_a_checkpoint_on_a_gpu(case: str, quantization: str, tmp_path: Path) -> None:
+    make_model(case).save_pretrained(tmp_path)
+    description = describe(str(tmp_path))
+    assert device_loaded_bytes(description, quantization) == weight_bytes(description.spec, 2, quantization, "gpu")
+
+
+@pytest.mark.parametrize("encoding", ["F16", "Q4_1", "Q8_0"])
+def test_of_a_gguf_file_on_a_gpu(encoding: str, tmp_path: Path) -> None:
+    path = write_gguf(make_model("llama"), tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
+    description = describe(path)
+    told = gguf_weight_bytes(read_gguf_header(path).tensors, description.spec, "gpu")
+    assert device_loaded_bytes(description, "gguf") == told
+
+
+def device_loaded_bytes(description: ModelDescription, quantization: str) -> int:
+    """What a GPU would hold, packed in the CPU's memory."""
+    packer = DevicePacker(quantization, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]
+    return load_weights(Decoder(description.spec, dtype=torch.bfloat16), description, packer=packer)
 
 
 @pytest.mark.parametrize("encoding", ["F32", "F16", "Q4_0", "Q8_0", "Q5_1", "MXFP4"])

@@ -1,0 +1,81 @@
+"""Experts, and matrices that stay packed, on a pretend GPU: cases of pretend_cases.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType
+from pretend_gpu import pretend_gpu
+from pretend_workloads import (
+    GREEDY,
+    HALF_TIE_NATS,
+    PROMPTS,
+    Oracles,
+    check_closed,
+    check_graphs,
+    generate,
+    loaded,
+    same_but_for_ties,
+)
+
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.weights.device_packing import DevicePacker
+from engine.weights.loader import load_weights
+
+
+def experts(folder: Path, oracles: Oracles) -> None:
+    """A mixture of experts, few tokens and many, by the kernels that a GPU has for them."""
+    folder = folder / "experts"
+    oracle = Oracles(folder).greedy("float32")
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float16", "max_num_seqs": 2, "max_num_batched_tokens": 16, "graphs": "piecewise"}
+        with loaded(folder, device="cuda", attention_backend="flashinfer", compile="pieces", **options) as llm:
+            outputs = generate(llm, PROMPTS[1:3], GREEDY)
+            check_graphs(machine, llm, "piecewise")
+        check_closed(machine)
+    assert same_but_for_ties(outputs, oracle[1:3], HALF_TIE_NATS) <= 1
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_index: int) -> None:
+    """Of one prompt."""
+    heads = (each.transpose(0, 1)[None].float() for each in (q, k, v))
+    attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    out.copy_(attended[0].transpose(0, 1))
+
+
+def packed(folder: Path, oracles: Oracles) -> None:
+    """Matrices that stay as a GGUF file has them, experts' too: what the CPU says of the same values in float32. And
+    weights quantised when they are loaded, which differ, but not by much."""
+    import transformers
+    from gguf_models import write_gguf
+
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder / "experts")
+    path = folder / "experts.gguf"
+    write_gguf(model, path, GGMLQuantizationType.Q4_0)
+    tokens, positions = torch.tensor(PROMPTS[2]), torch.arange(16)
+    for source, quantization, largest in ((path, "gguf", 0.01), (folder / "experts", "int8", 0.05)):
+        description = describe(str(source))
+        assert description.spec is not None
+        oracle = Decoder(description.spec, dtype=torch.float32)
+        load_weights(oracle, description)
+        oracle.set_attention(causal_attention)
+        with torch.no_grad():
+            expected = oracle.compute_logits(oracle(tokens, positions))
+        with pretend_gpu(inductor=False), torch.inference_mode():
+            gpu = torch.device("cuda", 0)
+            ours = Decoder(description.spec, dtype=torch.float16)
+            load_weights(ours, description, packer=DevicePacker(quantization, torch.float16, gpu))
+            dense = {name for name, part in ours.named_parameters() if part.dim() > 1}
+            assert all(name.startswith("embed_tokens") or ".router." in name for name in dense), dense
+            ours.set_attention(causal_attention)
+            found = ours.compute_logits(ours(tokens.to(gpu), positions.to(gpu))).cpu()
+        off = float((found - expected).abs().max() / expected.abs().max())
+        assert off <= largest, (quantization, off)
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float16", "quantization": "int8", "max_num_batched_tokens": 16, "graphs": "none"}
+        with loaded(folder, device="cuda", attention_backend="flashinfer", **options) as llm:
+            assert [len(each.outputs[0].token_ids) for each in generate(llm, PROMPTS[:1], GREEDY)] == [6]
+            assert llm.config.model.quantization == "int8"
+        check_closed(machine)
