@@ -29,6 +29,7 @@ from engine.weights import device_layouts
 from engine.weights.source import EncodedRows
 
 KERNELS = launches.TritonProducts()
+placed = launches._placed
 ACTIVATIONS: tuple[tuple[Gate, Activation | ClampedSwiGLU], ...] = (
     (Gate(1), "silu"),
     (Gate(2), "gelu_tanh"),
@@ -176,7 +177,7 @@ def check_placing() -> None:
         if experts == 7:
             ids[ids == 3] = 4
         tile = Tile(lines, 32, 64, 4, 2)
-        rows, of = launches._placed(ids, experts, tile)
+        rows, of = placed(ids, experts, tile)
         assert len(of) == most_tiles(choices_count, experts, lines)
         expected: list[tuple[int, list[int]]] = []
         for expert in range(experts):

@@ -89,6 +89,15 @@ def _sampling(context: Context) -> None:
     run_sampling(context)
 
 
+def _products(name: str) -> Callable[[Context], None]:
+    def run(context: Context) -> None:
+        from gpu import products
+
+        {"check": products.run_checks, "experts": products.run_experts, "packed": products.run_packed}[name](context)
+
+    return run
+
+
 def _marked(context: Context) -> None:
     from gpu.check_kernels import run_marked_tests
 
@@ -158,6 +167,7 @@ PARTS: tuple[Part, ...] = (
     Part("no-hidden-wait", "correctness", "check", _sync, 20, 120),
     Part("input-kernels", "correctness", "check", _inputs, 10, 90),
     Part("sampling", "correctness", "check", _sampling, 10, 90),
+    Part("products", "correctness", "check", _products("check"), 10, 120),
     Part("tests-marked-gpu", "correctness", "check", _marked, 10, 150),
     Part("build-flashinfer", "preparation", "check", _build("flashinfer"), 10, 180),
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),
@@ -165,6 +175,8 @@ PARTS: tuple[Part, ...] = (
     Part("decode-kernels", "benchmark", "measure", _kernels("decode"), 15, 60),
     Part("prefill-kernels", "benchmark", "measure", _kernels("prefill"), 15, 45),
     Part("linears", "benchmark", "measure", _linears, 15, 60),
+    Part("experts", "benchmark", "measure", _products("experts"), 15, 60),
+    Part("packed-linears", "benchmark", "measure", _products("packed"), 15, 45),
     Part("engine-8b-full", "benchmark", "measure", _engine("engine-8b-full"), 50, 140),
     Part("engine-8b-piecewise", "benchmark", "measure", _engine("engine-8b-piecewise"), 30, 80),
     Part("engine-0.6b-full", "benchmark", "measure", _engine("engine-0.6b-full"), 30, 90),
