@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.config import Quantization
 from engine.cpu_kernels.formats import Format, device_packable
 from engine.models.decoder import AnyLinear, Decoder
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
@@ -29,10 +28,6 @@ from engine.weights.source import Part, WeightSource
 class DevicePacker(RowsPacker):
     """As `engine.weights.packing.Packer`, for `device`."""
 
-    def __init__(self, quantization: Quantization, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(quantization, dtype)
-        self._device = device
-
     def _possible(self, n: int, k: int, format: Format) -> bool:
         return device_packable(n, k, format)
 
@@ -45,7 +40,7 @@ class DevicePacker(RowsPacker):
         runs = self._encoded(layer.weight, parts, source, MATRIX_FORMAT)
         if runs is None or all(run.format is Format.BFLOAT16 for run in runs):
             return self._left(layer, runs)
-        bias = None if layer.bias is None else layer.bias.detach().to(self._device)
+        bias = None if layer.bias is None else layer.bias.detach().to(self.device)
         if len(runs) == 1:
             return StoredLinear(self._matrix(runs[0]), bias, layer.activation, layer.gated)
         sizes = [run.rows.shape[0] for run in runs]
@@ -63,7 +58,7 @@ class DevicePacker(RowsPacker):
             self._fill_experts(layer.down, down, source)
             return layer
         biases = (layer.gate_up_bias, layer.down_bias)
-        moved = tuple(None if each is None else each.detach().to(self._device) for each in biases)
+        moved = tuple(None if each is None else each.detach().to(self.device) for each in biases)
         first, second = self._stacked(layer.gate_up, gate_up, source), self._stacked(layer.down, down, source)
         return StoredExperts(first, second, (moved[0], moved[1]), gate)
 
@@ -79,7 +74,7 @@ class DevicePacker(RowsPacker):
                 scales = None if of is None else of.new_empty((count, *of.shape))
                 stacked = Matrix(matrix.levels.new_empty((count, *matrix.levels.shape)), scales, matrix.format)
             if matrix.format != stacked.format:
-                return DevicePacker("none", self._dtype, self._device)._stacked(weights, parts, source)
+                return DevicePacker("none", self._dtype, self.device)._stacked(weights, parts, source)
             stacked.levels[expert] = matrix.levels
             if stacked.scales is not None and matrix.scales is not None:
                 stacked.scales[expert] = matrix.scales
@@ -105,14 +100,14 @@ class DevicePacker(RowsPacker):
         if head_part is not None:
             matrix = self._table(head.weight, head_part, source)
             if matrix is not None:
-                model.lm_head = StoredLinear(matrix, None if head.bias is None else head.bias.detach().to(self._device))
+                model.lm_head = StoredLinear(matrix, None if head.bias is None else head.bias.detach().to(self.device))
 
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """What is no matrix, to the device."""
         for module in model.modules():
             if isinstance(module, Router):
                 module.use(route)
-        model.to(self._device)
+        model.to(self.device)
 
     def _table(self, weight: torch.Tensor, part: Part, source: WeightSource | None) -> Matrix | None:
         """None: it stays dense, and is filled."""
@@ -126,15 +121,15 @@ class DevicePacker(RowsPacker):
     def _left(self, layer: Linear, runs: Sequence[Rows] | None) -> Linear:
         if runs is not None and runs[0].rows.data_ptr() != layer.weight.data_ptr():
             torch.cat([run.rows for run in runs], out=layer.weight.data)
-        return layer.to(self._device)
+        return layer.to(self.device)
 
     def _matrix(self, run: Rows) -> Matrix:
         """On the device."""
         if run.format is Format.BFLOAT16:
-            return Matrix(run.rows.to(self._device, self._dtype), None, DENSE)
+            return Matrix(run.rows.to(self.device, self._dtype), None, DENSE)
         if run.rows.dtype == torch.uint8:
             made = device_layouts.arranged(run)
         else:
             made = device_layouts.int8(run.rows) if run.format is Format.INT8 else device_layouts.int4(run.rows)
         assert made.scales is not None
-        return Matrix(made.levels.to(self._device), made.scales.to(self._device), made.format)
+        return Matrix(made.levels.to(self.device), made.scales.to(self.device), made.format)

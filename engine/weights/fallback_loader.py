@@ -11,7 +11,8 @@ from engine.errors import WeightsError
 from engine.models.description import ModelDescription
 from engine.models.fallback.facts import module_of, probed, quiet, read_config
 from engine.models.fallback.model import ATTENTION, FallbackModel, attention
-from engine.weights.fallback_packing import pack_library_model
+from engine.weights.device_packing import DevicePacker
+from engine.weights.fallback_packing import pack_library_experts, pack_library_model
 from engine.weights.loader import fill_randomly
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def load_fallback(
         except Exception as error:
             raise WeightsError(f"{description.path}: the library does not read its weights: {error}") from error
         _check(description, found)
-    whole = whole.to(device).eval().requires_grad_(False)
+    whole = whole.eval().requires_grad_(False)
+    if device.type == "cuda":
+        pack_library_experts(whole, DevicePacker("none", dtype, device))
+    whole = whole.to(device)
     if packer is not None:
         pack_library_model(whole, packer)
     model = FallbackModel(whole, layers, max_position)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from engine.models.device_packed import StoredExperts
 from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, RMSNorm, WideRMSNorm, activated
 from engine.models.packed import FUSED_GATES, PackedEmbedding, PackedLinear, RowNorm
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.models.decoder import AnyLinear
+    from engine.weights.device_packing import DevicePacker
     from engine.weights.packing import Packer
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -198,7 +200,7 @@ def _activation_of(act: object) -> Activation | None:
 class LibraryExperts(nn.Module):
     """In the place of a library's experts: called with what its router chose."""
 
-    def __init__(self, experts: PackedExperts) -> None:
+    def __init__(self, experts: PackedExperts | StoredExperts) -> None:
         super().__init__()
         self.experts = experts
 
@@ -207,7 +209,15 @@ class LibraryExperts(nn.Module):
         return cast(torch.Tensor, self.experts(hidden, chosen.to(torch.int32), factors.float()))
 
 
-def _experts(module: Any, packer: Packer) -> LibraryExperts | None:
+def pack_library_experts(whole: PreTrainedModel, packer: DevicePacker) -> None:
+    """In place and on the packer's device, before the rest of the model is there."""
+    for parent in list(whole.modules()):
+        for name, child in parent.named_children():
+            if (experts := _experts(child, packer)) is not None:
+                setattr(parent, name, experts)
+
+
+def _experts(module: Any, packer: Packer | DevicePacker) -> LibraryExperts | None:
     """Where `module` is one of the library's stacks of gated MLPs with a gate that the kernels have."""
     if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module.down_proj.dim() != 3:
         return None
@@ -223,14 +233,15 @@ def _experts(module: Any, packer: Packer) -> LibraryExperts | None:
         biases = (_stacked(module, f"{name}_bias") for name in ("gate_up_proj", "down_proj"))
         dense.gate_up_bias, dense.down_bias = (nn.Parameter(each, requires_grad=False) for each in biases)
     packed = packer.pack_experts(dense, [], [], None)
-    if not isinstance(packed, PackedExperts):
+    if not isinstance(packed, PackedExperts | StoredExperts):
         return None
     experts = LibraryExperts(packed)
     x = _random(hidden).to(module.down_proj.dtype)
     chosen = torch.arange(2 * _ROWS).view(_ROWS, 2) % count
     arguments = (x, chosen, torch.full((_ROWS, 2), 0.5, dtype=x.dtype))
     with torch.no_grad():
-        return experts if _distance(experts(*arguments), module(*arguments)) <= _CLOSE_QUANTISED else None
+        found, expected = experts(*(each.to(packer.device) for each in arguments)).cpu(), module(*arguments)
+        return experts if _distance(found, expected) <= _CLOSE_QUANTISED else None
 
 
 def _gate_of(module: Any, inner: int) -> Activation | ClampedSwiGLU | None:

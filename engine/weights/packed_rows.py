@@ -30,9 +30,10 @@ class Rows(EncodedRows):
 
 class RowsPacker:
     """`quantization`: "gguf" and "stored" keep what the checkpoint has encoded, "int8" and "int4" what it has in no
-    more bits. `dtype`: of what is not quantised."""
+    more bits. `dtype`: of what is not quantised. `device`: where packed matrices lie."""
 
-    def __init__(self, quantization: Quantization, dtype: torch.dtype) -> None:
+    def __init__(self, quantization: Quantization, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
         self._quantization = quantization
         self._dtype = dtype
 

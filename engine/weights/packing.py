@@ -57,7 +57,7 @@ class Packer(RowsPacker):
     what the checkpoint has encoded, "int8" and "int4" what it has in no more bits, and quantise the rest."""
 
     def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
-        super().__init__(quantization, torch.bfloat16)
+        super().__init__(quantization, torch.bfloat16, torch.device("cpu"))
         self._ops = ops
 
     def _possible(self, n: int, k: int, format: Format) -> bool:

@@ -50,6 +50,7 @@ QUICK = [
     "own linears",
     "experts",
     "packed",
+    "experts of the library",
 ]
 EXHAUSTIVE = [
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),

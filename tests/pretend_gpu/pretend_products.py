@@ -22,6 +22,8 @@ from pretend_workloads import (
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.weights.device_packing import DevicePacker
+from engine.weights.fallback_loader import load_fallback
+from engine.weights.fallback_packing import LibraryExperts
 from engine.weights.loader import load_weights
 
 
@@ -43,6 +45,17 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: tor
     heads = (each.transpose(0, 1)[None].float() for each in (q, k, v))
     attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
     out.copy_(attended[0].transpose(0, 1))
+
+
+def library_experts(folder: Path, oracles: Oracles) -> None:
+    """Experts of a library's model by the same kernels, which compute what its own code does."""
+    description = describe(str(folder / "experts"), "transformers")
+    settings = {"dtype": torch.float16, "max_position": 256, "dummy": False, "seed": 0}
+    with pretend_gpu(inductor=False), torch.inference_mode():
+        gpu = torch.device("cuda", 0)
+        model = load_fallback(description, device=gpu, **settings)
+        found = [module for module in model.modules() if isinstance(module, LibraryExperts)]
+        assert len(found) == 2 and all(part.is_cuda for each in found for part in each.buffers())
 
 
 def packed(folder: Path, oracles: Oracles) -> None:
