@@ -101,9 +101,9 @@ def bits_of(format: Format) -> float:
 
 
 def device_packable(n: int, k: int, format: Format) -> bool:
-    """The same on a GPU, where inputs lie in groups of 32."""
-    group = 1 if format is Format.BFLOAT16 else _DEVICE_GROUPS.get(format, (32, 0))[0]
-    return n > 0 and k > 0 and k % group == 0
+    """The same on a GPU, which has fewer formats, and inputs in groups of 32."""
+    group = {Format.BFLOAT16: 1, Format.INT8: 32}.get(format) or _DEVICE_GROUPS.get(format, (0, 0))[0]
+    return n > 0 and k > 0 and group > 0 and k % group == 0
 
 
 def device_bytes(n: int, k: int, format: Format) -> int:

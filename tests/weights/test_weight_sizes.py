@@ -15,6 +15,7 @@ from gguf_models import write_gguf
 from tiny_models import CASES, make_model
 
 from engine.config import EngineArgs
+from engine.cpu_kernels.formats import Format, device_bytes, device_packable
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
 from engine.models.gguf_header import read_gguf_header
@@ -72,3 +73,11 @@ def test_of_a_gguf_file(case: str, encoding: str, tmp_path: Path, native_cache: 
     path = write_gguf(make_model(case), tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
     loaded, kind = loaded_bytes(path, native_cache)
     assert kind == "gguf" and gguf_weight_bytes(read_gguf_header(path).tensors, describe(path).spec) == loaded
+
+
+def test_a_gpu_packs_what_lies_in_whole_groups() -> None:
+    assert device_packable(3, 17, Format.BFLOAT16) and device_packable(3, 64, Format.INT8)
+    assert not device_packable(3, 48, Format.INT8) and not device_packable(3, 128, Format.Q4_K)
+    for format in Format:
+        if device_packable(40, 512, format):
+            assert device_bytes(40, 512, format) > 0
