@@ -99,7 +99,7 @@ class TritonProducts:
         combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
             products,
             factors.contiguous(),
-            y if residual is None else residual.contiguous(),
+            y if residual is None else _aligned_rows(residual),
             y,
             hidden,
             top_k,
