@@ -93,7 +93,8 @@ _TURN = ctypes.c_void_p(ctypes.addressof(_ALONE))
 
 
 class PretendAttention:
-    """Calls `attend(layer, step, rows)` in the place of an attention; the error that it returns goes back."""
+    """Calls `attend(layer, step, rows)` in the place of an attention; the error that it returns or raises goes back: a
+    stage that took its unit and does not finish it would be waited for without end."""
 
     def __init__(self, attend: Callable[[int, int, NativeRows], bytes | None]) -> None:
         self._kept: list[Any] = []
@@ -105,7 +106,11 @@ class PretendAttention:
                 stage = at.contents
                 if stage.next == 0:
                     stage.next = 1
-                    if (error := attend(layer, step, given)) is not None:
+                    try:
+                        error = attend(layer, step, given)
+                    except Exception as raised:
+                        error = repr(raised).encode()
+                    if error is not None:
                         self._kept.append(ctypes.create_string_buffer(error))
                         stage.error = ctypes.addressof(self._kept[-1])
                     stage.done = 1

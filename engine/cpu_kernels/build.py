@@ -32,6 +32,7 @@ def sources() -> NativeSources:
         "experts.h",
         "experts_schedule.h",
         "expert_batch.h",
+        "experts_binding.h",
     )
     shared = ("crew.h", "lent_threads.h", "native_call.h", "simd.h", "stages.h", "torch_abi.h")
     return NativeSources(
@@ -46,6 +47,7 @@ def sources() -> NativeSources:
             Unit(CSRC / "linear_amx.cpp", ("amx",), optimise="-O2"),
             Unit(CSRC / "linear_bf16.cpp", ("portable", "avx2", "avx512", "avx512bf16"), "-O2", always=("avx512",)),
             Unit(CSRC / "rotate_heads.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
+            Unit(CSRC / "linear_float.cpp", ("portable", "avx2", "avx512"), optimise="-O2"),
             Unit(CSRC / "combine_rows.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "linear_amx_group.cpp", ("amx",)),
             Unit(CSRC / "linear_amx_int8.cpp", ("amx",)),

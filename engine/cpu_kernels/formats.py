@@ -27,6 +27,8 @@ class Format(IntEnum):
     Q2_K = 16
     IQ4_NL = 17
     IQ4_XS = 18
+    FLOAT32 = 19
+    """of routers; outputs are not rounded"""
 
 
 FORMAT_OF_GGUF: dict[int, Format] = {
@@ -69,7 +71,9 @@ _DEVICE_GROUPS: dict[Format, tuple[int, int]] = {
     Format.INT4_GROUP: (32, 20),
 }
 """inputs of a group, bytes of it in a row of `engine.weights.device_layouts`"""
-_INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4} | {format: inputs for format, (inputs, _) in _GROUPS.items()}
+_INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4, Format.FLOAT32: 1} | {
+    format: inputs for format, (inputs, _) in _GROUPS.items()
+}
 
 
 def packable(n: int, k: int, format: Format) -> bool:
@@ -88,6 +92,8 @@ def panel_bytes(k: int, format: Format) -> int:
         raise ValueError(f"{format.name} packs inputs by {_INPUTS_AT_ONCE[format]}; a layer has {k}")
     if format is Format.BFLOAT16:
         return 2 * k * PANEL
+    if format is Format.FLOAT32:
+        return 4 * k * PANEL
     if format is Format.INT8:
         return (k + 8) * PANEL
     inputs, size = _GROUPS[format]

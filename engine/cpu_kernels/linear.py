@@ -28,6 +28,7 @@ __all__ = [
     "interleave_gate_up",
     "load",
     "pack_bf16",
+    "pack_float32",
     "packable",
     "panel_bytes",
     "unpack",
@@ -55,8 +56,24 @@ def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
     return packed.view(torch.uint8).view(panels, size)
 
 
+def pack_float32(weight: torch.Tensor) -> torch.Tensor:
+    """[n, k] → uint8 [ceil(n / 32), panel_bytes]: `packed_linear` makes float32 of it that nothing rounds (`wide`)."""
+    n, k = weight.shape
+    padded = torch.zeros(-(-n // PANEL) * PANEL, k)
+    padded[:n] = weight
+    return (
+        padded.view(-1, PANEL, k)
+        .transpose(1, 2)
+        .contiguous()
+        .view(torch.uint8)
+        .view(-1, panel_bytes(k, Format.FLOAT32))
+    )
+
+
 def unpack(packed: torch.Tensor, n: int, k: int, format: Format) -> torch.Tensor:
     """The exact values of packed weights, float32 [n, k]: the oracle of the kernels, and slow."""
+    if format is Format.FLOAT32:
+        return packed.view(torch.float32).view(-1, k, PANEL).transpose(1, 2).reshape(-1, k)[:n]
     if format is not Format.BFLOAT16:
         return quantize.unpack(packed, n, k, format)
     pairs = packed.view(torch.bfloat16).view(-1, k // 2, PANEL, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,22 +33,17 @@ StepsOf = Callable[[], list[Tensor]]
 
 
 def fuse_native_steps(layer_of: NativeLayerOf, steps_of: StepsOf) -> Callable[[Traced, Sequence[Step]], Sequence[Step]]:
-    """For `compile_model`: the longest run of steps that are native throughout, as one. What `layer_of` returned is
-    kept as long as the function that was made."""
+    """For `compile_model`: every run of two or more steps that are native throughout, as one. What `layer_of` returned
+    is kept as long as the functions that were made."""
 
     def fuse(traced: Traced, steps: Sequence[Step]) -> Sequence[Step]:
-        first, last = _longest_run([_is_native(step, layer_of) for step in steps])
-        if last - first < 2:
-            return steps
-        program = TapeProgram(traced.weights, layer_of)
-        try:
-            for step in steps[first:last]:
-                program.read(step)
-            fused = _fused(program, traced.output, steps[last:], steps_of)
-        except NotNativeError as error:
-            logger.info("layers are called one by one: %s", error)
-            return steps
-        return [*steps[:first], fused, *steps[last:]]
+        fused: list[Step] = []
+        later = list(steps)
+        for native, group in groupby(steps, lambda step: _is_native(step, layer_of)):
+            run = list(group)
+            del later[: len(run)]
+            fused += _fused(traced, run, later, layer_of, steps_of) if native and len(run) > 1 else run
+        return fused
 
     return fuse
 
@@ -61,21 +57,27 @@ def _is_native(step: Step, layer_of: NativeLayerOf) -> bool:
     return all(native_name(node) or is_allocation(node) or is_view(node) for node in nodes)
 
 
-def _longest_run(flags: Sequence[bool]) -> tuple[int, int]:
-    best = start = 0, 0
-    for index, flag in enumerate(flags):
-        start = (start[0], index + 1) if flag else (index + 1, index + 1)
-        best = max(best, start, key=lambda run: run[1] - run[0])
-    return best
+def _fused(
+    traced: Traced, run: list[Step], later: Sequence[Step], layer_of: NativeLayerOf, steps_of: StepsOf
+) -> list[Step]:
+    """What takes the place of `run`, where `later` steps follow."""
+    program = TapeProgram(traced.weights, layer_of)
+    try:
+        for step in run:
+            program.read(step)
+        return [_as_one(program, traced.output, later, steps_of)]
+    except NotNativeError as error:
+        logger.info("layers are called one by one: %s", error)
+        return run
 
 
-def _fused(program: TapeProgram, output: fx.Node, later: Sequence[Step], steps_of: StepsOf) -> Fused:
+def _as_one(program: TapeProgram, output: fx.Node, later: Sequence[Step], steps_of: StepsOf) -> Fused:
     read = {node for step in later for node in (step.reads if isinstance(step, Call) else step.inputs)} | {output}
     outputs = tuple(node for node in program.made if node in read)
-    numbers, eps = program.finish(outputs)
+    numbers, reals = program.finish(outputs)
     labels = program.labels()
     ops = getattr(torch.ops, program.namespace)
-    tape = ops.make_tape.default(program.tensors, numbers, eps, 0)
+    tape = ops.make_tape.default(program.tensors, numbers, reals)
     run_tape = ops.run_tape.default
     shapes = [tuple(int(dim) for dim in _tensor_of(node).shape[1:]) for node in outputs]
 

@@ -1,14 +1,14 @@
 """What a tape does, in the numbers that `make_tape` takes: read from the graphs of a flat program's steps.
 
-Values are rows of bfloat16. Each has a place: an input or a result of the tape, or scratch memory, which values share
-that are never needed together.
+A call of one of our operators is its arguments, in the order of its schema, and then its results. Values are rows; each
+has a place: an input or a result of the tape, or scratch memory, which values share that are never needed together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -22,14 +22,19 @@ NativeLayerOf = Callable[[int], NativeLayer | None]
 
 NONE = -1
 _INPUT, _RESULT, _SCRATCH = range(3)
-_MATRIX, _ROTATION = range(2)
+_ATTENTION = 0
+_ROTATION = 2
+_OPERATORS = {"packed_linear": 1, "rotate_heads": _ROTATION, "route": 3, "packed_experts": 4}
+"""numbers as in `csrc/tape_binding.cpp`"""
+_SIZES = {torch.bfloat16: 2, torch.float32: 4, torch.int32: 4}
+"""bytes of what values are made of"""
 _LINE = 64
 """bytes: places in scratch memory start at multiples"""
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty"})
 _VIEWS = frozenset({"flatten", "unflatten", "view", "reshape", "split", "chunk", "narrow", "getitem"})
 
-Reference = tuple[int, int]
-"""a value, and its first column that is meant"""
+_ROWS = frozenset({"x", "rope", "residual", "logits", "ids", "weights"})
+"""operators' tensors that are values; the others are weights"""
 
 
 class NotNativeError(Exception):
@@ -42,7 +47,7 @@ def native_name(node: fx.Node) -> str:
     if not isinstance(target, OpOverload) or not target.namespace.startswith("pageloom_linear"):
         return ""
     name = str(target._schema.name).partition("::")[2]
-    return name if name in ("packed_linear", "rotate_heads") else ""
+    return name if name in _OPERATORS else ""
 
 
 def is_allocation(node: fx.Node) -> bool:
@@ -57,6 +62,8 @@ def is_view(node: fx.Node) -> bool:
 @dataclass
 class _Value:
     columns: int
+    size: int
+    """bytes of an element"""
     is_input: bool
     first: int
     """call that makes it"""
@@ -66,12 +73,12 @@ class _Value:
 
 @dataclass
 class _Call:
-    is_attention: bool
-    numbers: list[int | Reference]
-    eps: float = 0.0
-    weights: Sequence[int] = ()
+    kind: int
+    numbers: list[int]
+    reals: list[float] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
     """among the tensors"""
-    shape: tuple[object, ...] = ()
+    shape: list[object] = field(default_factory=list)
     """equal where the same is computed with other weights"""
 
 
@@ -107,51 +114,53 @@ class TapeProgram:
         if native is None or step.kwargs:
             raise NotNativeError(f"attention of layer {index}")
         self._layers.append(native)
-        q, k, v, out = (node for node in tensors if isinstance(node, fx.Node))
-        references = [self._reference(node) for node in (q, k, v, out)]
-        head = [native.function, self._tensor(native.layer), native.step, _columns(q), _columns(k)]
-        self._calls.append(_Call(True, [*head, *references]))
+        call = _Call(_ATTENTION, [native.function, self._tensor(native.layer), native.step])
+        for node in tensors:
+            call.numbers += self._columns_of(node)
+        self._calls.append(call)
 
     def _piece(self, step: Piece) -> None:
         graph = step.module.graph
         placeholders = graph.find_nodes(op="placeholder")[1:]  # the first is the number of rows
         sources = dict(zip(placeholders, step.inputs, strict=True))
         for node in graph.nodes:
-            name = native_name(node)
-            if name == "packed_linear":
-                self._matrix(node, sources)
-            elif name == "rotate_heads":
-                self._rotation(node, sources)
+            if native_name(node):
+                self._operator(node, sources)
             elif node.op != "output" and is_allocation(node):
-                self._new(node)
-            if name:
-                self.namespace = node.target.namespace
+                self._new(_tensor_at(node))
         self.made += step.outputs
 
-    def _matrix(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
-        x, weight, n, format, bias, norm, eps, residual, gate, wide, isa = node.args
-        if wide or isa:
-            raise NotNativeError(f"{node.name} is a layer of another kind")
-        weights = [self._weight(argument, sources) for argument in (weight, bias, norm)]
-        numbers = [_MATRIX, weights[0], n, _columns(x), format, weights[1], weights[2], gate]
-        references = [self._reference(x, sources), self._optional(residual, sources), (self._new(node), 0)]
-        self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, (n, numbers[3], format)))  # type: ignore[arg-type, list-item]
+    def _operator(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
+        assert isinstance(node.target, OpOverload)
+        self.namespace = node.target.namespace
+        call = _Call(_OPERATORS[native_name(node)], [])
+        for argument, declared in zip(node.args, node.target._schema.arguments, strict=True):
+            if declared.name in _ROWS:
+                columns = [NONE, 0, 0] if argument is None else self._columns_of(argument, sources)
+                call.numbers += columns
+                call.shape.append(columns[2])
+            elif isinstance(declared.type, torch.TensorType | torch.OptionalType):
+                call.weights.append(self._weight(argument, sources))
+                call.numbers.append(call.weights[-1])
+            elif isinstance(declared.type, torch.FloatType):
+                call.reals.append(float(argument))  # type: ignore[arg-type]
+            else:
+                call.numbers.append(int(argument))  # type: ignore[arg-type]
+                call.shape.append(argument)
+        for result in _tensors_at(node):
+            value = self._in_place(node, call) if call.kind == _ROTATION else None
+            call.numbers += [self._new(result) if value is None else value, 0, _columns(result)]
+        self._calls.append(call)
 
-    def _rotation(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
-        x, rope, q_norm, k_norm, eps, q_heads, k_heads, dim, residual = node.args
-        weights = [self._weight(argument, sources) for argument in (q_norm, k_norm)]
-        reference = self._reference(x, sources)
+    def _in_place(self, rotation: fx.Node, call: _Call) -> int | None:
+        """The value that is turned where it lies, because nobody needs it as it was."""
+        x = rotation.args[0]
         assert isinstance(x, fx.Node)
-        fresh = native_name(x) != "" and len(x.users) == 1
-        if fresh and reference == (self._of_storage[_storage(x)], 0):
-            self._of_storage[_storage(node)] = reference[0]  # in its place: nobody needs it as it was
-            out = reference[0]
-        else:
-            out = self._new(node)
-        rotary = 0 if rope is None else _columns(rope)
-        numbers = [_ROTATION, _columns(node), q_heads, k_heads, dim, rotary, *weights]
-        references = [reference, self._optional(rope, sources), self._optional(residual, sources), (out, 0)]
-        self._calls.append(_Call(False, [*numbers, *references], float(eps), weights, ("rotation",)))  # type: ignore[arg-type, list-item]
+        value, offset, _ = call.numbers[:3]
+        if not native_name(x) or len(x.users) > 1 or (value, offset) != (self._of_storage[_storage(x)], 0):
+            return None
+        self._of_storage[_storage(rotation)] = value
+        return value
 
     def _weight(self, argument: object, sources: Mapping[fx.Node, fx.Node]) -> int:
         if argument is None:
@@ -165,20 +174,17 @@ class TapeProgram:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def _new(self, node: fx.Node) -> int:
-        value = _tensor_at(node)
-        if value.dtype != torch.bfloat16 or not value.is_contiguous() or value.storage_offset() != 0:
-            raise NotNativeError(f"{node.name} is not plain rows of bfloat16")
-        self._of_storage[_storage(node)] = len(self._values)
-        self._values.append(_Value(_columns(node), False, len(self._calls), len(self._calls)))
+    def _new(self, value: Tensor) -> int:
+        if value.dtype not in _SIZES or not value.is_contiguous() or value.storage_offset() != 0:
+            raise NotNativeError(f"{value.dtype} {list(value.shape)} is not plain rows")
+        self._of_storage[_memory(value)] = len(self._values)
+        now = len(self._calls)
+        self._values.append(_Value(_columns(value), _SIZES[value.dtype], False, now, now))
         return len(self._values) - 1
 
-    def _optional(self, node: object, sources: Mapping[fx.Node, fx.Node]) -> Reference:
-        return (NONE, 0) if node is None else self._reference(node, sources)
-
-    def _reference(self, node: object, sources: Mapping[fx.Node, fx.Node] | None = None) -> Reference:
-        """Columns of a value. `sources`: of a piece's placeholders, the nodes of the traced graph; None: `node` is one
-        of those."""
+    def _columns_of(self, node: object, sources: Mapping[fx.Node, fx.Node] | None = None) -> list[int]:
+        """Value, first column, columns. `sources`: of a piece's placeholders, the nodes of the traced graph; None:
+        `node` is one of those."""
         assert isinstance(node, fx.Node)
         tensor = _tensor_at(node)
         if not _side_by_side(tensor):
@@ -191,7 +197,7 @@ class TapeProgram:
             if tensor.stride(0) != self._values[index].columns:
                 raise NotNativeError(f"{node.name} is not columns of a value")
         self._values[index].last = len(self._calls)
-        return index, offset
+        return [index, offset, _columns(tensor)]
 
     def _input(self, source: fx.Node) -> int:
         tensor = _tensor_at(source)
@@ -199,37 +205,39 @@ class TapeProgram:
             raise NotNativeError(f"{source.name} is not an input of bfloat16 rows")
         if source not in self._of_input:
             self._of_input[source] = len(self._values)
-            self._values.append(_Value(_columns(source), True, 0, 0))
+            self._values.append(_Value(_columns(tensor), _SIZES[tensor.dtype], True, 0, 0))
             self.inputs.append(source)
         return self._of_input[source]
 
     def finish(self, outputs: Sequence[fx.Node]) -> tuple[list[int], list[float]]:
-        """The program and the norms' epsilons; `outputs`: nodes whose values are the results."""
+        """The program and its real numbers; `outputs`: nodes whose values are the results."""
         results: dict[int, int] = {}
         for node in outputs:
             index = self._of_storage.get(_storage(node), NONE)
-            if index == NONE or _columns(node) != self._values[index].columns or index in results:
+            tensor = _tensor_at(node)
+            if index == NONE or _columns(tensor) != self._values[index].columns or index in results:
                 raise NotNativeError(f"{node.name} is not a value of its own")
+            if tensor.dtype != torch.bfloat16:
+                raise NotNativeError(f"{node.name} is a result of {tensor.dtype}")
             results[index] = len(results)
         numbers = [len(self._values)]
         for index, place in enumerate(self._places(results)):
-            numbers += [self._values[index].columns, *place]
+            numbers += [self._values[index].columns, self._values[index].size, *place]
         steps = self._steps()
         numbers.append(len(steps))
         for calls in steps:
-            numbers.append(0 if calls[0].is_attention else len(calls))
+            numbers.append(len(calls))
             for call in calls:
-                for number in call.numbers:
-                    numbers += number if isinstance(number, tuple) else [number]
-        return numbers, [call.eps for call in self._calls if not call.is_attention]
+                numbers += [call.kind, *call.numbers]
+        return numbers, [real for call in self._calls for real in call.reals]
 
     def labels(self) -> list[str]:
         """Of each step: steps that multiply by matrices of the same shapes are the same."""
-        known: dict[tuple[object, ...], str] = {}
+        known: dict[object, str] = {}
         return [
             "attention"
-            if calls[0].is_attention
-            else known.setdefault(tuple(call.shape for call in calls), f"layers {len(known)}")
+            if calls[0].kind == _ATTENTION
+            else known.setdefault(repr([(call.kind, call.shape) for call in calls]), f"layers {len(known)}")
             for calls in self._steps()
         ]
 
@@ -237,7 +245,7 @@ class TapeProgram:
         """What the first step of each label reads; attention reads none."""
         reads: dict[str, list[Tensor]] = {}
         for label, calls in zip(self.labels(), self._steps(), strict=True):
-            if label not in reads and not calls[0].is_attention:
+            if label not in reads and calls[0].kind != _ATTENTION:
                 reads[label] = [self.tensors[index] for call in calls for index in call.weights if index != NONE]
         return reads
 
@@ -245,7 +253,7 @@ class TapeProgram:
         """Layers between two attentions together."""
         steps: list[list[_Call]] = []
         for call in self._calls:
-            if steps and not call.is_attention and not steps[-1][0].is_attention:
+            if steps and _ATTENTION not in (call.kind, steps[-1][0].kind):
                 steps[-1].append(call)
             else:
                 steps.append([call])
@@ -262,7 +270,7 @@ class TapeProgram:
             elif index in results:
                 places.append((_RESULT, results[index]))
             else:
-                size = -(-2 * value.columns // _LINE) * _LINE
+                size = -(-value.size * value.columns // _LINE) * _LINE
                 beside = [(a, b) for v, a, b in placed if v.first <= value.last and value.first <= v.last]
                 at = min(
                     start
@@ -276,10 +284,10 @@ class TapeProgram:
 
 def _origin(node: fx.Node) -> fx.Node:
     """The placeholder whose rows a node only shapes anew."""
-    columns = _columns(node)
+    columns = _columns(_tensor_at(node))
     while node.op != "placeholder":
         source = node.args[0]
-        if _name(node) not in _VIEWS or not isinstance(source, fx.Node) or _columns(source) != columns:
+        if _name(node) not in _VIEWS or not isinstance(source, fx.Node) or _columns(_tensor_at(source)) != columns:
             raise NotNativeError(f"{node.name} is no whole input")
         node = source
     return node
@@ -296,13 +304,21 @@ def _tensor_at(node: fx.Node) -> Tensor:
     return value
 
 
+def _tensors_at(node: fx.Node) -> Sequence[Tensor]:
+    value = value_of(node)
+    return value if isinstance(value, tuple) else [_tensor_at(node)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _storage(node: fx.Node) -> int:
-    return int(_tensor_at(node).untyped_storage()._cdata)
+    return _memory(_tensor_at(node))
 
 
-def _columns(node: object) -> int:
-    assert isinstance(node, fx.Node)
-    return math.prod(int(dim) for dim in _tensor_at(node).shape[1:])
+def _columns(tensor: Tensor) -> int:
+    return math.prod(int(dim) for dim in tensor.shape[1:])
 
 
 def _side_by_side(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from engine.models.experts import Experts, Router
 from engine.models.head import Head
 from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
-from engine.models.packed_experts import PackedExperts
+from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.rope import RopeTable
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
@@ -50,6 +50,8 @@ class DecoderLayer(nn.Module):
     """of a plain MLP: its first matrix"""
     down_proj: AnyLinear | None
     beside_gate: AnyLinear | None
+    beside: GatedBeside | None
+    """in the place of `beside_gate` and of the dense MLP that it gates"""
     router: Router | None
     experts: Experts | PackedExperts | StoredExperts | None
     rotation: HeadRotation | None
@@ -94,7 +96,7 @@ class DecoderLayer(nn.Module):
     def _build_experts(
         self, experts: ExpertsSpec | None, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.router = self.experts = self.beside_gate = None
+        self.router = self.experts = self.beside_gate = self.beside = None
         if experts is not None:
             self.router = Router(experts.router, hidden, experts.count, dtype, device)
             self.experts = Experts(experts, hidden, dtype, device)
@@ -125,7 +127,9 @@ class DecoderLayer(nn.Module):
         out_norm, ahead = self.mlp_out_norm, self.mlp_norm if self.norms_first else None
         rows = x if ahead is None else ahead(x)
         sum_so_far = attended if out_norm is None else None
-        if self.down_proj is not None and self.beside_gate is None:
+        if self.beside is not None:
+            sum_so_far = self.beside(rows, sum_so_far)
+        elif self.down_proj is not None and self.beside_gate is None:
             sum_so_far = self.down_proj(self._inner(rows, None), residual=sum_so_far)
         elif self.down_proj is not None and self.beside_gate is not None:
             beside = torch.sigmoid(self.beside_gate(rows)) * self.down_proj(self._inner(rows, None))

@@ -51,7 +51,8 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] → ids int32, the best first, and factors float32, both [tokens, top_k]."""
-        return self.choose(self.logits(x.float() if self.spec.wide else x).float())
+        logits = self.logits(x.float() if self.spec.wide and isinstance(self.logits, Linear) else x)
+        return self.choose(logits if logits.dtype == torch.float32 else logits.float())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [tokens, experts] → what `forward` returns."""

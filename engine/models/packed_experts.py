@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from engine.cpu_kernels.experts import ExpertWeights, Routing
+from engine.cpu_kernels.formats import Format
 from engine.models.experts import kernel_gate
+from engine.models.packed import FUSED_GATES, PackedLinear
 from engine.models.spec import Activation, ClampedSwiGLU
 
 if TYPE_CHECKING:
-    from engine.cpu_kernels.experts import ExpertWeights
     from engine.cpu_kernels.linear import LinearOps
 
 
@@ -58,4 +60,28 @@ class PackedExperts(nn.Module):
             self.alpha,
             0,
         )
+        return y
+
+
+class GatedBeside(nn.Module):
+    """A dense gated MLP beside a layer's experts that is multiplied with a sigmoid of its own: an expert that every
+    token chooses, and its factor."""
+
+    def __init__(self, ops: LinearOps, gate: PackedLinear, first: PackedLinear, second: PackedLinear) -> None:
+        """`gate`: [tokens, hidden] → one logit. `first` is gated."""
+        super().__init__()
+        self.gate = gate
+        self.gate.wide = True
+        biases = [None if layer.bias is None else layer.bias[None] for layer in (first, second)]
+        formats = Format(first.format), Format(second.format)
+        weights = ExpertWeights(first.weight[None], second.weight[None], *formats, first.k, second.k, *biases)
+        self.expert = PackedExperts(
+            ops, weights, next(name for name, gate in FUSED_GATES.items() if gate == first.gate)
+        )
+        self.op = ops.route
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """x, residual [tokens, hidden]; the residual is added."""
+        ids, factors = self.op(self.gate(x), int(Routing.SIGMOID), 1, False, None, 1, 1, 1.0)
+        y: torch.Tensor = self.expert(x, ids, factors, residual)
         return y

@@ -15,7 +15,7 @@ import torch
 from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, expert_biases
 from engine.cpu_kernels.formats import PANEL, Format, packable
-from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16, pack_float32
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredLinear
@@ -31,7 +31,7 @@ from engine.models.packed import (
     ReorderedLinear,
     RowNorm,
 )
-from engine.models.packed_experts import PackedExperts
+from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.spec import Activation, MixerSpec
 from engine.weights.packed_rows import HEAD_FORMAT, MATRIX_FORMAT, Rows, RowsPacker
 from engine.weights.source import Part, WeightSource
@@ -138,11 +138,26 @@ class Packer(RowsPacker):
             if _turns_natively(spec.mixer, layer):
                 heads = (spec.mixer.num_heads, spec.mixer.num_kv_heads, spec.mixer.head_dim)
                 layer.rotation = HeadRotation(self._ops, *heads, spec.mixer.qk_norm)
+            gate, first, second = layer.beside_gate, layer.gate_up_proj, layer.down_proj
+            if isinstance(gate, PackedLinear) and isinstance(first, PackedLinear) and isinstance(second, PackedLinear):
+                layer.beside = GatedBeside(self._ops, gate, first, second)
+                layer.beside_gate = layer.gate_up_proj = layer.down_proj = None
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module.rows = RowNorm(self._ops)
-            if isinstance(module, Router) and not (module.spec.kind == "softmax" and module.spec.correction):
+            if isinstance(module, Router):
                 module.use(self._ops.route)
+                self._widen(module)
+
+    def _widen(self, router: Router) -> None:
+        """Logits come as float32, from weights of float32 too."""
+        dense = router.logits
+        if isinstance(dense, Linear) and dense.weight.dtype == torch.float32 and dense.bias is None:
+            packed = pack_float32(dense.weight.detach())
+            n, k = dense.weight.shape
+            router.logits = PackedLinear(self._ops, packed, n, k, Format.FLOAT32)
+        if isinstance(router.logits, PackedLinear):
+            router.logits.wide = True
 
     def pack_tables(
         self, model: Tables, embedding_part: Part, head_part: Part | None, source: WeightSource | None

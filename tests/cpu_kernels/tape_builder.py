@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.cpu_kernels.experts import ExpertWeights
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps
 
 INPUT, RESULT, SCRATCH = range(3)
+ATTENTION, LINEAR, ROTATION, ROUTE, EXPERTS = range(5)
 NONE = (-1, 0)
 Ref = tuple[int, int]
 """a value, and its first column that is meant"""
@@ -33,6 +35,7 @@ class Weights:
     norm: Tensor | None = None
     eps: float = 0.0
     gated: bool = False
+    wide: bool = False
 
     @property
     def outputs(self) -> int:
@@ -62,19 +65,19 @@ class TapeBuilder:
     values: list[int] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     """numbers of each, its count first"""
-    eps: list[float] = field(default_factory=list)
+    reals: list[float] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     scratch_end: int = 0
 
-    def value(self, columns: int, place: int, index: int | None = None) -> int:
-        """`index` None: the next of its place."""
+    def value(self, columns: int, place: int, index: int | None = None, size: int = 2) -> int:
+        """`index` None: the next of its place. `size`: bytes of an element."""
         if index is None:
             index = self.scratch_end if place == SCRATCH else self.counts.get(place, 0)
         self.counts[place] = self.counts.get(place, 0) + 1
         if place == SCRATCH:
-            self.scratch_end = max(self.scratch_end, -(-(index + 2 * columns) // 64) * 64)
-        self.values += [columns, place, index]
-        return len(self.values) // 3 - 1
+            self.scratch_end = max(self.scratch_end, -(-(index + size * columns) // 64) * 64)
+        self.values += [columns, size, place, index]
+        return len(self.values) // 4 - 1
 
     def _tensor(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -82,35 +85,50 @@ class TapeBuilder:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def _layer(self, numbers: list[int], eps: float, alone: bool) -> None:
-        if alone or not self.steps or self.steps[-1][0] == 0:
+    def _call(self, kind: int, numbers: list[int], reals: list[float], alone: bool) -> None:
+        if alone or not self.steps or self.steps[-1][1] == ATTENTION:
             self.steps.append([0])
         self.steps[-1][0] += 1
-        self.steps[-1] += numbers
-        self.eps.append(eps)
+        self.steps[-1] += [kind, *numbers]
+        self.reals += reals
 
     def matrix(self, w: Weights, x: Ref, out: Ref, residual: Ref = NONE, *, alone: bool = False) -> None:
-        numbers = [0, self._tensor(w.packed), w.n, w.k, int(w.format), self._tensor(w.bias), self._tensor(w.norm)]
-        self._layer([*numbers, int(w.gated), *x, *residual, *out], w.eps, alone)
+        numbers = [*x, w.k, self._tensor(w.packed), w.n, int(w.format), self._tensor(w.bias), self._tensor(w.norm)]
+        numbers += [*residual, w.outputs, int(w.gated), int(w.wide), 0, *out, w.outputs]
+        self._call(LINEAR, numbers, [w.eps], alone)
 
     def rotation(self, h: Heads, x: Ref, rope: Ref, out: Ref, residual: Ref = NONE, *, alone: bool = False) -> None:
         norms = h.norms or (None, None)
-        numbers = [1, h.columns, h.q, h.k, h.dim, _rotary(h, rope), *(self._tensor(norm) for norm in norms)]
-        self._layer([*numbers, *x, *rope, *residual, *out], h.eps, alone)
+        numbers = [*x, h.columns, *rope, _rotary(h, rope), *(self._tensor(norm) for norm in norms)]
+        numbers += [h.q, h.k, h.dim, *residual, h.columns, *out, h.columns]
+        self._call(ROTATION, numbers, [h.eps], alone)
+
+    def route(self, experts: int, top_k: int, logits: Ref, ids: Ref, weights: Ref) -> None:
+        """The best, and a softmax over those."""
+        self._call(ROUTE, [*logits, experts, 1, top_k, 0, -1, 1, 1, *ids, top_k, *weights, top_k], [1.0], False)
+
+    def experts(self, w: ExpertWeights, top_k: int, x: Ref, ids: Ref, weights: Ref, out: Ref, residual: Ref) -> None:
+        numbers = [*x, w.hidden, *ids, top_k, *weights, top_k, self._tensor(w.gate_up), self._tensor(w.down), w.inner]
+        numbers += [int(w.gate_up_format), int(w.down_format), -1, -1, *residual, w.hidden, 1, 0, *out, w.hidden]
+        self._call(EXPERTS, numbers, [0.0, 0.0], False)
 
     def attention(
         self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref], step: int = 0
     ) -> None:
-        numbers = [0, function, self._tensor(layer), step, *q_kv]
-        self.steps.append([*numbers, *(number for ref in refs for number in ref)])
+        q, kv = q_kv
+        numbers = [1, ATTENTION, function, self._tensor(layer), step]
+        sizes = (q, kv, kv, q)
+        self.steps.append(
+            [*numbers, *(number for ref, size in zip(refs, sizes, strict=True) for number in (*ref, size))]
+        )
 
     @property
     def program(self) -> list[int]:
         steps = [number for step in self.steps for number in step]
-        return [len(self.values) // 3, *self.values, len(self.steps), *steps]
+        return [len(self.values) // 4, *self.values, len(self.steps), *steps]
 
     def make(self, ops: LinearOps, program: list[int] | None = None) -> Tensor:
-        tape: Tensor = tape_ops(ops).make_tape(self.tensors, self.program if program is None else program, self.eps, 0)
+        tape: Tensor = tape_ops(ops).make_tape(self.tensors, self.program if program is None else program, self.reals)
         return tape
 
 
@@ -134,7 +152,7 @@ def run_tape(
 def linear(ops: LinearOps, w: Weights, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The layer alone."""
     norm, gate = (w.norm, w.eps), int(w.gated)
-    y: Tensor = ops.packed_linear(x, w.packed, w.n, int(w.format), w.bias, *norm, residual, gate, False, 0)
+    y: Tensor = ops.packed_linear(x, w.packed, w.n, int(w.format), w.bias, *norm, residual, gate, w.wide, 0)
     return y
 
 

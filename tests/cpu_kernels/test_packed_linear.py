@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attention_backends.native_build import ISAS
 from engine.cpu_kernels.formats import Format
-from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16, unpack
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16, pack_float32, unpack
 
-BF16 = int(Format.BFLOAT16)
+BF16, FLOAT32 = int(Format.BFLOAT16), int(Format.FLOAT32)
 ROWS = [0, 1, 2, 5, 6, 7, 16, 17, 33, 64, 200]
 SHAPES = [(96, 64), (33, 66), (1, 2), (70, 2120), (64, 4128)]
 EPS = 1e-5
@@ -287,3 +287,28 @@ def test_packing_refuses_what_it_cannot_hold() -> None:
         pack_bf16(rand(4))
     with pytest.raises(ValueError, match="multiple of 32"):
         interleave_gate_up(rand(48, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_weights_make_what_nothing_rounds(ops: LinearOps, isa: str, shape: tuple[int, int]) -> None:
+    n, k = shape
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
+    packed, number = pack_float32(weight), 1 + ISAS.index(isa)
+    assert torch.equal(unpack(packed, n, k, Format.FLOAT32), weight)
+    x = rand(200, k)
+    found = ops.packed_linear(x, packed, n, FLOAT32, None, None, 0.0, None, 0, True, number)
+    assert found.dtype == torch.float32
+    magnitude = x.double().abs() @ weight.double().abs().T
+    assert bool(((found.double() - exact(x, weight)).abs() <= magnitude * 2.0**-20).all())
+    for rows in ROWS:
+        some = ops.packed_linear(x[:rows], packed, n, FLOAT32, None, None, 0.0, None, 0, True, number)
+        assert torch.equal(some, found[:rows])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bias": rand(32)}, {"norm": rand(8)}, {"residual": rand(3, 32)}, {"gate": 1}, {"wide": False}], ids=str
+)
+def test_float32_weights_have_nothing_around_them(ops: LinearOps, changes: dict[str, object]) -> None:
+    given = {"bias": None, "norm": None, "eps": 0.0, "residual": None, "gate": 0, "wide": True} | changes
+    with pytest.raises(RuntimeError, match="float32 weights make wide outputs, without norm, bias, gate or residual"):
+        ops.packed_linear(rand(3, 8), pack_float32(torch.ones(32, 8)), 32, FLOAT32, *given.values(), 0)

@@ -117,6 +117,19 @@ def test_deepseeks_example_by_hand(linear_ops: LinearOps) -> None:
     assert weights[0, 0].item() == pytest.approx(torch.tensor(4.0).sigmoid().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_bias_chooses_by_softmax_and_does_not_weigh(linear_ops: LinearOps, normalise: bool) -> None:
+    logits = torch.randn(40, 24, generator=torch.Generator().manual_seed(1))
+    bias = torch.rand(24, generator=torch.Generator().manual_seed(2)) * 0.2
+    ids, weights = linear_ops.route(logits, int(Routing.SOFTMAX), 4, normalise, bias, 1, 1, 1.5)
+    scores = logits.double().softmax(-1)
+    expected = (scores + bias).topk(4).indices
+    assert torch.equal(ids.long(), expected) and not torch.equal(expected, scores.topk(4).indices)
+    factors = scores.gather(1, expected)
+    factors = factors / factors.sum(-1, keepdim=True) if normalise else factors
+    torch.testing.assert_close(weights.double(), factors * 1.5, rtol=1e-5, atol=0)
+
+
 def test_nan_is_never_preferred_and_stays_in_its_row(linear_ops: LinearOps) -> None:
     logits = [[0.0, math.nan, 1.0, math.nan], [3.0, 2.0, 1.0, 0.0], [math.nan] * 4]
     for kind in Routing:
@@ -158,8 +171,9 @@ def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:
         ("do not fall into 0 groups", {"groups": 0}),
         ("of which 5 are chosen", {"top_groups": 5}),
         ("of which 0 are chosen", {"top_groups": 0}),
-        ("go with sigmoid scores only", {"kind": 0, "groups": 1, "top_groups": 1}),
-        ("go with sigmoid scores only", {"kind": 1, "bias": None}),
+        ("groups go with sigmoid scores only", {"kind": 0}),
+        ("groups go with sigmoid scores only", {"kind": 1, "bias": None}),
+        ("a bias goes with scores of all experts", {"kind": 1, "groups": 1, "top_groups": 1}),
         ("bias must be", {"bias": torch.zeros(11)}),
     ]
     for message, changes in refused:

@@ -10,6 +10,7 @@ import torch
 from native_stages import NativeRows, PretendAttention
 from tape_builder import (
     INPUT,
+    LINEAR,
     NONE,
     RESULT,
     SCRATCH,
@@ -183,6 +184,19 @@ def test_an_attentions_error_ends_the_run(ops: LinearOps) -> None:
     run_tape(ops, tape, [rand(3, 64)])
 
 
+def test_what_an_attention_raises_ends_the_run(ops: LinearOps) -> None:
+    def fail(layer: int, step: int, rows: NativeRows) -> None:
+        raise ValueError("no such table")
+
+    pretend = PretendAttention(fail)
+    t = TapeBuilder()
+    x, out = t.value(64, INPUT), t.value(16, RESULT)
+    t.attention(pretend.address, STEP, (16, 16), [(x, 0), (x, 16), (x, 32), (out, 0)])
+    t.matrix(weights(16, 16), (out, 0), (out, 0))
+    with pytest.raises(RuntimeError, match=r"run_tape: ValueError.*no such table"):
+        run_tape(ops, t.make(ops), [rand(3, 64)])
+
+
 def test_times_are_the_steps_borders(ops: LinearOps) -> None:
     t = TapeBuilder()
     x, out = t.value(HIDDEN, INPUT), t.value(HIDDEN, RESULT)
@@ -202,28 +216,31 @@ def test_a_program_that_ends_early_is_refused(ops: LinearOps) -> None:
     for end in range(len(t.program)):
         with pytest.raises(RuntimeError, match="make_tape: the program ends early"):
             t.make(ops, t.program[:end])
-    t.eps = t.eps[:-1]
-    with pytest.raises(RuntimeError, match="make_tape: norm_eps ends early"):
+    t.reals = t.reals[:-1]
+    with pytest.raises(RuntimeError, match="make_tape: reals end early"):
         t.make(ops)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ((0, INPUT, 0), "value 1 is malformed"),
-        ((-4, INPUT, 0), "value 1 is malformed"),
-        ((8, 3, 0), "value 1 is malformed"),
-        ((8, -1, 0), "value 1 is malformed"),
-        ((8, SCRATCH, -64), "value 1 is malformed"),
-        ((8, SCRATCH, 32), "index 32 does not fit"),
-        ((8, INPUT, 2), "index 2 does not fit"),
-        ((8, RESULT, 1), "index 1 does not fit"),
+        ((0, 2, INPUT, 0), "value 1 is malformed"),
+        ((-4, 2, INPUT, 0), "value 1 is malformed"),
+        ((8, 2, 3, 0), "value 1 is malformed"),
+        ((8, 2, -1, 0), "value 1 is malformed"),
+        ((8, 3, SCRATCH, 0), "value 1 is malformed"),
+        ((8, 4, INPUT, 1), "value 1 is malformed"),
+        ((8, 4, RESULT, 0), "value 1 is malformed"),
+        ((8, 2, SCRATCH, -64), "value 1 is malformed"),
+        ((8, 2, SCRATCH, 32), "index 32 does not fit"),
+        ((8, 2, INPUT, 2), "index 2 does not fit"),
+        ((8, 2, RESULT, 1), "index 1 does not fit"),
     ],
     ids=str,
 )
-def test_a_value_without_a_place_is_refused(ops: LinearOps, value: tuple[int, int, int], message: str) -> None:
+def test_a_value_without_a_place_is_refused(ops: LinearOps, value: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(RuntimeError, match=f"make_tape: .*{message}"):
-        tape_ops(ops).make_tape([], [2, 8, INPUT, 0, *value, 0], [], 0)
+        tape_ops(ops).make_tape([], [2, 8, 2, INPUT, 0, *value, 0], [])
 
 
 @pytest.mark.parametrize(
@@ -269,9 +286,11 @@ def test_attention_of_rows_that_are_not_there_is_refused(ops: LinearOps) -> None
         t.make(ops)
 
 
-def matrix_program(tensor: int, bias: int = -1, norm: int = -1, n: int = 96, k: int = 96, format: int = 0) -> list[int]:
-    values = [2, 96, INPUT, 0, 96, RESULT, 0]
-    return [*values, 1, 1, 0, tensor, n, k, format, bias, norm, 0, 0, 0, *NONE, 1, 0]
+def matrix_program(
+    tensor: int, bias: int = -1, norm: int = -1, n: int = 96, k: int = 96, format: int = 0, isa: int = 0
+) -> list[int]:
+    values = [2, 96, 2, INPUT, 0, 96, 2, RESULT, 0]
+    return [*values, 1, 1, LINEAR, 0, 0, k, tensor, n, format, bias, norm, *NONE, 0, 0, 0, isa, 1, 0, 96]
 
 
 def test_a_layer_of_wrong_or_missing_tensors_is_refused(ops: LinearOps) -> None:
@@ -289,17 +308,17 @@ def test_a_layer_of_wrong_or_missing_tensors_is_refused(ops: LinearOps) -> None:
         ("do not hold k = 96", matrix_program(5)),
         ("do not hold k = 64", matrix_program(0, k=64)),
         ("do not hold k = 96 inputs in format 1", matrix_program(0, format=1)),
-        ("unknown weight format 8", matrix_program(0, format=8)),
+        ("unknown weight format 9", matrix_program(0, format=9)),
         (r"bias must be contiguous bfloat16 \[96\]", matrix_program(0, bias=1)),
         ("norm_weight must be", matrix_program(0, norm=2)),
     ]
     make = tape_ops(ops).make_tape
-    make(tensors, matrix_program(0), [0.0], 0)
+    make(tensors, matrix_program(0), [0.0])
     for message, program in refused:
         with pytest.raises(RuntimeError, match=f"make_tape: .*{message}"):
-            make(tensors, program, [0.0], 0)
+            make(tensors, program, [0.0])
     with pytest.raises(RuntimeError, match="make_tape: ISA 99 is not available"):
-        make(tensors, matrix_program(0), [0.0], 99)
+        make(tensors, matrix_program(0, isa=99), [0.0])
 
 
 def test_a_rotation_that_does_not_fit_is_refused(ops: LinearOps) -> None:
@@ -350,19 +369,20 @@ def test_what_is_no_tape_is_not_run(ops: LinearOps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "eps", "message"),
+    ("program", "reals", "message"),
     [
-        ([2, 8, 0, 0, 8, 1, 0, 1, -2], [], "negative count"),
+        ([2, 8, 2, 0, 0, 8, 2, 1, 0, 1, -2], [], "negative count"),
         ([-1, 0], [], "negative count"),
-        ([1, 8, 0, 0, -3], [], "negative count"),
-        ([3, 8, 0, 0, 8, 1, 0, 8, 1, 0, 0], [], "two values are result 0|does not fit its place"),
-        ([1, 8, 0, 0, 0, 7], [], "goes on behind its end"),
-        ([1, 8, 0, 0, 0], [1e-5], "goes on behind its end"),
+        ([1, 8, 2, 0, 0, -3], [], "negative count"),
+        ([1, 8, 2, 0, 0, 1, 1, 5], [], "no call is of kind 5"),
+        ([3, 8, 2, 0, 0, 8, 2, 1, 0, 8, 2, 1, 0, 0], [], "two values are result 0|does not fit its place"),
+        ([1, 8, 2, 0, 0, 0, 7], [], "goes on behind its end"),
+        ([1, 8, 2, 0, 0, 0], [1e-5], "goes on behind its end"),
     ],
 )
 def test_a_program_with_wrong_counts_is_refused(
-    ops: LinearOps, program: list[int], eps: list[float], message: str
+    ops: LinearOps, program: list[int], reals: list[float], message: str
 ) -> None:
     library = getattr(torch.ops, ops.packed_linear.namespace)
     with pytest.raises(RuntimeError, match=f"make_tape: .*({message})"):
-        library.make_tape([], program, eps, 0)
+        library.make_tape([], program, reals)

@@ -9,7 +9,7 @@ Tensor packed_linear(Tensor x, Tensor weight, int64_t n, int64_t format, std::op
                      bool wide, int64_t isa) {
   static constexpr const char* kOp = "packed_linear";
   PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
-  LinearLayer layer = checked_layer({weight, n, x.size(1), format, bias, norm_weight, norm_eps, gate, wide}, isa, kOp);
+  LinearLayer layer = checked_layer({weight, n, x.size(1), format, bias, norm_weight, norm_eps, gate, wide, residual.has_value()}, isa, kOp);
   LinearProblem& p = layer.problem;
   p.rows = x.size(0);
   p.x = rows_of(x, p.k, p.x_stride, kOp, "x");

@@ -56,6 +56,7 @@ inline int64_t panel_bytes_of(Format format, int64_t k) {
     case Format::kQ2K: return k % 256 == 0 ? k / 256 * (4 * 512 + 512 + 128) : 0;
     case Format::kIQ4NL: return k % 32 == 0 ? k / 32 * (512 + 64) : 0;
     case Format::kIQ4XS: return k % 256 == 0 ? k / 256 * (8 * 512 + 256 + 64) : 0;
+    case Format::kFloat32: return k * 128;
     case Format::kRotate: break;
   }
   return -1;
@@ -80,7 +81,7 @@ struct Matrix {
   std::optional<Tensor> bias, norm_weight;
   double norm_eps;
   int64_t gate;
-  bool wide;
+  bool wide, adds;
 };
 
 // The layer without its rows: those, x, residual and out are the caller's to fill in.
@@ -98,6 +99,8 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
   p.gate = static_cast<Gate>(m.gate);
   p.wide = m.wide;
   p.streams = streams();
+  PAGELOOM_CHECK(p.format != Format::kFloat32 || (m.wide && !m.adds && m.gate == 0 && !m.bias.has_value() && !m.norm_weight.has_value()),
+                  op, ": float32 weights make wide outputs, without norm, bias, gate or residual");
   PAGELOOM_CHECK(m.gate == 0 || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");
   p.out_stride = m.gate != 0 ? m.n / 2 : m.n;
   PAGELOOM_CHECK(isa == kAuto || isa_available(isa), op, ": ISA ", isa, " is not available on this CPU");

@@ -62,9 +62,15 @@ void copy_row(const Operand& from, int64_t row, const Operand& to, int64_t posit
   if (layout.sums > 0) memcpy(const_cast<float*>(to.sums) + position * scales, from.sums + row * scales, scales * 4);
 }
 
+// Where rows are prepared on their way. A thread has it before it takes any.
+char* gather_memory(const Batch& b) {
+  static thread_local Arena arena;
+  const OperandLayout some(b.first.layout.kind, kPrepareRows, b.first.problem.k);
+  return some.kind == OperandKind::kBFloat16 ? nullptr : arena.reserve(some.bytes());
+}
+
 // Rows of tokens [begin, end), prepared once, to the positions of their choices.
 void gather_rows(Batch& b, int64_t begin, int64_t end) {
-  static thread_local Arena arena;
   const Product& first = b.first;
   LinearProblem p = first.problem;
   p.x = b.p.gate_up.x;
@@ -74,7 +80,7 @@ void gather_rows(Batch& b, int64_t begin, int64_t end) {
     Operand rows{OperandKind::kBFloat16, p.x + at * p.x_stride, p.x_stride, nullptr, nullptr};
     if (first.layout.kind != OperandKind::kBFloat16) {
       const OperandLayout some(first.layout.kind, kPrepareRows, p.k);
-      rows = some.at(arena.reserve(some.bytes()));
+      rows = some.at(gather_memory(b));
       LinearProblem q = p;
       q.x += at * p.x_stride;
       first.kernels->prepare(q, rows, 0, count);
@@ -86,6 +92,7 @@ void gather_rows(Batch& b, int64_t begin, int64_t end) {
 
 bool sort_unit(Stage& stage, int64_t, Turn&) {
   Batch& b = *static_cast<BatchStage&>(stage).batch;
+  gather_memory(b);
   if (stage.next.fetch_add(1, std::memory_order_relaxed) > 0) return true;
   if (!sort_choices(b))
     stage.error.store(kBadId, std::memory_order_relaxed);
@@ -99,6 +106,7 @@ bool sort_unit(Stage& stage, int64_t, Turn&) {
 template <void (*rows)(Batch&, int64_t, int64_t)>
 bool take_rows(Stage& stage, int64_t, Turn& turn) {
   Batch& b = *static_cast<BatchStage&>(stage).batch;
+  gather_memory(b);
   for (int64_t begin; (begin = stage.next.fetch_add(kPrepareRows, std::memory_order_relaxed)) < stage.units;) {
     const int64_t end = std::min(stage.units, begin + kPrepareRows);
     rows(b, begin, end);

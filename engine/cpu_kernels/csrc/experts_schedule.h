@@ -1,4 +1,4 @@
-// A mixture of experts over threads: what the torch binding, and later a tape, calls.
+// A mixture of experts over threads: what the torch binding and a tape call.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace pageloom {
 // Which expert a token goes to, and with what factor. Of equal scores the one with the lower index wins; NaN is less than
 // everything, and makes its token's factors NaN.
 enum class RouteKind : int64_t {
-  kSoftmax = 0,        // softmax over all experts, then the best of them
+  kSoftmax = 0,        // softmax over all experts, then the best of them; with a bias chosen by softmax + bias
   kChosenSoftmax = 1,  // the best, then softmax over those
   kSigmoid = 2,        // sigmoid of each; chosen by sigmoid + bias
 };
@@ -27,6 +27,19 @@ struct RouteProblem {
   const float* bias;      // [experts], or null
   int32_t* ids;           // [tokens][top_k], the best first
   float* weights;         // [tokens][top_k]
+};
+
+// Routes as stages of a run by up to `threads` threads. One thread makes them, in memory that is its own until it makes
+// others.
+class RouteStages {
+ public:
+  RouteStages(int64_t routes, int64_t threads);
+  RouteStages(const RouteStages&) = delete;
+  Stage* add(const RouteProblem& problem);  // at most as many as were announced
+
+ private:
+  int64_t threads_;
+  char* at_;
 };
 
 void run_route(const RouteProblem& problem, const Threads& threads);

@@ -28,6 +28,7 @@
 //              w = d * sc * q - dmin * mn
 //   kIQ4NL     as kQ4_0, but w = d * table[q]
 //   kIQ4XS     groups of 256: eight times nibbles; int8 sc[8][32]; half d[32].   w = d * sc * table[q]
+//   kFloat32   float32 [k][32]. Rows are bf16, outputs float32 that nothing rounds; no norm, bias, gate or residual.
 //
 // Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
 // up rows [16 p, 16 p + 16), so that one panel makes 16 outputs activation(gate) * up.
@@ -44,7 +45,7 @@ inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
 enum class Format : int32_t {
   kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kInt4Group = 7,
-  kQ5_0 = 12, kQ5_1 = 13, kQ5K = 14, kQ3K = 15, kQ2K = 16, kIQ4NL = 17, kIQ4XS = 18, kRotate = 19
+  kQ5_0 = 12, kQ5_1 = 13, kQ5K = 14, kQ3K = 15, kQ2K = 16, kIQ4NL = 17, kIQ4XS = 18, kFloat32 = 19, kRotate = 20
 };
 
 // What a gated layer makes of its gate: its activation, or the layer is not gated. kClampedSwiGLU is GPT-OSS': the gate at
@@ -78,7 +79,7 @@ struct LinearProblem {
   int64_t residual_stride;
   Gate gate;   // not kNone: outputs are activation(gate) * up, n / 2 of them
   float gate_limit, gate_alpha;  // of kClampedSwiGLU
-  bool wide;   // out is float32, holding the values rounded to bf16
+  bool wide;   // out is float32, holding the values rounded to bf16 (kFloat32: as they are)
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;
   int64_t streams;  // of weights that one row meets at once, in panels: the machine's choice (streams.py), no bit depends on it
@@ -123,6 +124,7 @@ struct LinearKernels {
   const LinearKernels* linear_bf16_##isa();            \
   const LinearKernels* linear_int8_##isa();            \
   const LinearKernels* linear_group_##isa(Format format); \
+  const LinearKernels* linear_float_##isa();             \
   const LinearKernels* rotate_heads_##isa();
 PAGELOOM_DECLARE_LINEAR(portable)
 PAGELOOM_DECLARE_LINEAR(avx2)

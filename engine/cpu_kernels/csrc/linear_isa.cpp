@@ -15,6 +15,7 @@ namespace pageloom {
   extern const LinearKernels* linear_bf16_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* linear_int8_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* linear_group_##isa(Format format) PAGELOOM_WEAK; \
+  extern const LinearKernels* linear_float_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* rotate_heads_##isa() PAGELOOM_WEAK;
 PAGELOOM_WEAK_LINEAR(portable)
 PAGELOOM_WEAK_LINEAR(avx2)
@@ -29,7 +30,7 @@ extern CombineRows combine_rows_avx512bf16() PAGELOOM_WEAK;
 
 namespace {
 
-constexpr int kRotate = static_cast<int>(Format::kRotate), kFormats = kRotate + 1;
+constexpr int kFloat32 = static_cast<int>(Format::kFloat32), kRotate = static_cast<int>(Format::kRotate), kFormats = kRotate + 1;
 
 #if defined(__x86_64__) && defined(__linux__)
 // Whether the CPU has bf16 and int8 tiles, and the kernel lets this process (all its threads) use their registers.
@@ -80,6 +81,7 @@ struct Family {
   const LinearKernels* (*bf16)();
   const LinearKernels* (*int8)();
   const LinearKernels* (*group)(Format);
+  const LinearKernels* (*wide)();
   const LinearKernels* (*rotate)();
 };
 
@@ -101,14 +103,16 @@ bool cpu_has(int64_t isa) {
   }
 }
 
+#define PAGELOOM_FAMILY(isa) \
+  {linear_bf16_##isa, linear_int8_##isa, linear_group_##isa, linear_float_##isa, rotate_heads_##isa}
 Family family_of(int64_t isa) {
   switch (isa) {
-    case kPortable: return {linear_bf16_portable, linear_int8_portable, linear_group_portable, rotate_heads_portable};
-    case kAvx2: return {linear_bf16_avx2, linear_int8_avx2, linear_group_avx2, rotate_heads_avx2};
-    case kAvx512: return {linear_bf16_avx512, linear_int8_avx512, linear_group_avx512, rotate_heads_avx512};
-    case kAvx512Vnni: return {linear_bf16_avx512vnni, linear_int8_avx512vnni, linear_group_avx512vnni, rotate_heads_avx512vnni};
-    case kAvx512Bf16: return {linear_bf16_avx512bf16, linear_int8_avx512bf16, linear_group_avx512bf16, rotate_heads_avx512bf16};
-    case kAmx: return {linear_bf16_amx, linear_int8_amx, linear_group_amx, rotate_heads_amx};
+    case kPortable: return PAGELOOM_FAMILY(portable);
+    case kAvx2: return PAGELOOM_FAMILY(avx2);
+    case kAvx512: return PAGELOOM_FAMILY(avx512);
+    case kAvx512Vnni: return PAGELOOM_FAMILY(avx512vnni);
+    case kAvx512Bf16: return PAGELOOM_FAMILY(avx512bf16);
+    case kAmx: return PAGELOOM_FAMILY(amx);
     default: return {};
   }
 }
@@ -127,8 +131,9 @@ struct Table {
         const LinearKernels* own = nullptr;
         if (available[isa] && format == 0 && family.bf16 != nullptr) own = family.bf16();
         if (available[isa] && format == 1 && family.int8 != nullptr) own = family.int8();
+        if (available[isa] && format == kFloat32 && family.wide != nullptr) own = family.wide();
         if (available[isa] && format == kRotate && family.rotate != nullptr) own = family.rotate();
-        if (available[isa] && format >= 2 && format < kRotate && family.group != nullptr)
+        if (available[isa] && format >= 2 && format < kFloat32 && family.group != nullptr)
           own = family.group(static_cast<Format>(format));
         widest[isa][format] = own != nullptr ? own : widest[isa - 1][format];
       }

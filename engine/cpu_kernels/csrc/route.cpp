@@ -1,8 +1,9 @@
 // Which experts a token goes to. Plain code: a token's scores are a few hundred numbers, whose order is all that counts.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
+#include <type_traits>
 
 #include "experts_schedule.h"
 #include "linear_work.h"
@@ -73,6 +74,13 @@ float sum_of(const float* values, int64_t count) {
   return sum;
 }
 
+// NaN in one is NaN in all.
+void softmax(const float* logits, int64_t count, float* result) {
+  exponentials(logits, count, *std::max_element(logits, logits + count), result);
+  const float total = sum_of(result, count);
+  for (int64_t i = 0; i < count; ++i) result[i] /= total;
+}
+
 void softmax_factors(const RouteProblem& p, const float* logits, const Scores& s, const int32_t* ids, float* weights) {
   const float largest = logits[ids[0]];
   const bool of_all = p.kind == RouteKind::kSoftmax && !p.normalise;
@@ -88,7 +96,7 @@ void softmax_factors(const RouteProblem& p, const float* logits, const Scores& s
   for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / total * p.scale;
 }
 
-void sigmoid_factors(const RouteProblem& p, const Scores& s, const int32_t* ids, float* weights) {
+void scored_factors(const RouteProblem& p, const Scores& s, const int32_t* ids, float* weights) {
   constexpr float kTiny = 1e-20f;  // as DeepSeek-V3: all may be 0
   for (int64_t j = 0; j < p.top_k; ++j) weights[j] = s.of[ids[j]];
   const float total = p.normalise ? sum_of(weights, p.top_k) + kTiny : 1.0f;
@@ -100,15 +108,16 @@ void route_token(const RouteProblem& p, int64_t token, const Scores& s) {
   int32_t* const ids = p.ids + token * p.top_k;
   float* const weights = p.weights + token * p.top_k;
   bool numbers;
-  if (p.kind == RouteKind::kSigmoid) {
-    for (int64_t e = 0; e < p.experts; ++e) {
-      s.of[e] = 1.0f / (1.0f + std::exp(-logits[e]));
-      s.chosen_by[e] = p.bias == nullptr ? s.of[e] : s.of[e] + p.bias[e];
-    }
+  if (p.kind == RouteKind::kSigmoid || p.bias != nullptr) {
+    if (p.kind == RouteKind::kSigmoid)
+      for (int64_t e = 0; e < p.experts; ++e) s.of[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    else
+      softmax(logits, p.experts, s.of);
+    for (int64_t e = 0; e < p.experts; ++e) s.chosen_by[e] = p.bias == nullptr ? s.of[e] : s.of[e] + p.bias[e];
     numbers = without_nan(s.chosen_by, p.experts, s.chosen_by);
     if (p.top_groups < p.groups) drop_groups(p, s, reinterpret_cast<int32_t*>(s.groups + p.groups));
     choose(s.chosen_by, p.experts, p.top_k, ids);
-    sigmoid_factors(p, s, ids, weights);
+    scored_factors(p, s, ids, weights);
   } else {
     numbers = without_nan(logits, p.experts, s.chosen_by);
     choose(s.chosen_by, p.experts, p.top_k, ids);
@@ -117,28 +126,47 @@ void route_token(const RouteProblem& p, int64_t token, const Scores& s) {
   if (!numbers) std::fill(weights, weights + p.top_k, std::numeric_limits<float>::quiet_NaN());
 }
 
-struct Run {
-  const RouteProblem& problem;
-  std::atomic<int64_t> next{0};
+struct Route : Stage {
+  RouteProblem problem;
 };
 
-void worker(void* context) {
+bool route_tokens(Stage& stage, int64_t, Turn& turn) {
   static thread_local Arena arena;
-  auto& run = *static_cast<Run*>(context);
-  const RouteProblem& p = run.problem;
+  const RouteProblem& p = static_cast<Route&>(stage).problem;
   const int64_t size = aligned(p.experts * 4) / 4;
   auto* const memory = reinterpret_cast<float*>(arena.reserve((2 * size + 2 * p.groups) * 4));
   const Scores s{memory, memory + size, memory + 2 * size};
-  for (int64_t begin; (begin = run.next.fetch_add(kTokens, std::memory_order_relaxed)) < p.tokens;)
-    for (int64_t t = begin, end = std::min(p.tokens, begin + kTokens); t < end; ++t) route_token(p, t, s);
+  for (int64_t begin; (begin = stage.next.fetch_add(kTokens, std::memory_order_relaxed)) < p.tokens;) {
+    const int64_t end = std::min(p.tokens, begin + kTokens);
+    for (int64_t t = begin; t < end; ++t) route_token(p, t, s);
+    stage.finish(end - begin);
+    if (!turn.pass()) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
+RouteStages::RouteStages(int64_t routes, int64_t threads) : threads_(threads) {
+  static thread_local Arena arena;
+  at_ = arena.reserve(routes * aligned(sizeof(Route)));
+}
+
+Stage* RouteStages::add(const RouteProblem& problem) {
+  static_assert(std::is_trivially_destructible_v<Route>);
+  Route& route = *new (at_) Route{};
+  at_ += aligned(sizeof(Route));
+  route.problem = problem;
+  route.units = problem.tokens;
+  route.workers = problem.tokens * problem.experts < kSerialElements ? 1 : std::min(threads_, ceil_div(problem.tokens, kTokens));
+  route.work = route_tokens;
+  return &route;
+}
+
 void run_route(const RouteProblem& problem, const Threads& threads) {
-  Run run{problem};
-  const bool serial = problem.tokens * problem.experts < kSerialElements;
-  threads.run(serial ? 1 : ceil_div(problem.tokens, kTokens), worker, &run);
+  RouteStages routes(1, threads.count);
+  Stage* const stage = routes.add(problem);
+  StageRun(&stage, 1).run(threads);
 }
 
 }  // namespace pageloom

@@ -17,28 +17,48 @@ int64_t now_ns() {
       .count();
 }
 
-uint16_t* at(const std::vector<Rows>& values, const Ref& ref) { return values[ref.value].data + ref.offset; }
+// What a tape's values are in this run.
+struct Values {
+  const TapeValue* of;
+  std::vector<Rows> rows;
 
-void fill_in(LinearProblem& p, const TapeLayer& t, const std::vector<Rows>& values, int64_t rows) {
+  template <class T = uint16_t>
+  T* at(const Ref& ref) const {
+    return reinterpret_cast<T*>(rows[ref.value].data + ref.offset * of[ref.value].size);
+  }
+  int64_t stride(const Ref& ref) const { return rows[ref.value].stride; }
+};
+
+void fill_in(LinearProblem& p, const TapeLayer& t, const Values& values, int64_t rows) {
   p.rows = rows;
-  p.x = at(values, t.x);
-  p.x_stride = values[t.x.value].stride;
-  p.out = at(values, t.out);
-  p.out_stride = values[t.out.value].stride;
-  if (t.residual.value >= 0) {
-    p.residual = at(values, t.residual);
-    p.residual_stride = values[t.residual.value].stride;
-  }
-  if (t.rope.value >= 0) {
-    p.rotation.rope = at(values, t.rope);
-    p.rotation.rope_stride = values[t.rope.value].stride;
-  }
+  p.x = values.at(t.x), p.x_stride = values.stride(t.x);
+  p.out = values.at(t.out), p.out_stride = values.stride(t.out);
+  if (t.residual.value >= 0) p.residual = values.at(t.residual), p.residual_stride = values.stride(t.residual);
+  if (t.rope.value >= 0) p.rotation.rope = values.at(t.rope), p.rotation.rope_stride = values.stride(t.rope);
+}
+
+void fill_in(RouteProblem& p, const TapeRoute& t, const Values& values, int64_t rows) {
+  p.tokens = rows;
+  p.logits = values.at<float>(t.logits), p.logits_stride = values.stride(t.logits);
+  p.ids = values.at<int32_t>(t.ids);
+  p.weights = values.at<float>(t.weights);
+}
+
+void fill_in(ExpertsProblem& p, const TapeExperts& t, const Values& values, int64_t rows) {
+  p.tokens = rows;
+  p.ids = values.at<int32_t>(t.ids);
+  p.weights = values.at<float>(t.weights);
+  p.gate_up.x = values.at(t.x), p.gate_up.x_stride = values.stride(t.x);
+  p.out = values.at(t.out), p.out_stride = values.stride(t.out);
+  if (t.residual.value >= 0) p.residual = values.at(t.residual), p.residual_stride = values.stride(t.residual);
 }
 
 // What a run's threads share; kept, so that a steady state allocates nothing.
 struct Shared {
-  std::vector<Rows> values;
+  Values values;
   std::vector<LinearLayer> layers;
+  std::vector<RouteProblem> routes;
+  std::vector<ExpertsProblem> experts;
   std::vector<Stage*> stages;
   std::vector<int64_t> first_stage;  // of each step, and their number
   std::vector<int64_t> ends;
@@ -53,8 +73,8 @@ struct Shared {
 
 const char* prepare(const TapeAttention& a, Shared& shared, int64_t rows, const void* step, int64_t threads,
                     char*& memory) {
-  const auto data = [&](const Ref& ref) { return at(shared.values, ref); };
-  const auto stride = [&](const Ref& ref) { return shared.values[ref.value].stride; };
+  const auto data = [&](const Ref& ref) { return shared.values.at(ref); };
+  const auto stride = [&](const Ref& ref) { return shared.values.stride(ref); };
   Stage* made[kNativeStages] = {};
   const char* error = a.functions->prepare(a.layer, step,
                                            {data(a.q), stride(a.q), data(a.k), stride(a.k), data(a.v), stride(a.v),
@@ -64,6 +84,30 @@ const char* prepare(const TapeAttention& a, Shared& shared, int64_t rows, const 
   for (Stage* stage : made)
     if (error == nullptr && stage != nullptr) shared.stages.push_back(stage);
   return error;
+}
+
+void fill_in(const Tape& tape, Shared& shared, int64_t rows, const Rows* inputs, const Rows* results, char* scratch) {
+  Values& values = shared.values;
+  values.of = values_of(tape);
+  values.rows.clear(), shared.layers.clear(), shared.routes.clear(), shared.experts.clear();
+  for (int64_t i = 0; i < tape.values; ++i) {
+    const TapeValue& v = values.of[i];
+    values.rows.push_back(v.place == Place::kInput    ? inputs[v.index]
+                          : v.place == Place::kResult ? results[v.index]
+                                                      : Rows{scratch + rows * v.index, v.columns});
+  }
+  for (int64_t i = 0; i < tape.layers; ++i) {
+    shared.layers.push_back(layers_of(tape)[i].layer);
+    fill_in(shared.layers.back().problem, layers_of(tape)[i], values, rows);
+  }
+  for (int64_t i = 0; i < tape.routes; ++i) {
+    shared.routes.push_back(routes_of(tape)[i].problem);
+    fill_in(shared.routes.back(), routes_of(tape)[i], values, rows);
+  }
+  for (int64_t i = 0; i < tape.experts; ++i) {
+    shared.experts.push_back(experts_of(tape)[i].problem);
+    fill_in(shared.experts.back(), experts_of(tape)[i], values, rows);
+  }
 }
 
 // A step begins when the stages before it are complete.
@@ -79,8 +123,11 @@ void tell_times(const Tape& tape, const Shared& shared, int64_t began, int64_t* 
 
 const TapeValue* values_of(const Tape& tape) { return after<TapeValue>(&tape, 1); }
 const TapeStep* steps_of(const Tape& tape) { return after<TapeStep>(values_of(tape), tape.values); }
-const TapeLayer* layers_of(const Tape& tape) { return after<TapeLayer>(steps_of(tape), tape.steps); }
-const TapeAttention* attentions_of(const Tape& tape) { return after<TapeAttention>(layers_of(tape), tape.layers); }
+const TapeCall* calls_of(const Tape& tape) { return after<TapeCall>(steps_of(tape), tape.steps); }
+const TapeLayer* layers_of(const Tape& tape) { return after<TapeLayer>(calls_of(tape), tape.calls); }
+const TapeRoute* routes_of(const Tape& tape) { return after<TapeRoute>(layers_of(tape), tape.layers); }
+const TapeExperts* experts_of(const Tape& tape) { return after<TapeExperts>(routes_of(tape), tape.routes); }
+const TapeAttention* attentions_of(const Tape& tape) { return after<TapeAttention>(experts_of(tape), tape.experts); }
 
 int64_t bytes_of(const Tape& tape) {
   return reinterpret_cast<const char*>(attentions_of(tape) + tape.attentions) - reinterpret_cast<const char*>(&tape);
@@ -95,28 +142,25 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
     return nullptr;
   }
   ++shared.runs;
-  shared.values.clear(), shared.layers.clear(), shared.stages.clear(), shared.first_stage.clear();
-  for (int64_t i = 0; i < tape.values; ++i) {
-    const TapeValue& v = values_of(tape)[i];
-    shared.values.push_back(v.place == Place::kInput    ? inputs[v.index]
-                            : v.place == Place::kResult ? results[v.index]
-                                                        : Rows{reinterpret_cast<uint16_t*>(scratch + rows * v.index), v.columns});
-  }
-  for (int64_t i = 0; i < tape.layers; ++i) {
-    const TapeLayer& layer = layers_of(tape)[i];
-    shared.layers.push_back(layer.layer);
-    fill_in(shared.layers.back().problem, layer, shared.values, rows);
-  }
+  shared.stages.clear(), shared.first_stage.clear();
+  fill_in(tape, shared, rows, inputs, results, scratch);
   LinearStages linears(tape.layers, threads.count);
+  RouteStages routes(tape.routes, threads.count);
+  ExpertStages experts(shared.experts.data(), tape.experts, threads.count);
   char* memory = shared.call_memory(tape.call_bytes);
   for (int64_t i = 0; i < tape.steps; ++i) {
     const TapeStep& step = steps_of(tape)[i];
     shared.first_stage.push_back(static_cast<int64_t>(shared.stages.size()));
-    for (int64_t j = 0; j < step.count; ++j) shared.stages.push_back(linears.add(shared.layers[step.first + j]));
-    if (step.count > 0) continue;
-    const TapeAttention& attention = attentions_of(tape)[step.first];
-    const char* error = prepare(attention, shared, rows, attention_steps[attention.step], threads.count, memory);
-    if (error != nullptr) return error;
+    for (int64_t j = step.first; j < step.first + step.count; ++j) {
+      const TapeCall call = calls_of(tape)[j];
+      if (call.kind == TapeKind::kLayer) shared.stages.push_back(linears.add(shared.layers[call.index]));
+      if (call.kind == TapeKind::kRoute) shared.stages.push_back(routes.add(shared.routes[call.index]));
+      if (call.kind == TapeKind::kExperts) experts.add(call.index, shared.stages);
+      if (call.kind != TapeKind::kAttention) continue;
+      const TapeAttention& attention = attentions_of(tape)[call.index];
+      const char* error = prepare(attention, shared, rows, attention_steps[attention.step], threads.count, memory);
+      if (error != nullptr) return error;
+    }
   }
   const auto count = static_cast<int64_t>(shared.stages.size());
   shared.first_stage.push_back(count);

@@ -3,6 +3,7 @@
 // between two layers a caller's own code would have to come from memory again, because weights stream through the caches.
 #pragma once
 
+#include "experts_schedule.h"
 #include "linear_schedule.h"
 #include "native_call.h"
 
@@ -18,6 +19,16 @@ struct TapeLayer {
   Ref x, residual, rope, out;
 };
 
+struct TapeRoute {
+  RouteProblem problem;  // without tokens, logits, ids, weights
+  Ref logits, ids, weights;
+};
+
+struct TapeExperts {
+  ExpertsProblem problem;  // without tokens, ids, weights, x, residual, out
+  Ref x, ids, weights, residual, out;
+};
+
 struct TapeAttention {
   const NativeAttention* functions;
   const void* layer;
@@ -25,7 +36,15 @@ struct TapeAttention {
   Ref q, k, v, out;
 };
 
-// `count` layers from `first` on; count 0: attention number `first`. Their stages all are of one run (stages.h).
+enum class TapeKind : int64_t { kLayer = 0, kRoute = 1, kExperts = 2, kAttention = 3 };
+
+// Number `index` of its kind.
+struct TapeCall {
+  TapeKind kind;
+  int64_t index;
+};
+
+// Calls whose time is told together. The stages of all steps are of one run (stages.h).
 struct TapeStep {
   int64_t first, count;
 };
@@ -35,14 +54,14 @@ struct TapeStep {
 enum class Place : int64_t { kInput = 0, kResult = 1, kScratch = 2 };
 
 struct TapeValue {
-  int64_t columns;
+  int64_t columns, size;  // bytes of an element: 2, bf16, or 4, float32 or int32, in scratch memory only
   Place place;
   int64_t index;
 };
 
-// Followed in memory by its values, steps, layers and attentions. Trivially copyable, all of it.
+// Followed in memory by its values, steps, calls, layers, routes, experts and attentions. Trivially copyable, all of it.
 struct Tape {
-  int64_t bytes, inputs, results, values, steps, layers, attentions;
+  int64_t bytes, inputs, results, values, steps, calls, layers, routes, experts, attentions;
   int64_t attention_steps;  // as many has a run
   int64_t call_bytes;       // memory of all calls of attentions, 64-byte aligned
   int64_t scratch_bytes;    // a row
@@ -50,19 +69,22 @@ struct Tape {
 
 const TapeValue* values_of(const Tape& tape);
 const TapeStep* steps_of(const Tape& tape);
+const TapeCall* calls_of(const Tape& tape);
 const TapeLayer* layers_of(const Tape& tape);
+const TapeRoute* routes_of(const Tape& tape);
+const TapeExperts* experts_of(const Tape& tape);
 const TapeAttention* attentions_of(const Tape& tape);
 int64_t bytes_of(const Tape& tape);
 
 // Rows of a value during a run.
 struct Rows {
-  uint16_t* data;
-  int64_t stride;
+  char* data;
+  int64_t stride;  // elements between two rows
 };
 
 // `inputs`, `results`: as many as the tape has. `scratch`: 64-byte aligned, rows * scratch_bytes. `attention_steps`:
 // what the attention's functions take. `times`: null, or where the steps' starts and the last one's end go, in
-// nanoseconds of the monotonic clock. Null, or an attention's error; what was in the results is lost then.
+// nanoseconds of the monotonic clock. Null, or a stage's error; what was in the results is lost then.
 const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
                      const void* const* attention_steps, const Threads& threads, int64_t* times);
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "binding.h"
+#include "experts_binding.h"
 #include "tape.h"
 
 namespace pageloom {
@@ -15,8 +15,9 @@ constexpr const char* kRun = "run_tape";
 struct Reader {
   const std::vector<int64_t>& numbers;
   const std::vector<Tensor>& tensors;
+  const std::vector<double>& reals;
   std::vector<TapeValue> values;
-  size_t at = 0;
+  size_t at = 0, real_at = 0;
 
   int64_t count() {
     const int64_t n = next();
@@ -42,52 +43,120 @@ struct Reader {
     return *found;
   }
 
-  // `columns` of a value.
-  Ref ref(int64_t columns) {
-    const int64_t value = next(), offset = next();
-    PAGELOOM_CHECK(value < 0 || (value < static_cast<int64_t>(values.size()) && offset >= 0 &&
-                                  offset + columns <= values[value].columns),
-                    kMake, ": columns ", offset, " to ", offset + columns, " are not in value ", value);
-    return {value, offset};
+  // A value's columns, and how many, of elements of `size` bytes.
+  struct Columns {
+    Ref ref;
+    int64_t count;
+  };
+
+  Columns columns(int64_t size = 2) {
+    const int64_t value = next(), offset = next(), count = next();
+    PAGELOOM_CHECK(value < 0 || (value < static_cast<int64_t>(values.size()) && offset >= 0 && count > 0 &&
+                                  offset + count <= values[value].columns),
+                    kMake, ": columns ", offset, " to ", offset + count, " are not in value ", value);
+    PAGELOOM_CHECK(value < 0 || values[value].size == size, kMake, ": value ", value, " has elements of another size than ", size);
+    return {{value, offset}, value < 0 ? 0 : count};
   }
 
-  Ref needed_ref(int64_t columns) {
-    const Ref found = ref(columns);
+  Columns needed_columns(int64_t size = 2) {
+    const Columns found = columns(size);
+    PAGELOOM_CHECK(found.ref.value >= 0, kMake, ": a value is missing");
+    return found;
+  }
+
+  // As many as `count`, or none.
+  Ref ref(int64_t count, int64_t size = 2) {
+    const Columns found = columns(size);
+    PAGELOOM_CHECK(found.ref.value < 0 || found.count == count, kMake, ": ", found.count, " columns of value ", found.ref.value,
+                    ", not ", count);
+    return found.ref;
+  }
+
+  Ref needed_ref(int64_t count, int64_t size = 2) {
+    const Ref found = ref(count, size);
     PAGELOOM_CHECK(found.value >= 0, kMake, ": a value is missing");
     return found;
   }
+
+  // A whole value.
+  Ref whole(int64_t count, int64_t size) {
+    const Ref found = needed_ref(count, size);
+    PAGELOOM_CHECK(values[found.value].columns == count, kMake, ": value ", found.value, " has more than ", count, " columns");
+    return found;
+  }
+
+  double real() {
+    PAGELOOM_CHECK(real_at < reals.size(), kMake, ": reals end early");
+    return reals[real_at++];
+  }
 };
 
-TapeLayer read_matrix(Reader& r, double norm_eps, int64_t isa) {
+// ---- operators: what their schemas say, in order, and then their results
+
+TapeLayer read_linear(Reader& r) {
+  const Reader::Columns x = r.needed_columns();
   Matrix m{};
+  m.k = x.count;
   m.weight = r.needed_tensor();
-  m.n = r.next(), m.k = r.next(), m.format = r.next();
+  m.n = r.next(), m.format = r.next();
   m.bias = r.tensor();
   m.norm_weight = r.tensor();
-  m.norm_eps = norm_eps;
+  m.norm_eps = r.real();
+  const Reader::Columns residual = r.columns();
   m.gate = r.next();
-  TapeLayer t{checked_layer(m, isa, kMake), {}, {}, {}, {}};
-  t.x = r.needed_ref(m.k);
-  t.residual = r.ref(t.layer.problem.out_stride);
-  t.out = r.needed_ref(t.layer.problem.out_stride);
+  m.wide = r.next() != 0;
+  m.adds = residual.ref.value >= 0;
+  TapeLayer t{checked_layer(m, r.next(), kMake), x.ref, residual.ref, {}, {}};
+  const int64_t n = t.layer.problem.out_stride;
+  PAGELOOM_CHECK(residual.count == 0 || residual.count == n, kMake, ": a residual of ", residual.count, " columns, not ", n);
+  t.out = r.needed_ref(n, m.wide ? 4 : 2);
   return t;
 }
 
-TapeLayer read_rotation(Reader& r, double norm_eps) {
+TapeLayer read_rotation(Reader& r) {
+  const Reader::Columns x = r.needed_columns(), rope = r.columns();
   Heads h{};
-  h.n = r.next(), h.q_heads = r.next(), h.k_heads = r.next(), h.head_dim = r.next();
-  h.rotary_dim = r.next();
+  h.n = x.count;
+  h.rotary_dim = rope.count;
   h.q_norm = r.tensor();
   h.k_norm = r.tensor();
-  h.norm_eps = norm_eps;
-  TapeLayer t{};
-  t.x = r.needed_ref(h.n);
-  t.rope = r.ref(h.rotary_dim);
-  PAGELOOM_CHECK((t.rope.value >= 0) == (h.rotary_dim > 0), kMake, ": a rope of ", h.rotary_dim, " columns in value ", t.rope.value);
-  t.residual = r.ref(h.n);
-  h.adds = t.residual.value >= 0;
-  t.layer = checked_rotation(h, kMake);
-  t.out = r.needed_ref(h.n);
+  h.norm_eps = r.real();
+  h.q_heads = r.next(), h.k_heads = r.next(), h.head_dim = r.next();
+  const Ref residual = r.ref(h.n);
+  h.adds = residual.value >= 0;
+  return {checked_rotation(h, kMake), x.ref, residual, rope.ref, r.needed_ref(h.n)};
+}
+
+TapeRoute read_route(Reader& r) {
+  const Reader::Columns logits = r.needed_columns(4);
+  Routing routing{};
+  routing.kind = r.next(), routing.top_k = r.next();
+  routing.normalise = r.next() != 0;
+  routing.bias = r.tensor();
+  routing.groups = r.next(), routing.top_groups = r.next();
+  routing.scale = r.real();
+  TapeRoute t{checked_route(routing, logits.count, kMake), logits.ref, {}, {}};
+  t.ids = r.whole(routing.top_k, 4);
+  t.weights = r.whole(routing.top_k, 4);
+  return t;
+}
+
+TapeExperts read_experts(Reader& r) {
+  const Reader::Columns x = r.needed_columns(), ids = r.needed_columns(4), weights = r.needed_columns(4);
+  PAGELOOM_CHECK(r.values[ids.ref.value].columns == ids.count && r.values[weights.ref.value].columns == ids.count &&
+                     weights.count == ids.count,
+                 kMake, ": ids and weights must be whole values of as many columns");
+  ExpertMatrices m{};
+  m.gate_up = r.needed_tensor();
+  m.down = r.needed_tensor();
+  m.n_inner = r.next(), m.gate_up_format = r.next(), m.down_format = r.next();
+  m.gate_up_bias = r.tensor();
+  m.down_bias = r.tensor();
+  const Ref residual = r.ref(x.count);
+  m.gate = r.next();
+  m.limit = r.real(), m.alpha = r.real();
+  TapeExperts t{checked_experts(m, x.count, ids.count, r.next(), kMake), x.ref, ids.ref, weights.ref, residual, {}};
+  t.out = r.needed_ref(x.count);
   return t;
 }
 
@@ -96,35 +165,53 @@ TapeAttention read_attention(Reader& r) {
   a.functions = reinterpret_cast<const NativeAttention*>(r.next());
   a.layer = r.needed_tensor().data_ptr();
   a.step = r.count();
-  const int64_t q = r.next(), kv = r.next();
-  a.q = r.needed_ref(q);
-  a.k = r.needed_ref(kv);
-  a.v = r.needed_ref(kv);
-  a.out = r.needed_ref(q);
+  const Reader::Columns q = r.needed_columns(), k = r.needed_columns();
+  a.q = q.ref, a.k = k.ref;
+  a.v = r.needed_ref(k.count);
+  a.out = r.needed_ref(q.count);
   PAGELOOM_CHECK(a.functions != nullptr, kMake, ": an attention without its functions");
   return a;
 }
 
-template <class T>
-char* append(char* at, const std::vector<T>& items) {
-  std::memcpy(at, items.data(), items.size() * sizeof(T));
-  return at + items.size() * sizeof(T);
-}
+// The calls of a program, each kind by itself.
+struct Calls {
+  std::vector<TapeStep> steps;
+  std::vector<TapeCall> calls;
+  std::vector<TapeLayer> layers;
+  std::vector<TapeRoute> routes;
+  std::vector<TapeExperts> experts;
+  std::vector<TapeAttention> attentions;
 
-Tensor new_bytes(int64_t size) { return Tensor::empty({size}, ScalarType::Byte); }
+  template <class T>
+  void add(TapeKind kind, std::vector<T>& of_kind, const T& call) {
+    calls.push_back({kind, static_cast<int64_t>(of_kind.size())});
+    of_kind.push_back(call);
+  }
 
-Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std::vector<double> norm_eps, int64_t isa) {
-  Reader r{program, tensors, {}};
-  Tape tape{};
+  // Numbers as in tape_program.py.
+  void read(Reader& r) {
+    switch (const int64_t kind = r.next()) {
+      case 0: return add(TapeKind::kAttention, attentions, read_attention(r));
+      case 1: return add(TapeKind::kLayer, layers, read_linear(r));
+      case 2: return add(TapeKind::kLayer, layers, read_rotation(r));
+      case 3: return add(TapeKind::kRoute, routes, read_route(r));
+      case 4: return add(TapeKind::kExperts, experts, read_experts(r));
+      default: refuse(kMake, ": no call is of kind ", kind);
+    }
+  }
+};
+
+void read_values(Reader& r, Tape& tape) {
   tape.values = r.count();
   for (int64_t i = 0; i < tape.values; ++i) {
-    const int64_t columns = r.next(), place = r.next(), index = r.next();
-    PAGELOOM_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0, kMake, ": value ", i, " is malformed");
-    r.values.push_back({columns, static_cast<Place>(place), index});
+    const int64_t columns = r.next(), size = r.next(), place = r.next(), index = r.next();
+    PAGELOOM_CHECK(columns > 0 && place >= 0 && place <= 2 && index >= 0 && (size == 2 || (size == 4 && place == 2)), kMake,
+                    ": value ", i, " is malformed");
+    r.values.push_back({columns, size, static_cast<Place>(place), index});
     tape.inputs += r.values.back().place == Place::kInput;
     tape.results += r.values.back().place == Place::kResult;
     if (r.values.back().place == Place::kScratch)
-      tape.scratch_bytes = std::max(tape.scratch_bytes, (index + columns * 2 + 63) / 64 * 64);
+      tape.scratch_bytes = std::max(tape.scratch_bytes, (index + columns * size + 63) / 64 * 64);
   }
   std::vector<bool> taken(tape.results);
   for (const TapeValue& v : r.values) {
@@ -135,31 +222,39 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
     PAGELOOM_CHECK(!taken[v.index], kMake, ": two values are result ", v.index);
     taken[v.index] = true;
   }
-  std::vector<TapeStep> steps;
-  std::vector<TapeLayer> layers;
-  std::vector<TapeAttention> attentions;
-  size_t eps = 0;
+}
+
+template <class T>
+char* append(char* at, const std::vector<T>& items) {
+  std::memcpy(at, items.data(), items.size() * sizeof(T));
+  return at + items.size() * sizeof(T);
+}
+
+Tensor new_bytes(int64_t size) { return Tensor::empty({size}, ScalarType::Byte); }
+
+Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std::vector<double> reals) {
+  Reader r{program, tensors, reals, {}};
+  Tape tape{};
+  read_values(r, tape);
+  Calls read;
   for (int64_t left = r.count(); left > 0; --left) {
     const int64_t count = r.count();
-    steps.push_back({static_cast<int64_t>(count == 0 ? attentions.size() : layers.size()), count});
-    if (count == 0) {
-      attentions.push_back(read_attention(r));
-      tape.attention_steps = std::max(tape.attention_steps, attentions.back().step + 1);
-      tape.call_bytes += (attentions.back().functions->bytes + 63) / 64 * 64;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      PAGELOOM_CHECK(eps < norm_eps.size(), kMake, ": norm_eps ends early");
-      const double layer_eps = norm_eps[eps++];
-      layers.push_back(r.next() == 0 ? read_matrix(r, layer_eps, isa) : read_rotation(r, layer_eps));
-    }
+    read.steps.push_back({static_cast<int64_t>(read.calls.size()), count});
+    for (int64_t i = 0; i < count; ++i) read.read(r);
   }
-  PAGELOOM_CHECK(r.at == program.size() && eps == norm_eps.size(), kMake, ": the program goes on behind its end");
-  tape.steps = steps.size(), tape.layers = layers.size(), tape.attentions = attentions.size();
+  PAGELOOM_CHECK(r.at == program.size() && r.real_at == reals.size(), kMake, ": the program goes on behind its end");
+  for (const TapeAttention& a : read.attentions) {
+    tape.attention_steps = std::max(tape.attention_steps, a.step + 1);
+    tape.call_bytes += (a.functions->bytes + 63) / 64 * 64;
+  }
+  tape.steps = read.steps.size(), tape.calls = read.calls.size(), tape.layers = read.layers.size();
+  tape.routes = read.routes.size(), tape.experts = read.experts.size(), tape.attentions = read.attentions.size();
   tape.bytes = bytes_of(tape);
   Tensor made = new_bytes(tape.bytes);
-  char* const memory = static_cast<char*>(made.data_ptr());
-  std::memcpy(memory, &tape, sizeof tape);
-  append(append(append(append(memory + sizeof tape, r.values), steps), layers), attentions);
+  char* at = static_cast<char*>(made.data_ptr());
+  std::memcpy(at, &tape, sizeof tape);
+  at = append(append(append(at + sizeof tape, r.values), read.steps), read.calls);
+  append(append(append(append(at, read.layers), read.routes), read.experts), read.attentions);
   return made;
 }
 
@@ -189,10 +284,10 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, std::vector<Ten
       int64_t stride = 0;
       const uint16_t* const data = rows_of(inputs[v.index], v.columns, stride, kRun, "an input");
       PAGELOOM_CHECK(inputs[v.index].size(0) == rows, kRun, ": inputs differ in their rows");
-      given[v.index] = {const_cast<uint16_t*>(data), stride};
+      given[v.index] = {reinterpret_cast<char*>(const_cast<uint16_t*>(data)), stride};
     } else if (v.place == Place::kResult) {
       results[v.index] = new_output(rows, v.columns, false);
-      returned[v.index] = {static_cast<uint16_t*>(results[v.index].data_ptr()), v.columns};
+      returned[v.index] = {static_cast<char*>(results[v.index].data_ptr()), v.columns};
     }
   }
   const Tensor scratch = new_bytes(rows * tape.scratch_bytes + 64);
@@ -206,7 +301,7 @@ std::vector<Tensor> run(Tensor made, std::vector<Tensor> inputs, std::vector<Ten
 }
 
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
-  m.define("make_tape(Tensor[] tensors, int[] program, float[] norm_eps, int isa) -> Tensor");
+  m.define("make_tape(Tensor[] tensors, int[] program, float[] reals) -> Tensor");
   m.define("run_tape(Tensor tape, Tensor[] inputs, Tensor[] attention_steps, Tensor? times) -> Tensor[]");
 });
 
