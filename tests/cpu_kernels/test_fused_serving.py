@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 LAYERS = SHAPE["num_hidden_layers"]
 FAMILIES = ["llama_tied", "llama_biases", "qwen2", "qwen3", "mistral_window"]
 FAMILIES += ["phi3_long_rope", "granite", "glm4", "hunyuan", "exaone4", "smollm3_windows", "ernie4_5"]
-FAMILIES += ["olmo2_as_many_heads", "helium"]
+FAMILIES += ["olmo2_as_many_heads", "helium", "qwen3_moe", "glm4_moe"]
 """untied where the name does not say otherwise"""
 LENGTHS = (5, 40, 100, 1, 33, 17)
 PROMPTS = [[3 + (i * 37 + j * j + j) % 190 for j in range(n)] for i, n in enumerate(LENGTHS)]
