@@ -28,7 +28,8 @@ class Routing(IntEnum):
     """How logits become choices and factors; numbers as in `csrc/experts_schedule.h`."""
 
     SOFTMAX = 0
-    """softmax over all experts, the best of them, and normalised or not (Qwen3-MoE, Mixtral)"""
+    """softmax over all experts, the best of them, and normalised or not (Qwen3-MoE, Mixtral); with a bias chosen by
+    softmax + bias (ERNIE 4.5)"""
     CHOSEN_SOFTMAX = 1
     """the best logits, and softmax over those (GPT-OSS)"""
     SIGMOID = 2

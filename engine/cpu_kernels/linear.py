@@ -110,7 +110,7 @@ class LinearOps:
     chose is not read.
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
-    `experts.Routing`; a bias and groups go with its last.
+    `experts.Routing`; a bias goes with scores of all experts, groups with its last.
     RuntimeError where an argument does not fit.
     """
 

@@ -308,7 +308,7 @@ def test_a_layer_of_wrong_or_missing_tensors_is_refused(ops: LinearOps) -> None:
         ("do not hold k = 96", matrix_program(5)),
         ("do not hold k = 64", matrix_program(0, k=64)),
         ("do not hold k = 96 inputs in format 1", matrix_program(0, format=1)),
-        ("unknown weight format 9", matrix_program(0, format=9)),
+        ("unknown weight format", matrix_program(0, format=max(Format) + 1)),
         (r"bias must be contiguous bfloat16 \[96\]", matrix_program(0, bias=1)),
         ("norm_weight must be", matrix_program(0, norm=2)),
     ]
