@@ -29,7 +29,7 @@ def pair_ids(
         tokenizer.check_length(text, contexts=config.limits.contexts_translated if cut else 1)
     length = config.model.max_model_len if most == -1 else most
     ids, kinds = encode_pair(tokenizer.backend, one, other, length, most_of_other)
-    size, last = model.vocab_size, model.token_types - 1
+    size, last = model.vocab_size, model.token_types - 1 if tokenizer.tells_texts_apart else 0
     return [token + size * min(kind, last) for token, kind in zip(ids, kinds, strict=True)]
 
 

@@ -75,6 +75,7 @@ class Tokenizer:
         self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(description.backend)
         self.vocab_size = description.vocab_size
         self.eos_token_id = description.eos_token_id
+        self.tells_texts_apart = description.tells_texts_apart
         self._special_tokens = description.special_tokens
         self._given_template = chat_template
         self._chat_template = description.chat_template if chat_template is None else chat_template

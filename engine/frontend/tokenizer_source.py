@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """of a kept description; raise it when its meaning changes"""
 _FOLDER = "tokenizers"
 _CONVERT_TIMEOUT_S = 300
@@ -62,6 +62,8 @@ class TokenizerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """by transformers' names ("bos_token", …): variables of the chat template"""
     chat_template: str | dict[str, str] | None
     """one, or several by name"""
+    tells_texts_apart: bool = False
+    """models are told which of two texts each token is of"""
     response_template: dict[str, Any] | None = None
     """how answers are read, where the checkpoint says so"""
 
@@ -195,6 +197,7 @@ def _description_of(hf: transformers.PreTrainedTokenizerBase) -> TokenizerDescri
             for name, value in hf.special_tokens_map.items()
         },
         chat_template=hf.chat_template or None,
+        tells_texts_apart="token_type_ids" in hf.model_input_names,
         response_template=getattr(hf, "response_template", None) or None,
     )
 

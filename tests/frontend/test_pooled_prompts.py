@@ -104,15 +104,20 @@ def test_what_files_say_of_pooling(tmp_path: Path) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: ", "document": ""}}')
     assert pooling_of(tmp_path) == PoolingDefaults(prompts={"query": "q: "}, declared=True)
     for config in (
-        {"pooling_mode_cls_token": True},
         {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True},
         {"pooling_mode": "weightedmean"},
         {"pooling_mode_lasttoken": True, "include_prompt": False},
     ):
         pooling(**config)
-        assert "neither" in pooling_of(tmp_path).unsupported
-    modules("Transformer", "Pooling", "Dense")
-    assert "Dense" in pooling_of(tmp_path).unsupported
+        assert "not one of" in pooling_of(tmp_path).unsupported
+    for kind in ("cls", "max"):
+        pooling(pooling_mode=kind)
+        assert pooling_of(tmp_path).pooling_type == kind
+    modules("Transformer", "Pooling", "LayerNorm")
+    assert "LayerNorm" in pooling_of(tmp_path).unsupported
+    modules("Transformer", "Pooling", "Normalize", "Dense")
+    (tmp_path / "config.json").write_text("{}")
+    assert "order" in pooling_of(tmp_path).unsupported
 
 
 def test_what_a_gguf_file_says() -> None:
@@ -121,7 +126,7 @@ def test_what_a_gguf_file_says() -> None:
 
     assert pooling_of_gguf({"general.architecture": "qwen3"}) == of(0) == of(3) == PoolingDefaults()
     assert of(1).pooling_type == "mean"
-    assert "pooling_type 2" in of(2).unsupported
+    assert "pooling_type 4" in of(4).unsupported
 
 
 def test_a_model_that_cannot_is_refused_with_its_reason() -> None:
