@@ -1,4 +1,4 @@
-"""The table of docs/models.md: every family with every feature, measured. A cell that is written there was run here."""
+"""The table of docs/models.md: every decoder, every feature, measured. A cell that is written there was run here."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from engine.models.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
 from engine.models.gguf_config import WITH_EXPERTS as GGUF_WITH_EXPERTS
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+DECODERS = [family for family in FAMILIES if family.causal]
 FEATURES = ("parity", "chunked", "prefix", "preempt", "swap", "speculate", "int8", "GGUF")
 CASE_OF = {
     "mistral": "mistral_window",
@@ -164,7 +165,9 @@ def table() -> str:
         "preempted and computed again, swapped out and in, with drafts by prompt lookup; log-probabilities near its",
         "own with int8 weights; and the same tokens from a GGUF file as llama.cpp's converter writes it (– where the",
         "architecture has no name of its own there: a Mistral's file says llama). What has no row here runs through",
-        "the library's own module, or is refused by name ([which](../engine/models/fallback/README.md)).",
+        "the library's own module, or is refused by name ([which](../engine/models/fallback/README.md)). Encoders",
+        f"({', '.join(family.architecture for family in FAMILIES if not family.causal)}) generate nothing; theirs are",
+        "`test_encoders.py`, and `test_classifiers.py` of models that judge texts.",
         "",
         f"| architecture | {' | '.join(FEATURES)} |",
         f"|{'---|' * (1 + len(FEATURES))}",
