@@ -75,6 +75,8 @@ CONFIG_RANGES = {
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": _POSITIONS,
     "sliding_window_pattern": _LAYERS,
+    "local_attention": Range(2, 2**24),
+    "global_attn_every_n_layers": _LAYERS,
     "rms_norm_eps": _EPSILON,
     "layer_norm_epsilon": _EPSILON,
     "layer_norm_eps": _EPSILON,

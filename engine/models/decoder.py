@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
         self.heads = [mixer.num_heads, kv_heads, kv_heads]
         self.head_dim, self.qk_norm = mixer.head_dim, mixer.qk_norm
         self.queries_grow = mixer.rope is not None and spec.ropes[mixer.rope].query_growth is not None
-        self.input_norm = norm(hidden, ahead)
+        self.input_norm = norm(hidden, ahead and layer.input_norm)
         self.qkv_proj = Linear(hidden, mixer.qkv_size, mixer.qkv_bias, dtype, device)
         is_row = mixer.qk_norm == "row"
         self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)

@@ -57,6 +57,11 @@ def head_of(config: Mapping[str, object], form: HeadForm, purpose: Purpose) -> H
     labels, tokens = _labels(config), _token_ids(config)
     if tokens and len(labels) not in (len(tokens), len(tokens) - 1):
         raise ConfigError(f"classifier_from_token names {len(tokens)} tokens, for {len(labels)} labels")
+    pooling = config.get("classifier_pooling")
+    if form.pooled == "cls" and pooling is not None:
+        if pooling not in ("cls", "mean"):
+            raise UnsupportedModelError(f"classifier_pooling {shown(pooling)} is not supported; cls and mean are")
+        form = msgspec.structs.replace(form, pooled=pooling)
     return HeadSpec(form=form, labels=labels, function=_function(config, len(labels), purpose), token_ids=tokens)
 
 

@@ -61,8 +61,9 @@ def test_vectors_equal_transformers(tmp_path: Path, family: str) -> None:
             llm.generate("a", use_tqdm=False)
 
 
-def test_compiled_bfloat16_is_close(tmp_path: Path) -> None:
-    model = save_encoder("Bert", tmp_path)
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_compiled_bfloat16_is_close(tmp_path: Path, family: str) -> None:
+    model = save_encoder(family, tmp_path)
     with LLM(str(tmp_path), **{**SETTINGS, "compile": "pieces", "dtype": "bfloat16"}) as llm:
         llm.wait_compiled()
         outputs = llm.encode(given(PROMPTS), PoolingParams(pooling_type="mean"), use_tqdm=False)
@@ -134,14 +135,33 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path, family: str) -> None:
             llm.score("ab" * 150, "c" * 150, use_tqdm=False)
 
 
-def test_classes_of_texts_and_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "changes"), [("Bert", {}), ("ModernBert", {"classifier_pooling": "mean"})])
+def test_classes_of_texts_and_tokens(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     for kind, task in (("ForSequenceClassification", "classify"), ("ForTokenClassification", "token_classify")):
-        model = save_encoder("Bert", tmp_path, kind, num_labels=4)
+        model = save_encoder(family, tmp_path, kind, num_labels=4, **changes)
         with LLM(str(tmp_path), **SETTINGS) as llm, torch.inference_mode():
             outputs = llm.encode(given(PROMPTS), use_tqdm=False, pooling_task=task)  # type: ignore[arg-type]
             for ids, output in zip(PROMPTS, outputs, strict=True):
                 expected = model(torch.tensor([ids])).logits[0].softmax(dim=-1).numpy()
                 np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+
+
+def test_a_config_of_modernbert_as_it_was_published(tmp_path: Path) -> None:
+    """Bases and a period in the place of what transformers 5 writes for each type and each layer."""
+    layers = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    bases = {"full_attention": 50000.0, "sliding_attention": 500.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    model = save_encoder("ModernBert", tmp_path, layer_types=layers, rope_parameters=rope)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("layer_types") == layers
+    assert config.pop("rope_parameters") == rope
+    older = {"global_attn_every_n_layers": 2, "global_rope_theta": 50000.0, "local_rope_theta": 500.0}
+    file.write_text(json.dumps(config | older))
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        params = PoolingParams(pooling_type="mean", normalize=False)
+        for ids, output in zip(PROMPTS, llm.encode(given(PROMPTS), params, use_tqdm=False), strict=True):
+            np.testing.assert_allclose(output.outputs.data, states_of(model, ids).mean(axis=0), atol=1e-4, rtol=1e-4)
 
 
 def test_settings_that_mean_nothing_here_are_refused(tmp_path: Path) -> None:

@@ -25,11 +25,18 @@ _DISTILBERT: dict[str, Any] = {
     "n_heads": 4,
     "initializer_range": 0.3,
 }
+_MODERNBERT: dict[str, Any] = {
+    **{name: value for name, value in _SHAPE.items() if name != "max_position_embeddings"},
+    "num_hidden_layers": 4,
+    "local_attention": 32,
+    "pad_token_id": 1,
+}
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": _SHAPE,
     "Roberta": _SHAPE,
     "XLMRoberta": {**_SHAPE, "type_vocab_size": 1},
     "DistilBert": _DISTILBERT,
+    "ModernBert": _MODERNBERT,
 }
 
 

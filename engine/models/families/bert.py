@@ -97,12 +97,13 @@ class EncoderNames(Names, frozen=True, kw_only=True):
         rows[f"{self.embeddings}.position_embeddings.weight"] = Rows("embed_positions.weight", 0, positions)
         if spec.token_types:
             rows[f"{self.embeddings}.token_type_embeddings.weight"] = Rows("embed_types.weight", 0, spec.token_types)
-        return rows | self._norm(spec, f"{self.embeddings}.LayerNorm", "embedding_norm", spec.hidden_size)
+        return rows
 
 
 def _names(prefix: str) -> EncoderNames:
     return EncoderNames(
         embeddings=f"{prefix}embeddings",
+        embedding_norm=f"{prefix}embeddings.LayerNorm",
         embedding=f"{prefix}embeddings.word_embeddings",
         layers=f"{prefix}encoder.layer",
         qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -115,6 +116,7 @@ def _names(prefix: str) -> EncoderNames:
 
 _DISTILBERT_NAMES = EncoderNames(
     embeddings="distilbert.embeddings",
+    embedding_norm="distilbert.embeddings.LayerNorm",
     embedding="distilbert.embeddings.word_embeddings",
     layers="distilbert.transformer.layer",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),

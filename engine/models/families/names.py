@@ -22,6 +22,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     """Llama's, which most families kept, but for what one of them calls otherwise."""
 
     embedding: str = "model.embed_tokens"
+    embedding_norm: str = ""
+    """of models that have one"""
     layers: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -41,6 +43,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self, spec: DecoderSpec) -> dict[str, Rows]:
         """Checkpoint name → place, for every tensor that a checkpoint of this spec must hold."""
         rows = {f"{self.embedding}.weight": Rows("embed_tokens.weight", 0, spec.vocab_size)}
+        if spec.embedding_norm:
+            rows |= self._norm(spec, self.embedding_norm, "embedding_norm", spec.hidden_size)
         if spec.final_norm:
             rows |= self._norm(spec, self.final_norm, "norm", spec.hidden_size)
         if not spec.tie_embeddings:
@@ -64,7 +68,10 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows |= _router(layer_spec.experts, self.experts, source, target)
             rows |= _experts(layer_spec.experts, hidden, self.experts, source, target)
         for name, parameter in self.norms or _NORMS[spec.norm_placement]:
-            if parameter != "mlp_norm" or spec.parallel != "one_norm":
+            absent = (parameter == "mlp_norm" and spec.parallel == "one_norm") or (
+                parameter == "input_norm" and not layer_spec.input_norm
+            )
+            if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
         if mixer.qk_norm is not None:
             is_row = mixer.qk_norm == "row"

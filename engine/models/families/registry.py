@@ -31,6 +31,7 @@ from engine.models.families.minimax_m2 import MINIMAX_M2
 from engine.models.families.ministral import MINISTRAL, MINISTRAL3
 from engine.models.families.mistral import MISTRAL
 from engine.models.families.mixtral import MIXTRAL
+from engine.models.families.modernbert import MODERNBERT
 from engine.models.families.nemotron import NEMOTRON
 from engine.models.families.olmo2 import OLMO2, OLMO3
 from engine.models.families.olmoe import OLMOE
@@ -96,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     XLM_ROBERTA,
     CAMEMBERT,
     DISTILBERT,
+    MODERNBERT,
 )
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel|Model")
