@@ -43,7 +43,7 @@ def states_of(model: Any, ids: list[int]) -> np.ndarray:
         return model(torch.tensor([ids])).last_hidden_state[0].numpy()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", [*ENCODERS, "Gemma3Text"])
 def test_vectors_equal_transformers(tmp_path: Path, family: str) -> None:
     model = save_encoder(family, tmp_path)
     expected = [states_of(model, ids) for ids in PROMPTS]

@@ -31,6 +31,16 @@ _MODERNBERT: dict[str, Any] = {
     "local_attention": 32,
     "pad_token_id": 1,
 }
+_GEMMA: dict[str, Any] = {
+    **{name: value for name, value in _SHAPE.items() if name != "initializer_range"},
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 34,
+    "use_bidirectional_attention": True,
+    "initializer_range": 0.1,
+}
+"""EmbeddingGemma's"""
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": _SHAPE,
     "Roberta": _SHAPE,
@@ -44,7 +54,8 @@ def save_encoder(family: str, path: Path, kind: str = "Model", **changes: Any) -
     """`kind`: "Model" or "ForSequenceClassification" and the like. Returns transformers' module, float32."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**ENCODERS[family], **changes})
+    shape = _GEMMA if family == "Gemma3Text" else ENCODERS[family]
+    config = getattr(transformers, f"{family}Config")(**{**shape, **changes})
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}{kind}")(config).float().eval()
     model.save_pretrained(path)

@@ -12,6 +12,7 @@ from engine.models.families.common import (
     Config,
     Family,
     alternating_windows,
+    flag,
     integer,
     optional_number,
     refuse,
@@ -36,6 +37,16 @@ def gemma3_spec(config: Config) -> DecoderSpec:
     return msgspec.structs.replace(spec, logit_cap=optional_number(config, "final_logit_softcapping"))
 
 
+def gemma3_text_spec(config: Config) -> DecoderSpec:
+    """EmbeddingGemma is Gemma 3 whose attention looks both ways: `sliding_window` counts both sides of a window."""
+    if not flag(config, "use_bidirectional_attention"):
+        return gemma3_spec(config)
+    config = {**config, "use_bidirectional_attention": False}
+    if config.get("sliding_window", 4096) is not None:
+        config["sliding_window"] = integer(config, "sliding_window", 4096) // 2
+    return msgspec.structs.replace(gemma3_spec(config), causal=False)
+
+
 def _rope_parameters(config: Config) -> tuple[Config, Config]:
     """Of layers that see all and of those with a window: under the layer types' names (transformers 5), or as
     `rope_theta` with `rope_scaling`, and `rope_local_base_freq` (before)."""
@@ -53,3 +64,5 @@ def _rope_parameters(config: Config) -> tuple[Config, Config]:
 
 
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, GEMMA_NAMES.rows)
+GEMMA3_TEXT = Family("gemma3_text", "Gemma3TextModel", gemma3_text_spec, GEMMA_NAMES.rows, causal=False)
+"""the bare model, which is for vectors alone"""
