@@ -147,6 +147,8 @@ def _computed(
             generates = purpose == "generates" and not embeds
             needs_head = generates or (head is not None and head.token_ids)
             spec = family.spec(config if needs_head else {**config, "tie_word_embeddings": True})
+            if generates and not spec.causal:
+                raise UnsupportedModelError("attention looks both ways, and such a model generates nothing")
             spec = msgspec.structs.replace(spec, head=head)
             return spec, spec.facts, generates
         except UnsupportedModelError as error:

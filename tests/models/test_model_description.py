@@ -76,6 +76,7 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ForCausalLM.*Llama, Mistral"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration.*Gemma3"),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "generates nothing"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
         ({"architectures": ["OPTForCausalLM"], "layer_norm_elementwise_affine": False}, "elementwise_affine"),

@@ -23,6 +23,16 @@ from engine.models.spec import DecoderSpec
 
 
 def gemma3_spec(config: Config) -> DecoderSpec:
+    """EmbeddingGemma is one whose attention looks both ways: `sliding_window` counts both sides of a window."""
+    if not flag(config, "use_bidirectional_attention"):
+        return _causal_spec(config)
+    config = {**config, "use_bidirectional_attention": False}
+    if config.get("sliding_window", 4096) is not None:
+        config["sliding_window"] = integer(config, "sliding_window", 4096) // 2
+    return msgspec.structs.replace(_causal_spec(config), causal=False)
+
+
+def _causal_spec(config: Config) -> DecoderSpec:
     refuse(config, {"attn_logit_softcapping": "Gemma 3 has no cap on attention scores"})
     windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 6))
     full, local = _rope_parameters(config)
@@ -35,16 +45,6 @@ def gemma3_spec(config: Config) -> DecoderSpec:
         local_rope={**everywhere, "rope_parameters": local},
     )
     return msgspec.structs.replace(spec, logit_cap=optional_number(config, "final_logit_softcapping"))
-
-
-def gemma3_text_spec(config: Config) -> DecoderSpec:
-    """EmbeddingGemma is Gemma 3 whose attention looks both ways: `sliding_window` counts both sides of a window."""
-    if not flag(config, "use_bidirectional_attention"):
-        return gemma3_spec(config)
-    config = {**config, "use_bidirectional_attention": False}
-    if config.get("sliding_window", 4096) is not None:
-        config["sliding_window"] = integer(config, "sliding_window", 4096) // 2
-    return msgspec.structs.replace(gemma3_spec(config), causal=False)
 
 
 def _rope_parameters(config: Config) -> tuple[Config, Config]:
@@ -64,5 +64,3 @@ def _rope_parameters(config: Config) -> tuple[Config, Config]:
 
 
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, GEMMA_NAMES.rows)
-GEMMA3_TEXT = Family("gemma3_text", "Gemma3TextModel", gemma3_text_spec, GEMMA_NAMES.rows, causal=False)
-"""the bare model, which is for vectors alone"""

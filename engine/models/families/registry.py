@@ -15,7 +15,7 @@ from engine.models.families.ernie4_5 import ERNIE4_5
 from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
 from engine.models.families.gemma2 import GEMMA2
-from engine.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from engine.models.families.gemma3 import GEMMA3
 from engine.models.families.glm import GLM, GLM4
 from engine.models.families.glm4_moe import DOTS1, GLM4_MOE
 from engine.models.families.gpt2 import GPT2
@@ -98,11 +98,10 @@ FAMILIES: tuple[Family, ...] = (
     CAMEMBERT,
     DISTILBERT,
     MODERNBERT,
-    GEMMA3_TEXT,
 )
 
 _HEAD = re.compile("ForCausalLM|LMHeadModel|Model")
-_BARE = ("Model", "ForMaskedLM")
+_BARE = ("Model", "TextModel", "ForMaskedLM")
 """endings of what has no head, or one that nobody asks here"""
 
 
