@@ -25,7 +25,8 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 400,
     "max_num_batched_tokens": 400,
 }
-PROMPTS = [[random.Random(5 + n).randrange(5, 300) for _ in range(n)] for n in (1, 17, 17, 64, 65, 333, 400)]
+_RANDOM = random.Random(5)
+PROMPTS = [[_RANDOM.randrange(5, 300) for _ in range(n)] for n in (1, 17, 17, 64, 65, 333, 400)]
 POOLED = {
     "cls": lambda states: states[0],
     "mean": lambda states: states.mean(axis=0),
