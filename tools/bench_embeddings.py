@@ -35,7 +35,7 @@ import httpx
 import numpy as np
 
 WORDS = 30000
-SHAPES = {
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": (
         "Qwen3",
         "lasttoken",

@@ -25,7 +25,8 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "kv_cache_memory": 64 << 20,
 }
-PROMPTS = [[random.Random(5 + n).randrange(5, 512) for _ in range(n)] for n in (1, 2, 17, 64, 65, 200)]
+_RANDOM = random.Random(5)
+PROMPTS = [[_RANDOM.randrange(5, 512) for _ in range(n)] for n in (1, 2, 17, 64, 65, 200)]
 
 
 def save_judge(family: str, path: Path, kind: str = "SequenceClassification", **changes: Any) -> Any:

@@ -26,7 +26,8 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_batched_tokens": 64,
 }
-PROMPTS = [[random.Random(5 + n).randrange(5, 512) for _ in range(n)] for n in (1, 2, 15, 16, 17, 64, 65, 200, 333)]
+_RANDOM = random.Random(5)
+PROMPTS = [[_RANDOM.randrange(5, 512) for _ in range(n)] for n in (1, 2, 15, 16, 17, 64, 65, 200, 333)]
 
 
 @pytest.fixture(scope="module", params=["Qwen3", "Gemma2"])
