@@ -42,6 +42,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.logits = Linear(hidden, count, spec.bias, torch.float32 if spec.wide else dtype, device)
+        self.logits.keeps_bits = True
         self.correction = parameter((count,), torch.float32, device) if spec.correction else None
         self._route: Route | None = route if device.type == "cuda" else None
 

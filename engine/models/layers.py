@@ -140,6 +140,8 @@ class Linear(nn.Module):
     half as many.
     """
 
+    keeps_bits: bool
+    """no quantisation of ours takes bits of its weights: there are few, and what they decide is all or nothing"""
     choice: int
     """who computes few rows, as `engine.models.linear_choice` finds; 0: the library, always"""
 
@@ -159,6 +161,7 @@ class Linear(nn.Module):
         self.activation = activation
         self.gated = gated
         self.choice = 0
+        self.keeps_bits = False
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, inputs]: `norm` is applied to it first; `residual` [tokens, outputs] is added to the result."""

@@ -37,7 +37,7 @@ class DevicePacker(RowsPacker):
     def pack_linear(self, layer: Linear, parts: Sequence[Part], source: WeightSource | None) -> AnyLinear:
         """What takes the place of `layer`, whose bias is filled and whose weight is `parts` of `source`, one below the
         other; without a source its weight is filled, too."""
-        runs = self._encoded(layer.weight, parts, source, MATRIX_FORMAT)
+        runs = self._encoded(layer.weight, parts, source, {} if layer.keeps_bits else MATRIX_FORMAT)
         if runs is None or all(run.format is Format.BFLOAT16 for run in runs):
             return self._left(layer, runs)
         bias = None if layer.bias is None else layer.bias.detach().to(self.device)

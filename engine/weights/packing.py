@@ -72,7 +72,7 @@ class Packer(RowsPacker):
         """What takes the place of `layer`, whose bias is filled and whose weight is `parts` of `source`, one below the
         other; without a source its weight is filled, too."""
         k = layer.weight.shape[1]
-        runs = self._encoded(layer.weight, parts, source, MATRIX_FORMAT)
+        runs = self._encoded(layer.weight, parts, source, {} if layer.keeps_bits else MATRIX_FORMAT)
         if runs is None:
             return layer
         if layer.gated and layer.activation in FUSED_GATES and layer.weight.shape[0] % PANEL == 0:

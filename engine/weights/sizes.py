@@ -41,6 +41,8 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec)
     total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes, place) for count, n, k in _matrices(spec))
     total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes, place)
+    plain = Format.BFLOAT16 if place is not None else None
+    total += sum(_matrix_bytes(count, spec.hidden_size, plain, dtype_bytes, place) for count in _routers(spec))
     return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
 
 
@@ -109,13 +111,17 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
         if layer.experts is not None:
             yield layer.experts.count, 2 * layer.experts.inner_size, hidden
             yield layer.experts.count, hidden, layer.experts.inner_size
-            if not layer.experts.router.wide:
-                yield 1, layer.experts.count, hidden
             if layer.experts.gated_beside:
                 yield 1, 1, hidden
     if width != hidden:
         yield 1, hidden, width
         yield 1, width, hidden
+
+
+def _routers(spec: DecoderSpec) -> Iterator[int]:
+    """Outputs of those that have 16 bits; they keep them."""
+    experts = (layer.experts for layer in spec.layers)
+    return (each.count for each in experts if each is not None and not each.router.wide)
 
 
 def _norm_values(spec: DecoderSpec) -> int:
