@@ -7,7 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <new>
+#include <exception>
+#include <stdexcept>
 
 #include "crew.h"
 #if defined(__x86_64__)
@@ -24,16 +25,21 @@ namespace pageloom {
 // call (0.3 us) a millisecond.
 class Turn {
  public:
-  explicit Turn(const Threads& threads) : threads_(threads) {}
+  // `failed`: set where the work of a thread failed, and nobody may wait for it.
+  Turn(const Threads& threads, const std::atomic<bool>& failed) : threads_(threads), failed_(failed) {}
 
   // Between units, with nothing in hand. False: all has ended meanwhile; leave without looking at it.
   bool pass() { return now() - began() < kTicks || step_aside(); }
+
+  // Whether one of the two said so.
+  bool over() const { return over_; }
 
   // A round of waiting for others. Who yields early gives its core to other processes for a whole time slice, again and
   // again; who never does may keep the core from the very thread that it waits for.
   bool relax(int64_t round) {
     pause();
-    return round < kSpinRounds || round % 64 != 0 || step_aside();
+    if (failed_.load(std::memory_order_relaxed)) over_ = true;
+    return !over_ && (round < kSpinRounds || round % 64 != 0 || step_aside());
   }
 
  private:
@@ -51,12 +57,14 @@ class Turn {
   }
 
   bool step_aside() {
-    const bool goes_on = threads_.crew == nullptr || threads_.crew->step_aside();
+    over_ = threads_.crew != nullptr && !threads_.crew->step_aside();
     began() = now();
-    return goes_on;
+    return !over_;
   }
 
   const Threads& threads_;
+  const std::atomic<bool>& failed_;
+  bool over_ = false;
 };
 
 struct Stage {
@@ -85,13 +93,15 @@ class StageRun {
   StageRun(Stage* const* stages, int64_t count, int64_t (*clock)() = nullptr, int64_t* ends = nullptr)
       : stages_(stages), count_(count), clock_(clock), ends_(ends) {}
 
-  // The first stage's error, or null.
+  // The first stage's error, or null. What a thread throws ends the run, and is thrown here; so does a stage's work that
+  // leaves without a reason, because others would wait for it forever.
   const char* run(const Threads& threads) {
     int64_t workers = 1;
     for (int64_t i = 0; i < count_; ++i) workers = std::max(workers, stages_[i]->workers);
     threads_ = &threads;
     caller_ = here();
     threads.run(workers, take_part, this);
+    if (failure_) std::rethrow_exception(failure_);
     for (int64_t i = 0; i < count_; ++i)
       if (const char* error = stages_[i]->error.load(std::memory_order_relaxed)) return error;
     return nullptr;
@@ -103,18 +113,23 @@ class StageRun {
     return &place;
   }
 
-  // A thread that has no memory for a stage has taken nothing of it: a helper goes, and the caller's callers hear of it.
   static void take_part(void* context) {
     auto& run = *static_cast<StageRun*>(context);
-    if (here() == run.caller_) return run.go(0);
     try {
-      run.go(run.helpers_.fetch_add(1, std::memory_order_relaxed) + 1);
-    } catch (const std::bad_alloc&) {
+      run.go(here() == run.caller_ ? 0 : run.helpers_.fetch_add(1, std::memory_order_relaxed) + 1);
+    } catch (...) {
+      if (!run.failed_.exchange(true, std::memory_order_relaxed)) run.failure_ = std::current_exception();
     }
   }
 
+  bool work(Stage& stage, int64_t me, Turn& turn) {
+    if (stage.work(stage, me, turn)) return true;
+    if (!turn.over()) throw std::runtime_error("a stage was left with work undone");
+    return false;
+  }
+
   void go(int64_t me) {
-    Turn turn(*threads_);
+    Turn turn(*threads_, failed_);
     for (int64_t i = 0; i < count_; ++i) {
       Stage& stage = *stages_[i];
       if (!stage.complete() && !go_through(i, me, turn)) return;
@@ -126,11 +141,11 @@ class StageRun {
   bool go_through(int64_t index, int64_t me, Turn& turn) {
     Stage& stage = *stages_[index];
     const bool asked = me < stage.workers;
-    if (asked && !stage.work(stage, me, turn)) return false;
+    if (asked && !work(stage, me, turn)) return false;
     int64_t bytes = 0, fetched = 0;
     const uint8_t* const weights = coming(index + 1, me, bytes);
     for (int64_t round = 0; !stage.complete(); ++round) {
-      if (!asked && round == kHelpRounds && !stage.work(stage, me, turn)) return false;
+      if (!asked && round == kHelpRounds && !work(stage, me, turn)) return false;
       if (fetched < bytes)
         for (const int64_t stop = std::min(bytes, fetched + 4 * 64); fetched < stop; fetched += 64)
           __builtin_prefetch(weights + fetched, 0, 2);
@@ -160,6 +175,8 @@ class StageRun {
   int64_t (*clock_)();
   int64_t* ends_;
   std::atomic<int64_t> helpers_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;  // of who failed first
 };
 
 }  // namespace pageloom
