@@ -38,10 +38,12 @@ def arranged(encoded: EncodedRows) -> Matrix:
             levels, scales = _q4_k(blocks)
         case Format.Q6_K:
             levels, scales = _q6_k(blocks)
-        case format:
+        case Format.Q4_0 | Format.Q4_1 | Format.Q8_0 | Format.INT4_GROUP as format:
             heads = 4 if format in (Format.Q4_1, Format.INT4_GROUP) else 2
             levels, scales = blocks[..., heads:].flatten(1), _words(blocks[..., :heads])
             levels = levels.view(torch.int8) if format is Format.Q8_0 else levels
+        case _:
+            raise ValueError(f"no kernel of GPUs multiplies {encoded.format.name}")
     return Matrix(levels.contiguous(), scales.flatten(1).contiguous(), int(encoded.format))
 
 

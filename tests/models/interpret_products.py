@@ -19,7 +19,7 @@ from interpret_linear_kernels import HALF_PLACE, mend_dot
 from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
-from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.formats import Format, device_packable
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, unpack
 from engine.models.experts import chosen, gated
 from engine.models.product_kernels import DENSE, TILES, Gate, Matrix, RoutingRules, Tile, most_tiles
@@ -233,7 +233,7 @@ def stored(format: Format, n: int, k: int, seed: int = 0) -> tuple[Matrix, Tenso
 
 
 def quantised(n: int, k: int) -> dict[str, tuple[Matrix, Tensor]]:
-    found = {format.name: stored(format, n, k) for format in BLOCK_FORMATS}
+    found = {format.name: stored(format, n, k) for format in BLOCK_FORMATS if device_packable(n, k, format)}
     weight = normal(n, k, seed=8)
     four = device_layouts.int4(weight)
     found["int4"] = four, unpack(pack_int4(weight), n, k, Format.Q4_1).double()
