@@ -59,7 +59,7 @@ class ArrangedSource:
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         place = self._place(name)
-        found = None if place.transposed or place.stored == "less one" else self._source.encoded(name, expert)
+        found = None if place.stored == "less one" else self._source.encoded(name, expert)
         if found is None or place.stored == "as it is":
             return found
         return replace(found, rows=found.rows[_order(place)])

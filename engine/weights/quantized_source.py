@@ -118,6 +118,10 @@ class QuantizedSource:
         elif matrix.kind is Kind.MXFP4:
             packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
             found = block_floats.mxfp4_as_q8_0(packed, scale) or "their scales are beyond float16"
+        elif matrix.kind is Kind.EXPERTS and expert is not None:
+            found = (
+                block_floats.mxfp4_as_q8_0(*self._expert_blocks(matrix, expert)) or "their scales are beyond float16"
+            )
         else:
             found = _DENSE[matrix.kind]
         if isinstance(found, EncodedRows):
@@ -150,13 +154,17 @@ class QuantizedSource:
 
     def _experts(self, matrix: StoredMatrix, destination: Tensor, expert: int | None) -> None:
         """[experts, inputs, outputs], of blocks that go along the inputs; or one of them."""
-        blocks, scales = self._tensor(matrix, "_blocks"), self._powers(matrix, "_scales")
         _, k, n = matrix.shape
         rows = torch.empty(n, k)
         places = enumerate(destination) if expert is None else [(expert, destination)]
         for index, place in places:
-            block_floats.dequantize_mxfp4(blocks[index].flatten(1), scales[index], rows)
+            block_floats.dequantize_mxfp4(*self._expert_blocks(matrix, index), rows)
             place.copy_(rows.T)
+
+    def _expert_blocks(self, matrix: StoredMatrix, expert: int) -> tuple[Tensor, Tensor]:
+        """uint8 [outputs, inputs / 2] and [outputs, inputs / 32]."""
+        blocks = self._source.tensor(f"{matrix.prefix}_blocks", expert)
+        return blocks.flatten(1), self._powers(matrix, "_scales", expert)
 
     def _tensor(self, matrix: StoredMatrix, ending: str) -> Tensor:
         return self._source.tensor(matrix.prefix + ending)
@@ -169,9 +177,9 @@ class QuantizedSource:
             raise WeightsError(f"{self._source.file_of(name)}: tensor {name} holds scales that are not finite")
         return scale
 
-    def _powers(self, matrix: StoredMatrix, ending: str) -> Tensor:
+    def _powers(self, matrix: StoredMatrix, ending: str, expert: int | None = None) -> Tensor:
         name = matrix.prefix + ending
-        scale = self._source.tensor(name)
+        scale = self._source.tensor(name, expert)
         if not block_floats.is_finite_e8m0(scale):
             raise WeightsError(f"{self._source.file_of(name)}: tensor {name} holds 255, which is no power of two")
         return scale

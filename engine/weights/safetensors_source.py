@@ -104,9 +104,10 @@ class SafetensorsSource:
             for name, shape in self._shapes.items()
         }
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """As it is stored, on the host."""
-        found: torch.Tensor = self._handles[self._file_of[name]].get_tensor(name)
+    def tensor(self, name: str, index: int | None = None) -> torch.Tensor:
+        """As it is stored, on the host; `index`: of the tensors that it stacks, the only one that is read."""
+        handle = self._handles[self._file_of[name]]
+        found: torch.Tensor = handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
         return found
 
     def integers(self, name: str) -> torch.Tensor:

@@ -60,13 +60,21 @@ def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec,
         matrices, used = stored_matrices(files.headers, stored, files.integers)
         plain = [header.shape for name, header in files.headers.items() if name not in used]
     total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes, place) for shape in plain)
-    return total + sum(_stored_bytes(matrix.shape, _format_of(matrix), 2, place) for matrix in matrices)
+    return total + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in matrices)
+
+
+def _shape_of(matrix: StoredMatrix) -> tuple[int, ...]:
+    """Outputs before inputs, as it runs."""
+    if matrix.kind is not Kind.EXPERTS:
+        return matrix.shape
+    experts, k, n = matrix.shape
+    return experts, n, k
 
 
 def _format_of(matrix: StoredMatrix) -> Format:
     """In which a matrix runs, unless its values are in the way (`engine/weights/README.md`). The order of its inputs
     (act-order), 4 bytes each, is left out."""
-    if matrix.kind is Kind.MXFP4:
+    if matrix.kind in (Kind.MXFP4, Kind.EXPERTS):
         return Format.Q8_0
     if matrix.kind not in WHOLE_NUMBERS or matrix.group % 32:
         return Format.BFLOAT16

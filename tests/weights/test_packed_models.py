@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu_kernels"))
 from dense_attention import logits_of
 from gguf_models import write_gguf
 from random_blocks import ENCODINGS, HALVES, random_blocks
+from safetensors.torch import save_file
+from stored_forms import E2M1
 from tiny_models import CASES, MIXTURES, SHAPE, make_model, save
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -257,6 +260,34 @@ def test_parts_that_eight_bits_hold_run_together(name: str, tmp_path: Path, ops:
     values = decoded(model)
     for parameter_name, parameter in dense(path, torch.float32).named_parameters():
         assert torch.equal(values.get_parameter(parameter_name), parameter), parameter_name
+
+
+def test_experts_of_gpt_oss_run_from_their_mxfp4(tmp_path: Path, ops: LinearOps) -> None:
+    origin = make_model("gpt_oss")
+    tensors = {}
+    with torch.no_grad():
+        for name, values in origin.state_dict().items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors[name] = values
+                continue
+            groups = values.mT.unflatten(2, (-1, 32))
+            power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+            levels = (groups[..., None] / 2.0 ** power[..., None] - E2M1).abs().argmin(-1)
+            values.copy_((E2M1[levels] * 2.0**power).flatten(2).mT)
+            tensors[f"{name}_blocks"] = (levels[..., ::2] | (levels[..., 1::2] << 4)).to(torch.uint8)
+            tensors[f"{name}_scales"] = (power[..., 0] + 127).to(torch.uint8)
+    config = json.loads(origin.config.to_json_string()) | {"architectures": ["GptOssForCausalLM"]}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: values.contiguous() for name, values in tensors.items()}, tmp_path / "model.safetensors")
+    model = packed(str(tmp_path), ops, "stored")
+    for layer, theirs in zip(model.layers, origin.model.layers, strict=True):
+        assert layer.experts.gate_up_format == layer.experts.down_format == Format.Q8_0
+        dense = Experts(model.spec.layers[0].experts, 64, torch.float32, torch.device("cpu"))
+        decode_experts(layer.experts, dense)
+        gate_up = theirs.mlp.experts.gate_up_proj.mT
+        assert torch.equal(dense.gate_up, torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1))
+        assert torch.equal(dense.down, theirs.mlp.experts.down_proj.mT)
 
 
 def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: LinearOps) -> None:
