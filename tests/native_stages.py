@@ -89,8 +89,7 @@ _runs = itertools.count(1000)
 _ALONE = (ctypes.c_int64 * 2)(1, 0)
 """`pageloom::Threads`: one, and no crew"""
 _FAILED = ctypes.c_bool(False)
-_FIELDS = (ctypes.c_void_p * 3)(ctypes.addressof(_ALONE), ctypes.addressof(_FAILED))
-_TURN = ctypes.c_void_p(ctypes.addressof(_FIELDS))
+_TURN = (ctypes.c_void_p * 3)(ctypes.addressof(_ALONE), ctypes.addressof(_FAILED))
 """`pageloom::Turn`"""
 
 
