@@ -38,7 +38,7 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     head = Format.INT8 if matrix is not None and matrix is not Format.BFLOAT16 else matrix
     width = spec.embedding_size or spec.hidden_size
     norms, others = _norm_values(spec), _vector_values(spec)
-    total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec)
+    total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec, place)
     total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes, place) for count, n, k in _matrices(spec))
     total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes, place)
     plain = Format.BFLOAT16 if place is not None else None
@@ -165,12 +165,17 @@ def _vector_values(spec: DecoderSpec) -> int:
     return values
 
 
-def _float32_bytes(spec: DecoderSpec) -> int:
+def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     """Of what is float32 in any case: sinks, of routers, and a head that judges."""
+    packed = 0
     values = 0 if spec.head is None else head_values(spec.head, spec.hidden_size)
     for layer in spec.layers:
         values += layer.mixer.num_heads * layer.mixer.sinks
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
-            values += count * router.correction + count * (spec.hidden_size + router.bias) * router.wide
-    return 4 * values
+            values += count * router.correction
+            if router.wide and place == "cpu" and not router.bias:
+                packed += packed_bytes(count, spec.hidden_size, Format.FLOAT32)
+            elif router.wide:
+                values += count * (spec.hidden_size + router.bias)
+    return 4 * values + packed
