@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import pack_int4, pack_int8
 
 _PACK: dict[Format, Callable[[Tensor], Tensor]] = {
     Format.BFLOAT16: pack_bf16,
@@ -86,7 +86,7 @@ def pack_experts(
     pack = _PACK.get(format)
     if pack is None:
         names = ", ".join(each.name for each in _PACK)
-        raise ValueError(f"dense weights are packed as {names}; {format.name} is made of a GGUF file's blocks")
+        raise ValueError(f"dense weights are packed as {names}; {format.name} is made of blocks")
     if gate_up.dim() != 3 or down.shape != (gate_up.size(0), gate_up.size(2), gate_up.size(1) // 2):
         raise ValueError(
             f"gate and up of experts, {list(gate_up.shape)}, do not go with their down, {list(down.shape)}: those are "
@@ -98,41 +98,6 @@ def pack_experts(
         stack_experts(count, lambda expert: pack(down[expert])),
         format,
         format,
-        hidden,
-        inner,
-        *expert_biases(count, hidden, inner, gate_up_bias, down_bias),
-    )
-
-
-def pack_gguf_experts(
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_up_format: Format,
-    down_format: Format,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> ExpertWeights:
-    """A GGUF file's blocks as they are.
-
-    gate, up: uint8 [experts, inner, bytes of a row of `hidden` inputs]; down: uint8 [experts, hidden, bytes of a row of
-    `inner`]; biases as in `pack_experts`. Raises ValueError where they do not fit.
-    """
-    if gate.dim() != 3 or gate.shape != up.shape or down.dim() != 3 or down.size(0) != gate.size(0):
-        shapes = ", ".join(str(list(each.shape)) for each in (gate, up, down))
-        raise ValueError(f"blocks of experts' gate, up and down are [experts, rows, bytes], not {shapes}")
-    count, inner, _ = gate.shape
-    hidden = down.size(1)
-
-    def pack_gate_up(expert: int) -> Tensor:
-        return pack_blocks(interleave_gate_up(torch.cat((gate[expert], up[expert]))), gate_up_format)
-
-    return ExpertWeights(
-        stack_experts(count, pack_gate_up),
-        stack_experts(count, lambda expert: pack_blocks(down[expert], down_format)),
-        gate_up_format,
-        down_format,
         hidden,
         inner,
         *expert_biases(count, hidden, inner, gate_up_bias, down_bias),

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from random_blocks import ENCODINGS, random_blocks
 from torch import Tensor
 
-from engine.cpu_kernels.experts import ExpertWeights, pack_experts, pack_gguf_experts
+from engine.cpu_kernels.experts import ExpertWeights, expert_biases, pack_experts, stack_experts
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, unpack
+from engine.cpu_kernels.quantize import pack_blocks
 from engine.cpu_kernels.rotation import rotate, rotate_back
 from engine.models.spec import ClampedSwiGLU
 
@@ -57,8 +58,12 @@ def make_case(format: Format, experts: int = 6, biased: bool = False) -> Case:
         def blocks(n: int, k: int, seed: int) -> Tensor:
             return torch.stack([random_blocks(encoding, n, k, 100 * seed + expert) for expert in range(experts)])
 
-        gate, up = blocks(inner, hidden, 1), blocks(inner, hidden, 2)
-        weights = pack_gguf_experts(gate, up, blocks(hidden, inner, 3), format, format, **given)
+        gate_up = torch.cat((blocks(inner, hidden, 1), blocks(inner, hidden, 2)), dim=1)
+        down = blocks(hidden, inner, 3)
+        first = stack_experts(experts, lambda expert: pack_blocks(interleave_gate_up(gate_up[expert]), format))
+        second = stack_experts(experts, lambda expert: pack_blocks(down[expert], format))
+        packed_biases = expert_biases(experts, hidden, inner, *(biases if biased else (None, None)))
+        weights = ExpertWeights(first, second, format, format, hidden, inner, *packed_biases)
     order = interleave_gate_up(torch.arange(2 * inner))
     mixed = torch.stack([unpack(each, 2 * inner, hidden, format).double() for each in weights.gate_up])
     split = torch.empty_like(mixed)
