@@ -113,7 +113,8 @@ def bench_experts(
     routing = time_replays(context.device, lambda i: kernels.route(logits[i], None, rules), ROUTINGS)
     row["route_us"] = round(routing.median_us, 1)
     us = time_replays(context.device, ours, ROUTINGS).median_us
-    read = sum(len(ids.unique()) for ids, _ in routed) / ROUTINGS * 3 * inner * hidden * 2
+    used = sum(int(torch.bincount(ids.flatten()).count_nonzero()) for ids, _ in routed)  # experts, over all routings
+    read = used / ROUTINGS * 3 * inner * hidden * 2
     row |= {"us": round(us, 1), "copy_share": round(read / us / 1e3 / copy, 4)}
     row["matmul_share"] = round(6 * tokens * top_k * inner * hidden / us / 1e6 / peak, 4)
     if not context.dry:
