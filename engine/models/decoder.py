@@ -69,12 +69,17 @@ class DecoderLayer(nn.Module):
         kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
         self.heads = [mixer.num_heads, kv_heads, kv_heads]
         self.head_dim, self.qk_norm = mixer.head_dim, mixer.qk_norm
-        self.queries_grow = mixer.rope is not None and spec.ropes[mixer.rope].query_growth is not None
+        rope = None if mixer.rope is None else spec.ropes[mixer.rope]
+        self.turns = rope is not None and rope.rotary_dim > 0
+        self.queries_grow = rope is not None and rope.growth is not None
         self.input_norm = norm(hidden, ahead and layer.input_norm)
         self.qkv_proj = Linear(hidden, mixer.qkv_size, mixer.qkv_bias, dtype, device)
         is_row = mixer.qk_norm == "row"
         self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
         self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None and kv_heads > 0)
+        for each in () if mixer.qk_weights else (self.q_norm, self.k_norm):
+            if each is not None:
+                each.weight.fill_(1.0)
         self.sinks = parameter((mixer.num_heads,), torch.float32, device) if mixer.sinks else None
         """for whoever supplies attention"""
         self.o_proj = Linear(mixer.q_size, hidden, mixer.o_bias, dtype, device)
@@ -154,7 +159,8 @@ class DecoderLayer(nn.Module):
         """What the heads find: [tokens, heads of q, k and v beside each other] to [tokens, num_heads * head_dim]."""
         growth = None
         if self.queries_grow and rope is not None:
-            rope, growth = rope[:, :-1], rope[:, -1:, None]
+            growth = rope[:, -1:, None]
+            rope = rope[:, :-1] if self.turns else None
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
@@ -164,7 +170,7 @@ class DecoderLayer(nn.Module):
             heads = qkv.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             q, k, v = self._rotated(heads, rope)
         if growth is not None:
-            q = q * growth
+            q = (q * growth).to(q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(q, k, v, out, layer_index)
         return out.flatten(1)

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
+    "llama4": "Llama4ForCausalLM",
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}
 """architectures that are of another family where they have experts"""
@@ -52,6 +53,7 @@ _PARTIAL = frozenset({"phi3", "glm4", "glm4moe", "minimax-m2"})
 _WIDE_QUERIES = {"gemma2": 46, "gemma3": 62}
 """layers of the 27B models, which scale queries by hidden_size / heads; the file does not say so"""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA4 = {**_LLAMA3, "high_freq_factor": 1.0}
 _DEFAULTS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -177,7 +179,7 @@ def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, 
     if "rope_freqs.weight" in header.tensors:
         if kind != "none":
             raise UnsupportedModelError(f"{header.path}: rope_freqs with {scaling}.type {kind!r} is not supported")
-        return {"rope_theta": theta, **_llama3_parameters(header, theta, head_dim)}
+        return {"rope_theta": theta, **_llama3_parameters(header, arch, theta, head_dim)}
     if kind == "none" and factor is not None:
         kind = "linear"
     if "rope_factors_long.weight" in header.tensors:
@@ -207,11 +209,12 @@ def _rope_parameters(header: GgufHeader, arch: str, head_dim: int) -> dict[str, 
     return parameters
 
 
-def _llama3_parameters(header: GgufHeader, theta: float, head_dim: int) -> dict[str, object]:
+def _llama3_parameters(header: GgufHeader, arch: str, theta: float, head_dim: int) -> dict[str, object]:
     """Recover Llama 3's rule from the per-frequency divisors that llama.cpp stores in its place.
 
-    Every published Llama 3.x uses the same corner frequencies and differs in `factor` alone: the largest divisor. The
-    divisors are recomputed from the rule and must agree, so that an unknown rule is refused, not approximated.
+    Every published Llama 3.x uses the same corner frequencies, every Llama 4 one for both corners, and all differ in
+    `factor` alone: the largest divisor. The divisors are recomputed from the rule and must agree, so that an unknown
+    rule is refused, not approximated.
     """
     tensor = header.tensors["rope_freqs.weight"]
     if tensor.encoding.name != "F32" or tensor.shape != (head_dim // 2,):
@@ -224,10 +227,12 @@ def _llama3_parameters(header: GgufHeader, theta: float, head_dim: int) -> dict[
         raise WeightsError(
             f"{header.path}: rope_freqs.weight must hold divisors of at least 1, found {shown(divisors)}"
         )
-    low, high, original = (float(value) for value in _LLAMA3.values())
+    numbers = _LLAMA4 if arch == "llama4" else _LLAMA3
+    low, high, original = (float(value) for value in numbers.values())
     for index, found in enumerate(divisors):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        turns = original / wavelength
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0) if high > low else float(turns > high)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
         if not math.isclose(found, expected, rel_tol=1e-4):
             raise UnsupportedModelError(
@@ -235,4 +240,4 @@ def _llama3_parameters(header: GgufHeader, theta: float, head_dim: int) -> dict[
             )
     if factor == 1.0:
         return {"rope_type": "default"}
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return {"rope_type": "llama3", "factor": factor, **numbers}

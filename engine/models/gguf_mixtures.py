@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from engine.errors import UnsupportedModelError
 from engine.models.gguf_header import GgufHeader
 from engine.models.gguf_numbers import number, optional, required
+
+_MAVERICKS_EXPERTS = 128
+"""of the Llama 4 that norms neither q nor k, which files do not say"""
 
 
 def mixture_config(header: GgufHeader, arch: str, head_dim: int, layers: int) -> dict[str, object]:
@@ -23,6 +27,18 @@ def mixture_config(header: GgufHeader, arch: str, head_dim: int, layers: int) ->
                 "shared_expert_intermediate_size": shared,
                 "norm_topk_prob": arch == "qwen3moe",
                 "mlp_only_layers": [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
+            }
+        case "llama4":
+            if header.metadata.get(f"{arch}.attention.sliding_window") == 0:
+                raise UnsupportedModelError(f"{header.path}: {arch} files of models without chunks are not supported")
+            # Chunks, growth and what does not turn are the same for every file: the defaults of configs.
+            return {
+                **chosen,
+                "num_local_experts": count,
+                "intermediate_size": inner,
+                "intermediate_size_mlp": required(header, f"{arch}.feed_forward_length"),
+                "moe_layers": [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in header.tensors],
+                "use_qk_norm": count != _MAVERICKS_EXPERTS,
             }
         case "gpt-oss":
             window = required(header, f"{arch}.attention.sliding_window")

@@ -48,10 +48,10 @@ def rope_table(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
     angles = positions * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
-    if rope.query_growth is None or rope.original_max_position is None:
+    if rope.growth is None:
         return table
-    growth = 1 + rope.query_growth * torch.log(1 + torch.floor(positions / rope.original_max_position))
-    return torch.cat((table, growth), dim=-1)
+    periods = torch.floor((positions + rope.growth.ahead) / rope.growth.period)
+    return torch.cat((table, 1 + rope.growth.rate * torch.log(1 + periods)), dim=-1)
 
 
 class RopeTable(nn.Module):
@@ -61,18 +61,20 @@ class RopeTable(nn.Module):
 
     def __init__(self, rope: RopeSpec, num_positions: int, device: torch.device) -> None:
         super().__init__()
+        self._turns = rope.rotary_dim > 0
         self.register_buffer("table", rope_table(rope, num_positions).to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """int64 [tokens] → [tokens, rotary_dim] (see `rope_table`)."""
-        return self.table[positions].to(dtype)
+        """int64 [tokens] → [tokens, rotary_dim] (see `rope_table`); float32 where it only says how queries grow."""
+        rows = self.table[positions]
+        return rows.to(dtype) if self._turns else rows
 
 
 def _llama3(rope: RopeSpec, frequencies: torch.Tensor, factor: float, original: int) -> torch.Tensor:
     """High frequencies stay, low ones are divided by `factor`, those between are blended."""
     low, high = rope.params["low_freq_factor"], rope.params["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
-    smooth = (original / wavelengths - low) / (high - low)
+    smooth = (original / wavelengths - low) / max(high - low, 1e-9)  # Llama 4: nothing lies between
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, blended)
     return torch.where(wavelengths < original / high, frequencies, stretched)

@@ -25,9 +25,18 @@ QkNorm = Literal["head", "row", "turned_head"]
 """a norm over each head of q and k; over the whole width of either; over each head when it has been turned"""
 
 
+class QueryGrowth(msgspec.Struct, frozen=True):
+    """Queries are multiplied by 1 + rate * ln(1 + (position + ahead) // period)."""
+
+    rate: float
+    period: int
+    ahead: int = 0
+
+
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding, "neox" halves of each head's first `rotary_dim` elements; the others pass through. `kind` names
-    the frequency rule; `params` are its numbers as in the HF config."""
+    the frequency rule; `params` are its numbers as in the HF config. With `rotary_dim` 0 nothing is turned, and queries
+    only grow."""
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10000.0
@@ -37,8 +46,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     """longrope: what each frequency is divided by, where no position, or one, is beyond original_max_position"""
-    query_growth: float | None = None
-    """queries are multiplied by 1 + this * ln(1 + position // original_max_position) (Llama 4, Ministral 3)"""
+    growth: QueryGrowth | None = None
+    """Llama 4's attention temperature, which Ministral 3 has, too"""
 
 
 class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
@@ -48,6 +57,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
     o_bias: bool = False
     qk_norm: QkNorm | None = None
     """of the model's kind"""
+    qk_weights: bool = True
+    """those norms have weights"""
     rope: int | None = None
     """which of the model's ropes turns q and k; None: they are not turned"""
 

@@ -214,5 +214,5 @@ def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:
     if mixer.shares is not None:
         return False
     if mixer.qk_norm is None:
-        return mixer.rope is not None
+        return layer.turns
     return isinstance(layer.q_norm, RMSNorm) and (mixer.qk_norm != "row" or mixer.num_heads == mixer.num_kv_heads)

@@ -17,7 +17,7 @@ def add_mixture(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
     inner = getattr(config, "moe_intermediate_size", None)
-    if inner or writer.arch in ("gpt-oss", "minimax-m2"):
+    if inner or writer.arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(inner or config.intermediate_size)
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if getattr(config, key, None):
@@ -31,13 +31,15 @@ def add_mixture(writer: GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_expert_group_used_count(config.topk_group)
     if writer.arch in ("glm4moe", "minimax-m2"):
         writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if writer.arch == "llama4":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if writer.arch == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
 
 
 def gguf_parts(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors under the names that gguf's map knows: stacked gates and ups apart, and no other order within."""
-    is_gpt_oss = model.config.model_type == "gpt_oss"
+    is_gpt_oss, is_llama4 = (model.config.model_type == name for name in ("gpt_oss", "llama4_text"))
     for name, tensor in model.state_dict().items():
         name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(
             "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
@@ -53,7 +55,7 @@ def gguf_parts(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         else:
             path = path.replace("block_sparse_moe", "mlp")
             ending = "bias" if last.endswith("_bias") else "weight"
-            if is_gpt_oss and ending == "weight":
+            if is_llama4 or (is_gpt_oss and ending == "weight"):
                 tensor = tensor.mT
             if last.startswith("down_proj"):
                 yield f"{path}.down_proj.{ending}", tensor

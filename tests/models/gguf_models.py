@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "glm4moe": MODEL_ARCH.GLM4_MOE,
     "dots1": MODEL_ARCH.DOTS1,
     "minimax-m2": MODEL_ARCH.MINIMAXM2,
+    "llama4": MODEL_ARCH.LLAMA4,
 }
 NAMES = {
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -66,7 +67,7 @@ def write_gguf(
     writer = GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", None) or config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -134,7 +135,7 @@ def _add_rope(writer: GGUFWriter, rope: dict[str, float], head_dim: int) -> None
         divisors = []
         for index in range(head_dim // 2):
             turns = rope["original_max_position_embeddings"] / (2 * math.pi * theta ** (2 * index / head_dim))
-            smooth = min(max((turns - low) / (high - low), 0), 1)
+            smooth = float(turns > high) if low == high else min(max((turns - low) / (high - low), 0), 1)
             divisors.append(1 / ((1 - smooth) / factor + smooth))
         writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
     elif kind == "yarn":

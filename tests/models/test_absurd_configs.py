@@ -105,7 +105,7 @@ def test_an_absurd_size_is_refused_by_name(key: str, tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": -14.43}}, "mscale_all_dim"),
         (
-            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}},
             "high_freq_factor",
         ),
         ({"eos_token_id": [2, True]}, "eos_token_id"),

@@ -43,6 +43,7 @@ CHUNKED = [
     "opt",
     "phi3_long_rope",
     "ministral3",
+    "llama4",
 ]
 
 
@@ -52,12 +53,20 @@ def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> No
     torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["mistral_window", "gemma2_windows", "gemma3_windows"])
-def test_windows_change_the_logits_of_a_prompt_beyond_them(case: str, tmp_path: Path) -> None:
-    """Guards the parity tests above: their prompt is long enough to see a window that is ignored."""
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("mistral_window", "sliding_window"),
+        ("gemma2_windows", "sliding_window"),
+        ("gemma3_windows", "sliding_window"),
+        ("llama4", "attention_chunk_size"),
+    ],
+)
+def test_windows_change_the_logits_of_a_prompt_beyond_them(case: str, key: str, tmp_path: Path) -> None:
+    """Guards the parity tests above: their prompt is long enough to see a window, or a chunk, that is ignored."""
     model = ours(save(make_model(case), tmp_path / "windowed"))
     config_file = tmp_path / "windowed" / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "sliding_window": 1000}))
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), key: 1000}))
     unlimited = ours(str(tmp_path / "windowed"))
     with_window, without = logits_of(model, PROMPT), logits_of(unlimited, PROMPT)
     torch.testing.assert_close(with_window[:16], without[:16], rtol=1e-4, atol=1e-4)
@@ -136,6 +145,19 @@ def test_a_legacy_gemma_3_config_gives_the_same_spec(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert describe(path).spec == modern
     assert [layer.mixer.window for layer in modern.layers] == [16, None, 16, None]
+
+
+def test_a_first_llama_4_config_gives_the_same_spec(tmp_path: Path) -> None:
+    path = save(make_model("llama4"), tmp_path)
+    modern = describe(path).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "moe_layers"):
+        del config[key]
+    config |= {"attn_temperature_tuning": 4, "no_rope_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe(path).spec == modern
+    assert [layer.mixer.chunk for layer in modern.layers] == [16, 16, 16, None, 16]
+    assert [layer.experts is not None for layer in modern.layers] == [False, True, False, True, False]
 
 
 def test_a_legacy_rope_config_gives_the_same_spec(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "dtype": "bfloat16",
 }
+LLAMA4: dict[str, Any] = {"architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 4}
 
 
 def written(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> str:
@@ -88,6 +89,8 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
         ({"architectures": ["HunYuanDenseV1ForCausalLM"], "rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic"),
         ({"architectures": ["ApertusForCausalLM"], "post_norm": True}, "post_norm"),
         ({"architectures": ["Olmo2ForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**LLAMA4, "num_experts_per_tok": 2}, "num_experts_per_tok 2"),
+        ({**LLAMA4, "layer_types": ["sliding_attention"] * 2}, "chunked_attention"),
         ({"architectures": None, "model_type": "mamba"}, "mamba.*Qwen3"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu.*silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*default, linear, llama3, yarn"),

@@ -13,12 +13,22 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
     HunYuanMoEV1Config,
+    Llama4TextConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+
+_SCOUTS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def mixtures(shape: dict[str, Any], granite: dict[str, Any], yarn: dict[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -65,5 +75,26 @@ def mixtures(shape: dict[str, Any], granite: dict[str, Any], yarn: dict[str, Any
             moe_intermediate_size=48,
             moe_layer_start_index=1,
             tie_word_embeddings=False,
+        ),
+        **_llama4(five),
+    }
+
+
+def _llama4(shape: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    shape = {**shape, "pad_token_id": None, "head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 80}
+    return {
+        "llama4": lambda: Llama4TextConfig(
+            **shape, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=8, attn_scale=0.5
+        ),
+        "llama4_as_published": lambda: Llama4TextConfig(**shape, rope_parameters=dict(_SCOUTS_ROPE)),
+        "llama4_dense": lambda: Llama4TextConfig(
+            **shape,
+            moe_layers=[],
+            no_rope_layers=[1, 0, 1, 0, 1],
+            attention_chunk_size=None,
+            attn_temperature_tuning=False,
+            use_qk_norm=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
         ),
     }

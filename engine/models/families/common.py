@@ -234,6 +234,17 @@ def num_layers(config: Config) -> int:
     return integer(config, "num_hidden_layers")
 
 
+def turned_layers(config: Config) -> list[bool]:
+    """`no_rope_layers` is 1 for layers that do turn."""
+    listed, count = config.get("no_rope_layers"), num_layers(config)
+    if not listed:
+        interval = integer(config, "no_rope_layer_interval", 4)
+        return [bool((layer + 1) % interval) for layer in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or any(turns not in (0, 1) for turns in listed):
+        raise ConfigError(f"no_rope_layers must hold 0 or 1 for each of the {count} layers, found {shown(listed)}")
+    return [bool(turns) for turns in listed[:count]]
+
+
 def layer_type_windows(config: Config) -> list[int | None]:
     """Qwen's rule: `use_sliding_window` switches it on; `layer_types`, or else `max_window_layers`, say where."""
     count = num_layers(config)
@@ -271,6 +282,18 @@ def named_windows(config: Config, window: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in layer_types]
 
 
+def chunks_of(config: Config, chunked: Sequence[bool]) -> list[int | None]:
+    """`attention_chunk_size` where `layer_types`, or else `chunked`, say so."""
+    kinds = ("full_attention", "chunked_attention")
+    if config.get("attention_chunk_size", 8192) is None:
+        chunked = [False] * len(chunked)
+    given = config.get("layer_types") or [kinds[its] for its in chunked]
+    if not isinstance(given, list) or len(given) != len(chunked) or any(kind not in kinds for kind in given):
+        raise UnsupportedModelError(f"layer_types must name {' or '.join(kinds)} for each of {len(chunked)} layers")
+    chunk = integer(config, "attention_chunk_size", 8192) if kinds[1] in given else None
+    return [chunk if kind == kinds[1] else None for kind in given]
+
+
 def rope_spec(config: Config, head_dim: int, max_position: int, default_rotary: float | None = None) -> RopeSpec:
     """Both `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before). `default_rotary`: see
     `decoder_spec`."""
@@ -298,8 +321,8 @@ def rope_spec(config: Config, head_dim: int, max_position: int, default_rotary: 
     if kind in ("yarn", "longrope") and original is not None and merged.get("factor") is None:
         merged["factor"] = max_position / original
     numbers = {key: number(merged, key) for key in _ROPE_NUMBERS[kind]}
-    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-        raise ConfigError(f"high_freq_factor must exceed low_freq_factor, found {shown(dict(parameters))}")
+    if kind == "llama3" and numbers["high_freq_factor"] < numbers["low_freq_factor"]:
+        raise ConfigError(f"high_freq_factor must be at least low_freq_factor, found {shown(dict(parameters))}")
     if kind == "yarn":
         numbers |= {key: _option(merged, key) for key in _YARN_OPTIONS if merged.get(key) is not None}
     theta = number(merged, "rope_theta", 10000.0)

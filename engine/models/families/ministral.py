@@ -18,7 +18,7 @@ from engine.models.families.common import (
     with_defaults,
 )
 from engine.models.families.names import LLAMA_NAMES
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderSpec, QueryGrowth
 
 _ROPE = {
     "rope_type": "yarn",
@@ -53,7 +53,7 @@ def ministral3_spec(config: Config) -> DecoderSpec:
     if growth is None:
         return spec
     original = integer(rope, "original_max_position_embeddings", spec.ropes[0].original_max_position)
-    return replace(spec, ropes=(replace(spec.ropes[0], query_growth=growth, original_max_position=original),))
+    return replace(spec, ropes=(replace(spec.ropes[0], growth=QueryGrowth(growth, original)),))
 
 
 MINISTRAL = Family("ministral", "MinistralForCausalLM", ministral_spec, LLAMA_NAMES.rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.common import Config, activation_of, flag, integer, num_layers, number
 from engine.models.json_file import shown
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, RouterSpec
@@ -52,12 +52,25 @@ def sparse_layers(config: Config) -> list[bool]:
     return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers(config))]
 
 
+def listed_layers(config: Config) -> list[bool]:
+    """Llama 4's rule: `moe_layers`, or else every `interleave_moe_layer_step`th layer."""
+    count, listed = num_layers(config), config.get("moe_layers")
+    if listed is None:
+        step = integer(config, "interleave_moe_layer_step", 1)
+        return [(layer + 1) % step == 0 for layer in range(count)]
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise ConfigError(f"moe_layers must be a list of layers, found {shown(listed)}")
+    return [layer in listed for layer in range(count)]
+
+
 def with_experts(
     spec: DecoderSpec, experts: ExpertsSpec, sparse: Sequence[bool] | None = None, beside: int = 0
 ) -> DecoderSpec:
     """`spec` with experts in the layers that `sparse` names (None: in all), and beside them a dense MLP of `beside`
-    inner values, where that is not 0; the other layers keep theirs. Raises ConfigError."""
+    inner values, where that is not 0; the other layers keep theirs. Raises ConfigError, UnsupportedModelError."""
     router, count = experts.router, experts.count
+    if router.of_inputs and router.top_k != 1:
+        raise UnsupportedModelError(f"num_experts_per_tok {router.top_k} is not supported: rows have one factor")
     if router.top_k > count:
         raise ConfigError(f"num_experts_per_tok is {router.top_k}, of {count} experts")
     in_groups = count // router.groups * router.top_groups

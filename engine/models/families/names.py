@@ -73,7 +73,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             )
             if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
-        if mixer.qk_norm is not None:
+        if mixer.qk_norm is not None and mixer.qk_weights:
             is_row = mixer.qk_norm == "row"
             widths = (mixer.q_size, mixer.kv_size) if is_row else (mixer.head_dim, mixer.head_dim)
             for name, parameter, width in zip(self.qk_norms, ("q_norm", "k_norm"), widths, strict=True):

@@ -27,6 +27,7 @@ from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.hunyuan_moe import HUNYUAN_MOE
 from engine.models.families.llama import LLAMA
+from engine.models.families.llama4 import LLAMA4
 from engine.models.families.minimax_m2 import MINIMAX_M2
 from engine.models.families.ministral import MINISTRAL, MINISTRAL3
 from engine.models.families.mistral import MISTRAL
@@ -88,6 +89,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     DOTS1,
     MINIMAX_M2,
+    LLAMA4,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     HUNYUAN_MOE,
