@@ -13,7 +13,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
 from engine.models.facts import ModelFacts
 from engine.models.families.common import check_ranges
-from engine.models.families.registry import find_family
+from engine.models.families.registry import find_family, text_config
 from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
 from engine.models.gguf_header import read_gguf_header
@@ -76,7 +76,8 @@ def describe(path: str, model_impl: ModelImpl = "auto") -> ModelDescription:
     config_file, generation_file = location / "config.json", location / "generation_config.json"
     if not config_file.is_file():
         raise ConfigError(f"model: {path} is neither a directory with a config.json nor a .gguf file")
-    config = read_json_object(config_file, CONFIG_BYTES)
+    with _errors_name(str(config_file)):
+        config = text_config(read_json_object(config_file, CONFIG_BYTES))
     generation = read_json_object(generation_file, CONFIG_BYTES) if generation_file.is_file() else {}
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     read, generation_read = (str(config_file), config), (str(generation_file), generation)

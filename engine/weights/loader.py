@@ -91,11 +91,16 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     if family.predicts_more:
         model = re.escape(family.prefix)
         endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")
+    if family.wrapper is not None:
+        endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]
     return re.compile("|".join(endings) if endings else "$^")
 
 
 def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> dict[str, Rows]:
-    """Under the names of the bare model, where that is what was saved."""
+    """Under the names of the bare model, or of one that wraps it, where that is what was saved."""
+    wrapper = family.wrapper
+    if wrapper is not None and any(name.startswith(wrapper.prefix) for name in source.shapes()):
+        return {f"{wrapper.prefix}{name}": row for name, row in rows.items()}
     if any(name.startswith(family.prefix) for name in source.shapes()):
         return rows
     return {name.removeprefix(family.prefix): row for name, row in rows.items()}

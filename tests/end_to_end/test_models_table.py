@@ -163,6 +163,7 @@ def _has_gguf(architecture: str) -> bool:
 
 def table() -> str:
     """The page: a row for each family. Run this file to write it."""
+    wrappers = ", ".join(family.wrapper.architecture for family in FAMILIES if family.wrapper is not None)
     lines = [
         "# Models and what each can do",
         "",
@@ -173,7 +174,8 @@ def table() -> str:
         "architecture has no name of its own there: a Mistral's file says llama). What has no row here runs through",
         "the library's own module, or is refused by name ([which](../engine/models/fallback/README.md)). Encoders",
         f"({', '.join(family.architecture for family in FAMILIES if not family.causal)}) generate nothing; theirs are",
-        "`test_encoders.py`, and `test_classifiers.py` of models that judge texts.",
+        f"`test_encoders.py`, and `test_classifiers.py` of models that judge texts. Of {wrappers}",
+        "the text model is served.",
         "",
         f"| architecture | {' | '.join(FEATURES)} |",
         f"|{'---|' * (1 + len(FEATURES))}",

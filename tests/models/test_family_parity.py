@@ -10,6 +10,7 @@ import torch
 from dense_attention import DenseAttention, greedy, logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from engine.models.decoder import Decoder
 from engine.models.description import describe
@@ -123,6 +124,18 @@ def test_names_of_the_bare_model_are_read_too(case: str, tmp_path: Path) -> None
     save_file(tensors, bare / "model.safetensors")
     (bare / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
     assert torch.equal(logits_of(ours(str(bare)), PROMPT), expected)
+
+
+def test_the_text_model_of_one_that_sees_is_read_alone(tmp_path: Path) -> None:
+    text = make_model("llama4")
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16}
+    config = Llama4Config(text_config=text.config.to_dict(), vision_config=vision)
+    whole = Llama4ForConditionalGeneration(config).eval()
+    whole.language_model.load_state_dict(text.state_dict())
+    model = ours(save(whole, tmp_path))
+    assert describe(str(tmp_path)).generates
+    torch.testing.assert_close(logits_of(model, PROMPT), hf_logits(text, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_gemma_3_rotates_by_two_bases(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ForCausalLM.*Llama, Mistral"),
+        ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": LLAMA}, "Mistral3ForCond"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration.*Gemma3"),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "generates nothing"),
@@ -108,6 +109,7 @@ def test_what_is_not_supported_is_refused_with_what_is(change: dict[str, Any], s
     ("change", "says"),
     [
         ({"hidden_size": None}, "hidden_size"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "text_config must be an object"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"vocab_size": "many"}, "vocab_size"),

@@ -47,6 +47,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
+class Wrapper(msgspec.Struct, frozen=True):
+    """Checkpoints that hold a family's model beside what sees: it alone is served, by their `text_config`."""
+
+    architecture: str
+    prefix: str = "language_model."
+    """of the text model's names"""
+    others: tuple[str, ...] = ("vision_model.", "multi_modal_projector.")
+    """prefixes of what is left out"""
+
+
 class Family(msgspec.Struct, frozen=True):
     name: str
     """also the `model_type` of its configs"""
@@ -66,6 +76,7 @@ class Family(msgspec.Struct, frozen=True):
     """of models that judge texts, by what stands in their architecture's name in the place of ForCausalLM"""
     predicts_more: bool = False
     """a checkpoint may hold layers beyond the model's, which predict further tokens and are left out"""
+    wrapper: Wrapper | None = None
 
 
 def with_defaults(config: Config, **defaults: object) -> Config:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from engine.models.families.common import (
     Config,
     Family,
+    Wrapper,
     chunks_of,
     decoder_spec,
     flag,
@@ -45,8 +46,7 @@ def llama4_spec(config: Config) -> DecoderSpec:
     spec, sparse = replace(spec, layers=tuple(layers), ropes=ropes), listed_layers(config)
     if not any(sparse):
         return spec
-    top_k = integer(config, "num_experts_per_tok")
-    router = RouterSpec(kind="sigmoid", top_k=top_k, normalise=False, of_inputs=True)
+    router = RouterSpec(kind="sigmoid", top_k=integer(config, "num_experts_per_tok"), normalise=False, of_inputs=True)
     experts = experts_spec(config, router, "num_local_experts", "intermediate_size")
     return with_experts(spec, experts, sparse, beside=experts.inner_size)
 
@@ -54,7 +54,7 @@ def llama4_spec(config: Config) -> DecoderSpec:
 _MLP = ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")
 _SHARED = tuple(name.replace(".", ".shared_expert.") for name in _MLP)
 _EXPERTS = ExpertNames(router="feed_forward.router", experts="feed_forward.experts", shared=_SHARED)
-_GGUF_NAMES = Names(gate_up=_MLP[:2], down=_MLP[2], qkv_stored="pairs", experts=_EXPERTS)
+_GGUF = Names(gate_up=_MLP[:2], down=_MLP[2], qkv_stored="pairs", experts=_EXPERTS)
 _STACKED = replace(_EXPERTS, parts=("gate_up_proj", "down_proj"), stacked=True, transposed=True)
-_NAMES = replace(_GGUF_NAMES, experts=_STACKED)
-LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", llama4_spec, _NAMES.rows, gguf_rows=_GGUF_NAMES.rows)
+_NAMES, _WRAPPER = replace(_GGUF, experts=_STACKED), Wrapper("Llama4ForConditionalGeneration")
+LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", llama4_spec, _NAMES.rows, gguf_rows=_GGUF.rows, wrapper=_WRAPPER)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.errors import UnsupportedModelError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.apertus import APERTUS
 from engine.models.families.bert import BERT, CAMEMBERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from engine.models.families.cohere import COHERE, COHERE2
@@ -116,8 +116,7 @@ class Found(NamedTuple):
 
 def find_family(config: Mapping[str, object]) -> Found:
     """By `architectures`, or by `model_type` where a config names no architecture."""
-    architectures = config.get("architectures")
-    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    named = _architectures(config)
     for family in FAMILIES:
         if family.architecture in named or (not named and family.name == config.get("model_type")):
             return Found(family, "generates" if family.causal else "embeds")
@@ -129,6 +128,25 @@ def find_family(config: Mapping[str, object]) -> Found:
     found = f"architectures {shown(named[:4])}" if named else f"model_type {shown(config.get('model_type'))}"
     supported = ", ".join(family.architecture.removesuffix("ForCausalLM") for family in FAMILIES)
     raise UnsupportedModelError(f"{found} is not supported; supported architectures (ForCausalLM) are {supported}")
+
+
+def text_config(config: Mapping[str, object]) -> dict[str, object]:
+    """The text model's own, where a family's `Wrapper` names the architecture; any other config as it is. What stands
+    around it holds where it says nothing. Raises ConfigError."""
+    named = _architectures(config)
+    for family in FAMILIES:
+        if family.wrapper is not None and family.wrapper.architecture in named:
+            text = config.get("text_config")
+            if not isinstance(text, Mapping):
+                raise ConfigError(f"text_config must be an object, found {shown(text)}")
+            around = {key: value for key, value in config.items() if text.get(key) is None}
+            return {**text, **around, "architectures": [family.architecture]}
+    return dict(config)
+
+
+def _architectures(config: Mapping[str, object]) -> list[str]:
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def family_named(name: str) -> Family:
