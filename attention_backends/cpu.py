@@ -54,11 +54,6 @@ class PlanSummary:
     """read by all items: what sequences share counts once"""
 
 
-def _window(layer: AttentionLayer) -> int:
-    """As `oldest_key` in the kernels takes it."""
-    return -layer.chunk if layer.chunk is not None else layer.window or 0
-
-
 def _unprepared(*_: object) -> NoReturn:
     raise RuntimeError("CpuBackend: prepare() builds and loads the kernels; call it once before the first step")
 
@@ -182,7 +177,7 @@ class CpuBackend(AttentionBackend):
             metadata.num_seqs,
             metadata.num_tokens,
             layer.scale,
-            _window(layer),
+            layer.signed_window,
             layer.soft_cap or 0.0,
             layer.sinks,
             layer.shares is None,
@@ -194,7 +189,7 @@ class CpuBackend(AttentionBackend):
         """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
         if dtype != torch.bfloat16 or layer.shares is not None:
             return None
-        window, soft_cap = _window(layer), layer.soft_cap or 0.0
+        window, soft_cap = layer.signed_window, layer.soft_cap or 0.0
         described = self._native_layer(
             kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, layer.sinks, self._isa
         )
@@ -224,7 +219,7 @@ class CpuBackend(AttentionBackend):
                 metadata.block_tables,
                 metadata.num_seqs,
                 layer.num_heads // layer.num_kv_heads,
-                _window(layer),
+                layer.signed_window,
                 self._isa,
             )
         )

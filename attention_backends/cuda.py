@@ -21,7 +21,7 @@ from attention_backends.interface import AttentionBackend, AttentionBatch, Atten
 from attention_backends.toolchain import default_cache_dir
 
 MIN_CAPABILITY = (8, 0)
-_LayerKey = tuple[int | None, int, int, int]
+_LayerKey = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ class CudaBackend(AttentionBackend):
             window=True,
             soft_cap=True,
             sinks=True,
+            chunk=True,
             capture_safe=True,
         )
 
@@ -140,12 +141,12 @@ class CudaBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, CudaMetadata)
         ready, batch = self._prepared(), metadata.batch
-        key = (layer.window, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        window = layer.signed_window
+        key = (window, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         plan = metadata.plans.get(key)
         if plan is None:
             plan = plan_layer(batch, layer, q.shape[2], ready.multiprocessors, ready.workspace)
             metadata.plans[key] = plan
-        window = layer.window or 0
         launchers = ready.of(layer.head_dim)
         ready.make_schedules(plan, batch, launchers, kv_cache.data_ptr(), window)
         for launch in plan.launches:

@@ -44,7 +44,7 @@ class Launchers(Protocol):
         num_seqs: int,
         max_query_len: int,
         max_items: int,
-        window: int,  # 0: none
+        window: int,  # `AttentionLayer.signed_window`
         /,
     ) -> None: ...
 
@@ -71,7 +71,7 @@ class Launchers(Protocol):
         first_prefill: int,  # then: prefill sequences [first_prefill, first_prefill + num_prefills)
         num_prefills: int,
         prefill_tokens: int,  # of these, or an upper bound
-        window: int,  # 0: none
+        window: int,  # `AttentionLayer.signed_window`
         scale: float,
         soft_cap: float,  # 0: none
         k_scale: float,

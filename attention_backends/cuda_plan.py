@@ -139,7 +139,7 @@ def workspace_bytes(max_num_seqs: int, layers: Sequence[AttentionLayer], multipr
         short = min(partial_floats(items, kv_heads, MAX_DECODE_ROWS, dim), MAX_SHORT_PARTIALS)
         largest = max(largest, power_of_two(max(decode, short)))
         words = schedule_words(items, max_num_seqs) + arrival_words(max_num_seqs, kv_heads, MAX_DECODE_ROWS)
-        schedules += words * len({x.window for x in layers})
+        schedules += words * len({x.signed_window for x in layers})
     sizes = max_num_seqs // 8 + 8  # of graphs; each has schedules of its own, of half the largest's size on average
     return 4 * (2 * largest + schedules * (sizes // 2 + 2))
 
@@ -195,7 +195,7 @@ def plan_layer(
         items = max_items(count, layer.num_kv_heads, multiprocessors)
         graph = batch.graph_size is not None
         room = count if graph else power_of_two(count)
-        key = (graph, role, room, layer.window, layer.num_heads, layer.num_kv_heads, head_dim)
+        key = (graph, role, room, layer.signed_window, layer.num_heads, layer.num_kv_heads, head_dim)
         schedule = workspace.schedule(key, schedule_words(max_items(room, layer.num_kv_heads, multiprocessors), room))
         rows = query_len * group
         partials = workspace.partials(partial_floats(items, layer.num_kv_heads, rows, head_dim), key if graph else None)

@@ -37,6 +37,11 @@ class AttentionLayer:
     shares: int | None = None
     """The earlier layer of the same step whose cache this is: nothing is written, and k and v are not looked at."""
 
+    @property
+    def signed_window(self) -> int:
+        """As kernels take it: the window, less than 0 a chunk of so many, or 0 where all is seen."""
+        return -self.chunk if self.chunk is not None else self.window or 0
+
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -192,7 +192,7 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("sinks", {"sinks": torch.zeros(HEADS - 1)}),
     ("max_items 2", {"max_items": 2}),
     ("68 rows", {"max_query_len": 17}),
-    ("window -1", {"window": -1}),
+    ("window -2147483648", {"window": -(2**31)}),
 ]
 
 

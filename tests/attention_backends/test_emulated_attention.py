@@ -35,6 +35,7 @@ class Problem:
     dtype: torch.dtype = BF16
     fp8: bool = False
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     scale: float | None = None
@@ -53,9 +54,8 @@ class Problem:
         sinks = torch.randn(self.num_heads, generator=generator) * 2 if self.sinks else None
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scales = (0.5, 2.0) if self.fp8 else (1.0, 1.0)
-        return AttentionLayer(
-            self.num_heads, self.num_kv_heads, self.head_dim, scale, self.window, self.soft_cap, sinks, *scales
-        )
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionLayer(*heads, scale, self.window, self.soft_cap, sinks, *scales, self.chunk)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -75,6 +75,8 @@ class Problem:
         tables = torch.full((len(counts), max(counts, default=0) + 1), NO_BLOCK, dtype=torch.int32)
         for seq, (queries, length) in enumerate(self.lengths):
             oldest = 0 if self.window is None else max(0, length - queries - self.window + 1)
+            if self.chunk is not None:
+                oldest = max(0, length - queries) // self.chunk * self.chunk
             for column in range(oldest // self.block_size, counts[seq]):
                 block = tables[seq, column] = free.pop()
                 first = column * self.block_size
@@ -121,7 +123,7 @@ class Problem:
             (self.max_items * self.num_heads * longest * (self.head_dim + 1) if phase == "decode" else 1,), torch.nan
         )
         arrivals = torch.zeros(arrival_words(count, self.num_kv_heads, longest * self.group), dtype=torch.int32)
-        window = self.window or 0
+        window = layer.signed_window
         decodes, prefills = (count, 0) if phase == "decode" else (0, count)
         if phase == "decode":
             launchers.schedule_decode(starts, lengths, schedule, self.first_seq, count, longest, self.max_items, window)
@@ -167,6 +169,7 @@ VARIANTS = (
     {"soft_cap": 5.0},
     {"sinks": True},
     {"window": 100, "soft_cap": 20.0, "sinks": True},
+    {"chunk": 48},
 )
 
 
@@ -231,6 +234,14 @@ def test_window_and_garbage_table_entries_before_it(kernels: EmulatedKernels, wi
     assert_matches_oracle(replace(problem, head_dim=128, fp8=True), kernels, phase)
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 64, 100, 300, 5000])
+def test_chunk_and_garbage_table_entries_before_it(kernels: EmulatedKernels, chunk: int, phase: str) -> None:
+    problem = Problem(lengths_of(phase), chunk=chunk, seed=chunk)
+    assert_matches_oracle(problem, kernels, phase)
+    assert_matches_oracle(replace(problem, head_dim=128, fp8=True, sinks=True, soft_cap=9.0), kernels, phase)
+
+
 @pytest.mark.parametrize("queries", [1, 2, 5, 8, 11, 16])
 def test_decode_rows_at_the_edges_of_row_tiles(kernels: EmulatedKernels, queries: int) -> None:
     """4 rows a query: up to 16, 32 and 64, which are one row tile, two, and two blocks of two."""
@@ -240,6 +251,7 @@ def test_decode_rows_at_the_edges_of_row_tiles(kernels: EmulatedKernels, queries
             problem = Problem(lengths, head_dim=head_dim, max_items=max_items, seed=queries)
             assert_matches_oracle(problem, kernels, "decode")
             assert_matches_oracle(replace(problem, window=50, sinks=True), kernels, "decode")
+            assert_matches_oracle(replace(problem, chunk=9), kernels, "decode")
 
 
 @pytest.mark.parametrize("max_items", [7, 8, 9, 12, 20, 200])
@@ -322,7 +334,7 @@ def schedule_of(
     return schedule.tolist()
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("window", [0, 300, -700])
 @pytest.mark.parametrize("num_seqs", [1, 5, 255, 256, 257, 600])
 def test_schedule_covers_every_key_once_with_the_shortest_chunks_that_fit(
     kernels: EmulatedKernels, num_seqs: int, window: int
@@ -334,7 +346,10 @@ def test_schedule_covers_every_key_once_with_the_shortest_chunks_that_fit(
     pairs, starts = rest[: 2 * max_items], rest[2 * max_items :]
 
     def keys(queries: int, length: int) -> int:
-        return length - (max(0, length - queries - window + 1) // 64 * 64 if window else 0)
+        oldest = max(0, length - queries - window + 1) if window > 0 else 0
+        if window < 0:
+            oldest = (length - queries) // -window * -window
+        return length - oldest // 64 * 64
 
     def needed(size: int) -> list[int]:
         return [max(1, -(-keys(q, n) // size)) for q, n in lengths]

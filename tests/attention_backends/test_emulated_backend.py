@@ -131,6 +131,12 @@ def test_window_smaller_and_larger_than_a_block(backends: Backends, window: int)
     assert_matches_oracle(case, backends.for_case(case))
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 40, 100, 512])
+def test_a_query_sees_its_chunk_alone(backends: Backends, chunk: int) -> None:
+    case = case_of([*EDGES, (1, 700), (4, 640), (70, 400)], chunk=chunk)
+    assert_matches_oracle(case, backends.for_case(case))
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
 @pytest.mark.parametrize("window", [None, 1000])
 def test_a_decode_is_the_same_however_it_is_split(backends: Backends, multiprocessors: int, window: int | None) -> None:
@@ -186,8 +192,8 @@ def test_layers_with_different_windows_share_one_step(backends: Backends) -> Non
     tables = case.block_tables()
     batch = case.batch(tables)
     metadata = backend.build_metadata(batch)
-    for window in (None, 50, None, 50, 600):
-        layer = replace(case.layer, window=window)
+    for window, chunk in ((None, None), (50, None), (None, 50), (50, None), (600, None), (None, 50), (None, None)):
+        layer = replace(case.layer, window=window, chunk=chunk)
         outputs = []
         for each, each_metadata in ((backend, metadata), (oracle, batch)):
             cache = case.empty_cache(each, BF16)
@@ -258,7 +264,7 @@ def lengths_of_a_step(draw: st.DrawFn) -> list[tuple[int, int]]:
     lengths=lengths_of_a_step(),
     heads=st.sampled_from([(4, 2), (1, 1), (6, 2), (16, 1)]),
     block_size=st.sampled_from([16, 64]),
-    window=st.sampled_from([None, None, 1, 16, 47, 300]),
+    window=st.sampled_from([None, None, 1, 16, 47, 300, -1, -40, -256]),
     soft_cap=st.sampled_from([None, None, 7.0]),
     sinks=st.booleans(),
     kv_dtype=st.sampled_from([BF16, FP8]),
@@ -277,6 +283,8 @@ def test_any_step(
     multiprocessors: int,
     seed: int,
 ) -> None:
-    case = case_of(lengths, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, window=window, seed=seed)
+    """`window`: less than 0 a chunk."""
+    span = {"chunk": -window} if window is not None and window < 0 else {"window": window}
+    case = case_of(lengths, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size, seed=seed, **span)
     case = replace(case, soft_cap=soft_cap, sinks=sinks, kv_dtype=kv_dtype)
     assert_matches_oracle(case, backends.for_case(case, multiprocessors, seed))

@@ -49,6 +49,7 @@ QUICK = [
     "compiled by Inductor",
     "own linears",
     "experts",
+    "chunks",
     "packed",
     "experts of the library",
 ]

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / room) for room in ("en
 
 import torch  # noqa: E402 - the path comes first
 from pretend_gpu import pretend_gpu  # noqa: E402
-from pretend_products import experts, library_experts, packed  # noqa: E402
+from pretend_products import chunks, experts, library_experts, packed  # noqa: E402
 from pretend_workloads import (  # noqa: E402
     GREEDY,
     HALF_TIE_NATS,
@@ -339,6 +339,7 @@ CASES: dict[str, Case] = {
     "captures between steps": captures_between_steps,
     "own linears": own_linears,
     "experts": experts,
+    "chunks": chunks,
     "packed": packed,
     "experts of the library": library_experts,
     "prepare": prepare,

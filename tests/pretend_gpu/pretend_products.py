@@ -40,6 +40,20 @@ def experts(folder: Path, oracles: Oracles) -> None:
     assert same_but_for_ties(outputs, oracle[1:3], HALF_TIE_NATS) <= 1
 
 
+def chunks(folder: Path, oracles: Oracles) -> None:
+    """Llama 4: attention in chunks by the CUDA kernels, experts that are given rows times a factor."""
+    folder = folder / "chunks"
+    oracle = Oracles(folder).greedy("float32")
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float16", "max_num_seqs": 2, "max_num_batched_tokens": 32, "graphs": "both"}
+        with loaded(folder, device="cuda", compile="pieces", **options) as llm:
+            assert llm.ready.attention_backend == "cuda"
+            outputs = generate(llm, PROMPTS[1:4], GREEDY)
+            check_graphs(machine, llm, "both")
+        check_closed(machine)
+    assert same_but_for_ties(outputs, oracle[1:4], HALF_TIE_NATS) <= 1
+
+
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_index: int) -> None:
     """Of one prompt."""
     heads = (each.transpose(0, 1)[None].float() for each in (q, k, v))

@@ -26,7 +26,7 @@ Outputs = list[RequestOutput]
 
 def save_models(path: Path) -> None:
     """Two layers in the smallest shape that the GPU kernels serve. In `deep` three of them, and a model and a head that
-    draft for those, badly. In `experts` a mixture of them."""
+    draft for those, badly. In `experts` a mixture of them, in `chunks` a Llama 4."""
     save_model(path, layers=2, seed=3)
     deep = path / "deep"
     save_model(deep, layers=3, seed=3)
@@ -37,6 +37,7 @@ def save_models(path: Path) -> None:
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     }  # fmt: skip
     save_experts(path / "experts")
+    save_chunks(path / "chunks")
     DenseEagle(config, torch.arange(0, VOCAB, 2)).save(deep / "head")
 
 
@@ -64,6 +65,20 @@ def save_experts(path: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(3)
     transformers.Qwen3MoeForCausalLM(config).float().eval().save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_chunks(path: Path) -> None:
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=64, intermediate_size_mlp=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_local_experts=3, interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1], attention_chunk_size=24, floor_scale=8, attn_scale=0.5, max_position_embeddings=512,
+        initializer_range=0.15, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.Llama4ForCausalLM(config).float().eval().save_pretrained(path)
     save_tokenizer(path)
 
 

@@ -24,6 +24,7 @@ FEATURES: tuple[dict[str, object], ...] = (
     {"soft_cap": 20.0},
     {"sinks": True},
     {"window": 70, "soft_cap": 5.0, "sinks": True},
+    {"chunk": 48},
     {"spread": 8.0},
 )
 FP8_CACHE = {"kv_dtype": FP8, "k_scale": 0.5, "v_scale": 2.0}

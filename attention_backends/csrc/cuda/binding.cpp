@@ -67,6 +67,11 @@ int32_t narrow(int64_t value, const char* name) {
   return static_cast<int32_t>(value);
 }
 
+int32_t signed_window(int64_t window) {
+  STD_TORCH_CHECK(window >= -INT32_MAX && window <= INT32_MAX, "attention: window ", window, " is not within ± 2^31");
+  return static_cast<int32_t>(window);
+}
+
 Tokens tokens_of(const Device& device, const Tensor& t, int64_t heads, int64_t num_tokens, const char* name) {
   device.check(t, name);
   STD_TORCH_CHECK(t.dim() == 3 && t.size(0) >= num_tokens && t.size(1) == heads && t.size(2) == kHeadDim, "attention: ",
@@ -155,7 +160,7 @@ void schedule_decode(Tensor query_start_loc, Tensor seq_lens, Tensor schedule, i
   const Device device(seq_lens, "seq_lens");
   const Batch batch = batch_of(device, query_start_loc, seq_lens, first_seq, num_seqs);
   const DecodeSchedule target = schedule_of(device, schedule, max_items, num_seqs);
-  raise_if(pageloom_schedule_decode(&batch, narrow(window, "window"), narrow(max_query_len, "max_query_len"), &target,
+  raise_if(pageloom_schedule_decode(&batch, signed_window(window), narrow(max_query_len, "max_query_len"), &target,
                                     device.stream()));
 }
 
@@ -186,7 +191,7 @@ void attend(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor sl
   if (num_tokens > 0) write(device, k, v, cache, slot_mapping, num_tokens, k_scale, v_scale);
   Layer layer{};
   layer.num_heads = narrow(heads, "query heads");
-  layer.window = narrow(window, "window");
+  layer.window = signed_window(window);
   layer.scale = static_cast<float>(scale);
   layer.soft_cap = static_cast<float>(soft_cap);
   layer.k_scale = static_cast<float>(k_scale);

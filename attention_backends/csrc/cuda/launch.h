@@ -43,7 +43,7 @@ struct Batch {
 
 struct Layer {
   int32_t num_heads;
-  int32_t window;    // 0: none; w: query at position p sees keys in (p - w, p]
+  int32_t window;    // 0: none; w: query at position p sees keys in (p - w, p]; -c: in [p / c * c, p], its chunk
   float scale;
   float soft_cap;    // 0: none
   float k_scale;     // an 8-bit cache holds k / k_scale and v / v_scale

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(P::WARPS * WARP, P::BLOCKS) prefill_kernel(Pre
   const int first_token = tile_row / rows.group;
   const int last_token = (min_i(tile_row + P::ROWS, rows.count) - 1) / rows.group;
   TileStream<P> stream;
-  stream.first_key = window > 0 ? max_i(0, sequence.position() + first_token - window + 1) : 0;
+  stream.first_key = VARIANT ? oldest_key(sequence.position() + first_token, window) : 0;
   stream.end_key = min_i(sequence.position() + last_token + 1, sequence.length);
   const int warp_row = static_cast<int>(threadIdx.x) / WARP * P::WARP_ROWS;
   const Sight sight{P::SIGHT_AT + warp_row * 4, window};

@@ -8,6 +8,13 @@ namespace pageloom::cuda {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
+// That a query at `position` sees: with a window w the first of (position - w, position], with -c that of its chunk of c
+// keys. It never falls as positions rise.
+__device__ __forceinline__ int oldest_key(int position, int window) {
+  if (window == 0) return 0;
+  return max_i(0, window > 0 ? position - window + 1 : position - position % -window);
+}
+
 struct Sequence {
   int first_token;  // of the step
   int queries;
@@ -20,9 +27,7 @@ struct Sequence {
   }
   // Of the first query; negative only where the length is 0.
   __device__ __forceinline__ int position() const { return length - queries; }
-  __device__ __forceinline__ int first_key(int window) const {
-    return window > 0 ? max_i(0, position() - window + 1) : 0;
-  }
+  __device__ __forceinline__ int first_key(int window) const { return oldest_key(position(), window); }
 };
 
 // How scores become exponents of 2. Kernels see no negative scale: the queries take its sign.
@@ -53,7 +58,7 @@ inline Scoring scoring_of(const Layer& layer, bool eight_bit) {
 }
 
 inline bool is_plain(const Layer& layer) {
-  return layer.window <= 0 && !(layer.soft_cap > 0) && layer.sinks == nullptr;
+  return layer.window == 0 && !(layer.soft_cap > 0) && layer.sinks == nullptr;
 }
 
 // The rows of one sequence and KV head.
@@ -142,11 +147,11 @@ struct Sight {
   // Of keys [key, key + count): does any of the warp's rows see any, do all see all?
   template <int ROWS>
   __device__ __forceinline__ bool any(int key, int count) const {
-    return key <= newest(ROWS - 1) && (window <= 0 || key + count > newest(0) - window + 1);
+    return key <= newest(ROWS - 1) && (window == 0 || key + count > oldest_key(newest(0), window));
   }
   template <int ROWS>
   __device__ __forceinline__ bool all(int key, int count) const {
-    return key + count - 1 <= newest(0) && (window <= 0 || key > newest(ROWS - 1) - window);
+    return key + count - 1 <= newest(0) && (window == 0 || key >= oldest_key(newest(ROWS - 1), window));
   }
 };
 

@@ -125,7 +125,7 @@ __device__ __forceinline__ void hide(float (&s)[M][TILES][4], const Sight& sight
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int newest = sight.newest(m * 16 + h * 8 + lane / 4) - key;
-      const int oldest = VARIANT && sight.window > 0 ? newest - sight.window + 1 : -TILES * 8;
+      const int oldest = VARIANT ? oldest_key(newest + key, sight.window) - key : -TILES * 8;
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
 #pragma unroll
