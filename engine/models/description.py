@@ -45,6 +45,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     default_dtype: ModelDType
     """how the weights are stored; bfloat16 for quantised GGUF"""
     max_position: int
+    """tokens that a sequence may have"""
     vocab_size: int
     pooling: PoolingDefaults
     """how prompts become vectors"""
@@ -126,7 +127,7 @@ def _described(
         eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < facts.vocab_size)),
         bos_token_id=starts[0] if starts else None,
         default_dtype=cast(ModelDType, stored),
-        max_position=facts.max_position,
+        max_position=min(facts.max_position, pooling.max_length or facts.max_position),
         vocab_size=facts.vocab_size,
         pooling=pooling,
         generates=generates,

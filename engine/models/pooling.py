@@ -44,6 +44,8 @@ class PoolingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """texts that go before others, by their use: "query", "document" """
     declared: bool = False
     """it is an embedding model by its own account: nobody wants its next token"""
+    max_length: int | None = None
+    """tokens of the longest text that it was made for, where its files tell: positions may be more"""
     unsupported: str = ""
     """why this model's embeddings cannot be made here; empty: they can"""
 
@@ -72,6 +74,7 @@ def pooling_of(directory: Path) -> PoolingDefaults:
         dense=tuple(_dense(directory / folder) for kind, folder in kinds if kind == "Dense"),
         normalize="Normalize" in folders,
         prompts=_prompts(directory),
+        max_length=_max_length(directory / folders["Transformer"]) if "Transformer" in folders else None,
         declared=True,
     )
 
@@ -104,6 +107,15 @@ def _pooling(file: Path) -> PoolingType | None:
     if not asked:
         return _MODES.get(str(config.get("pooling_mode")))
     return _TYPES.get(asked[0]) if len(asked) == 1 else None
+
+
+def _max_length(directory: Path) -> int | None:
+    """The file's name tells the kind of transformer, in older files."""
+    for file in sorted(directory.glob("sentence_*_config.json")):
+        found = read_json_object(file, CONFIG_BYTES).get("max_seq_length")
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            return found
+    return None
 
 
 def _prompts(directory: Path) -> dict[str, str]:

@@ -97,13 +97,17 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
 
 
 def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> dict[str, Rows]:
-    """Under the names of the bare model, or of one that wraps it, where that is what was saved."""
-    wrapper = family.wrapper
-    if wrapper is not None and any(name.startswith(wrapper.prefix) for name in source.shapes()):
-        return {f"{wrapper.prefix}{name}": row for name, row in rows.items()}
-    if any(name.startswith(family.prefix) for name in source.shapes()):
-        return rows
-    return {name.removeprefix(family.prefix): row for name, row in rows.items()}
+    """Under the names of the bare model, or of one that wraps it, where that is what was saved, and under those that
+    there once were."""
+    saved, wrapper = source.shapes(), family.wrapper
+    if wrapper is not None and any(name.startswith(wrapper.prefix) for name in saved):
+        rows = {f"{wrapper.prefix}{name}": row for name, row in rows.items()}
+    elif not any(name.startswith(family.prefix) for name in saved):
+        rows = {name.removeprefix(family.prefix): row for name, row in rows.items()}
+    for ending, formerly in family.formerly.items():
+        older = {name: name.removesuffix(ending) + formerly for name in rows if name.endswith(ending)}
+        rows = {older[name] if older.get(name) in saved else name: row for name, row in rows.items()}
+    return rows
 
 
 def weight_bytes(model: nn.Module) -> int:

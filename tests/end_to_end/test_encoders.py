@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_embedder import sentence_transformer
 from tiny_encoders import ENCODERS, save_encoder
 
@@ -62,6 +63,30 @@ def test_vectors_equal_transformers(tmp_path: Path, family: str) -> None:
             llm.generate("a", use_tqdm=False)
 
 
+def test_old_names_of_norms_and_a_length_that_sentence_transformers_knows(tmp_path: Path) -> None:
+    model = save_encoder("Bert", tmp_path)
+    sentence_transformer(tmp_path, "pooling_mode_mean_tokens", normalize=False)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+    file = tmp_path / "model.safetensors"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = load_file(file)
+    for name in list(tensors):
+        for ending, formerly in old.items():
+            if name.endswith(ending):
+                tensors[f"bert.{name.removesuffix(ending)}{formerly}"] = tensors.pop(name)
+                break
+        else:
+            tensors[f"bert.{name}"] = tensors.pop(name)
+    tensors["cls.predictions.transform.LayerNorm.gamma"] = torch.ones(64)
+    assert sum("gamma" in name for name in tensors) > 3
+    save_file(tensors, file)
+    with LLM(str(tmp_path), **{**SETTINGS, "max_model_len": None}) as llm:
+        [output] = llm.embed(given(PROMPTS[3:4]), use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.embedding, states_of(model, PROMPTS[3]).mean(axis=0), atol=1e-4)
+        with pytest.raises(InvalidRequestError, match="64"):
+            llm.embed(given(PROMPTS[4:5]), use_tqdm=False)
+
+
 @pytest.mark.parametrize("family", ["Bert", "ModernBert"])
 def test_compiled_bfloat16_is_close(tmp_path: Path, family: str) -> None:
     model = save_encoder(family, tmp_path)
@@ -85,8 +110,6 @@ def test_sentence_transformers_modules(tmp_path: Path, mode: str, activation: st
     (tmp_path / "2_Dense").mkdir()
     named = f"torch.nn.modules.{'activation.Tanh' if activation == 'Tanh' else 'linear.Identity'}"
     (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": named}))
-    from safetensors.torch import save_file
-
     weights = {f"linear.{name}": each.detach() for name, each in dense.named_parameters()}
     save_file(weights, tmp_path / "2_Dense" / "model.safetensors")
     file = tmp_path / "modules.json"

@@ -103,6 +103,11 @@ def test_what_files_say_of_pooling(tmp_path: Path) -> None:
     pooling(pooling_mode="lasttoken")
     (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: ", "document": ""}}')
     assert pooling_of(tmp_path) == PoolingDefaults(prompts={"query": "q: "}, declared=True)
+    for name, length in (("bert", "256"), ("xlm-roberta", "512"), ("bert", "null"), ("bert", "true")):
+        file = tmp_path / f"sentence_{name}_config.json"
+        file.write_text(f'{{"max_seq_length": {length}, "do_lower_case": false}}')
+        assert pooling_of(tmp_path).max_length == (int(length) if length.isdigit() else None)
+        file.unlink()
     for config in (
         {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True},
         {"pooling_mode": "weightedmean"},

@@ -134,6 +134,7 @@ _LEFT_OUT = (
     "pooler.dense.bias",
     *(f"cls.predictions.{name}" for name in ("bias", "decoder.weight", "decoder.bias")),
     *(f"cls.predictions.transform.{name}.{part}" for name in ("dense", "LayerNorm") for part in ("weight", "bias")),
+    *(f"cls.predictions.transform.LayerNorm.{part}" for part in ("gamma", "beta")),
     "cls.seq_relationship.weight",
     "cls.seq_relationship.bias",
     "lm_head.bias",
@@ -141,6 +142,8 @@ _LEFT_OUT = (
     *(f"vocab_{name}.{part}" for name in ("transform", "layer_norm", "projector") for part in ("weight", "bias")),
 )
 """of heads that fill in words, and a pooler that nobody asks"""
+_FORMERLY = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""in checkpoints that were made from TensorFlow's, as google-bert/bert-base-uncased"""
 
 
 def _heads(of_texts: HeadForm) -> dict[str, HeadForm]:
@@ -154,6 +157,7 @@ def _roberta(name: str, architecture: str, spec: object) -> Family:
         spec,  # type: ignore[arg-type]
         _names("roberta.").rows,
         prefix="roberta.",
+        formerly=_FORMERLY,
         ignored=_LEFT_OUT,
         causal=False,
         heads=_heads(_ROBERTA_HEAD),
@@ -166,6 +170,7 @@ BERT = Family(
     bert_spec,
     _names("bert.").rows,
     prefix="bert.",
+    formerly=_FORMERLY,
     ignored=_LEFT_OUT,
     causal=False,
     heads=_heads(_POOLED),

@@ -66,6 +66,8 @@ class Family(msgspec.Struct, frozen=True):
     """checkpoint name → place, for every tensor that a checkpoint of this spec must hold"""
     prefix: str = "model."
     """of the names, but for the head; checkpoints of the bare model lack it"""
+    formerly: Mapping[str, str] = {}
+    """what endings of names were in old checkpoints"""
     ignored: tuple[str, ...] = ()
     """endings of names that a checkpoint may hold beside these, and that hold no weights"""
     gguf_rows: Callable[[DecoderSpec], dict[str, Rows]] | None = None
