@@ -31,7 +31,7 @@ from engine.cpu_kernels import linear
 from engine.cpu_kernels.build import CSRC
 from engine.cpu_kernels.experts import ExpertWeights, Routing, pack_experts
 from engine.cpu_kernels.formats import Format
-from engine.cpu_kernels.streams import Matrix, choose_streams
+from engine.cpu_kernels.reading import choose_reading
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INNER = 8, 32, 4, 576, 384
 ROUTES = 8
@@ -185,9 +185,7 @@ def main() -> None:
     results = []
     for format in (Format[name] for name in options.formats.split(",")):
         layers = make_layers(format)
-        if format is Format.BFLOAT16:
-            matrices = [Matrix(w.gate_up.flatten(0, 1), EXPERTS * 2 * INNER, HIDDEN) for w in layers]
-            choose_streams(ops, matrices, options.cache_dir)
+        choose_reading(ops, sum(w.gate_up.numel() + w.down.numel() for w in layers), options.cache_dir)
         with torch.inference_mode():
             for tokens in map(int, options.tokens.split(",")):
                 results.append({"format": format.name, **measure(ops, layers, tokens, options)})

@@ -24,7 +24,7 @@ from attention_backends.native_build import ISAS
 from attention_backends.toolchain import default_cache_dir
 from engine.cpu_kernels import linear, quantize
 from engine.cpu_kernels.formats import Format
-from engine.cpu_kernels.streams import Matrix, choose_streams
+from engine.cpu_kernels.reading import choose_reading
 
 LAYERS = 30
 SHAPES = (("qkv", 960, 576, False), ("o", 576, 576, False), ("gate_up", 3072, 576, True), ("down", 576, 1536, False))
@@ -184,8 +184,7 @@ def main() -> None:
     keep_memory()
     ops = linear.load(options.cache_dir, every_isa=True)
     layers = make_layers(Format[options.format])
-    if options.format == "BFLOAT16":
-        choose_streams(ops, [Matrix(layer.packed, *layer.weight.shape) for layer in layers], options.cache_dir)
+    choose_reading(ops, sum(layer.packed.numel() for layer in layers), options.cache_dir)
     results = []
     with torch.inference_mode():
         for rows in map(int, options.rows.split(",")):

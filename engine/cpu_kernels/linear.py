@@ -121,9 +121,9 @@ class LinearOps:
     packed_embedding: OpOverload
     packed_experts: OpOverload
     route: OpOverload
-    choose_streams: Callable[[int], int]
-    """how many panels of bfloat16 weights one row meets at once, 1 to 8, in layers that are run, or put on a tape, from
-    then on (`streams.py`)"""
+    choose_reading: Callable[[int, bool], None]
+    """how many panels of bfloat16 weights one row meets at once, 1 to 8, and whether what is used once is read past the
+    caches, in layers that are run, or put on a tape, from then on (`reading.py`)"""
 
 
 def load(cache_dir: Path, *, every_isa: bool = False) -> LinearOps:
@@ -152,7 +152,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.packed_embedding.default,
         ops.packed_experts.default,
         ops.route.default,
-        ops.choose_streams.default,
+        ops.choose_reading.default,
     )
 
 

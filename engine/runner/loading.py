@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from attention_backends.bidirectional import BidirectionalAttention
 from attention_backends.interface import AttentionBackend
@@ -17,9 +16,8 @@ from attention_backends.registry import NoBackendError, select
 from attention_backends.toolchain import BuildError
 from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
-from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import load as load_linear_ops
-from engine.cpu_kernels.streams import Matrix, choose_streams
+from engine.cpu_kernels.reading import choose_reading
 from engine.errors import ConfigError
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
@@ -29,7 +27,6 @@ from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
-from engine.models.packed import PackedLinear
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
@@ -116,14 +113,6 @@ class RunnerParts:
     """of a model that judges prompts"""
 
 
-def _choose_streams(packer: Packer | DevicePacker | None, model: nn.Module, config: EngineConfig) -> None:
-    if not isinstance(packer, Packer):
-        return
-    layers = [each for each in model.modules() if isinstance(each, PackedLinear) and each.format == Format.BFLOAT16]
-    matrices = [Matrix(each.weight, each.n, each.k) for each in layers]
-    choose_streams(packer.ops, matrices, Path(config.compile.cache_dir))
-
-
 def device_of(config: EngineConfig) -> torch.device:
     if config.device.kind == "cpu":
         return torch.device("cpu")
@@ -150,7 +139,8 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
     model = _filled(config, description, () if draft is None else draft.shown_layers, packer)
-    _choose_streams(packer, model, config)
+    if isinstance(packer, Packer):
+        choose_reading(packer.ops, weight_bytes(model), Path(config.compile.cache_dir))
     draft_parts = (
         None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
     )

@@ -73,10 +73,10 @@ int64_t supported_isas() {
   return mask;
 }
 
-int64_t choose_streams(int64_t chosen) {
-  PAGELOOM_CHECK(chosen >= 1 && chosen <= kMostStreams, "choose_streams: ", chosen, " is not in [1, ", kMostStreams, "]");
-  set_streams(chosen);
-  return chosen;
+void choose_reading(int64_t streams, bool past) {
+  PAGELOOM_CHECK(streams >= 1 && streams <= kMostStreams, "choose_reading: streams is ", streams, ", not in [1, ",
+                 kMostStreams, "]");
+  set_reading({static_cast<int32_t>(streams), past});
 }
 
 // The namespace holds the build's key, so that two builds fit in one process.
@@ -90,7 +90,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("packed_embedding(Tensor ids, Tensor weight, int n, int k, int format) -> Tensor");
   m.define("supported_isas() -> int");
   m.define("lend_crew(int address) -> ()");
-  m.define("choose_streams(int chosen) -> int");
+  m.define("choose_reading(int streams, bool past) -> ()");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -102,7 +102,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<supported_isas>("supported_isas");
   m.implement<lend_crew>("lend_crew");
-  m.implement<choose_streams>("choose_streams");
+  m.implement<choose_reading>("choose_reading");
 });
 
 }  // namespace

@@ -98,7 +98,7 @@ inline LinearLayer checked_layer(const Matrix& m, int64_t isa, const char* op) {
   PAGELOOM_CHECK(m.gate >= 0 && m.gate <= 2, op, ": unknown gate ", m.gate);
   p.gate = static_cast<Gate>(m.gate);
   p.wide = m.wide;
-  p.streams = streams();
+  p.reading = reading();
   PAGELOOM_CHECK(p.format != Format::kFloat32 || (m.wide && !m.adds && m.gate == 0 && !m.bias.has_value() && !m.norm_weight.has_value()),
                   op, ": float32 weights make wide outputs, without norm, bias, gate or residual");
   PAGELOOM_CHECK(m.gate == 0 || m.n % kPanel == 0, op, ": a gated layer needs n = ", m.n, " to be a multiple of 32");

@@ -47,7 +47,7 @@ void deal(const Batch& b, Product& product) {
   product.scratch_bytes = aligned(static_cast<int64_t>(product.kernels->scratch_bytes(product.problem)));
   int64_t total = 0;
   for (int64_t s = 0; s < b.segment_count; ++s) total += product.panels * unit_ns(b.segments[s]);
-  product.step = claim_step(ceil_div(b.choices, b.segment_count), product.problem.streams);
+  product.step = claim_step(ceil_div(b.choices, b.segment_count), product.problem.reading.streams);
   product.most = std::max<int64_t>(kClaimNs * product.units / total / product.step, 1) * product.step;
   int64_t before = 0, segment = 0, begin = 0;
   for (int64_t w = 0; w < product.workers; ++w) {

@@ -32,7 +32,7 @@ inline LinearProblem checked_stack(const Stack& s, int64_t experts, const char* 
   p.format = checked_format(s.format, s.k, panel_bytes, op);
   PAGELOOM_CHECK(p.format != Format::kFloat32, op, ": ", s.name, " cannot be float32");
   p.weight = static_cast<const uint8_t*>(s.weight.data_ptr());
-  p.streams = streams();
+  p.reading = reading();
   if (!s.bias.has_value()) return p;
   PAGELOOM_CHECK(on_cpu_of(*s.bias, ScalarType::BFloat16) && s.bias->dim() == 2 && s.bias->is_contiguous() &&
                      s.bias->size(0) == experts && s.bias->size(1) == s.n,

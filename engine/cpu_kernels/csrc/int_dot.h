@@ -138,9 +138,9 @@ PAGELOOM_INLINE vf load_signed_bytes(const uint8_t* p) {
 // Sums in memory are values: nothing after this may be contracted with what made them, so that every ISA rounds alike.
 PAGELOOM_INLINE void settle() { __asm__ volatile("" ::: "memory"); }
 
-// Lines of [p, p + bytes) into the second level. Past the end of the weights it is harmless.
-PAGELOOM_INLINE void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+// Lines of [p, p + bytes). Past the end of the weights it is harmless.
+PAGELOOM_INLINE void prefetch(const uint8_t* p, int64_t bytes, bool past) {
+  for (int64_t i = 0; i < bytes; i += 64) ask_for_line(p + i, past);
 }
 
 }  // namespace

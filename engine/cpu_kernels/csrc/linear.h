@@ -62,6 +62,12 @@ struct HeadRotation {
   const void* k_norm;
 };
 
+// How a weight that is used once comes from memory: the machine's choice (reading.py), no bit depends on it.
+struct Reading {
+  int32_t streams;  // panels that one row meets at once
+  int32_t past;     // the caches, or not
+};
+
 struct LinearProblem {
   int64_t rows, n, k;  // n: rows of the weight matrix (gated: gate and up together)
   Format format;
@@ -82,7 +88,7 @@ struct LinearProblem {
   bool wide;   // out is float32, holding the values rounded to bf16 (kFloat32: as they are)
   void* out;   // [rows][outputs] contiguous rows, out_stride elements apart
   int64_t out_stride;
-  int64_t streams;  // of weights that one row meets at once, in panels: the machine's choice (streams.py), no bit depends on it
+  Reading reading;
   HeadRotation rotation;  // of Format::kRotate; the output may be x itself, and a residual goes with no rope
 };
 

@@ -28,7 +28,7 @@ constexpr int64_t kAheadBytes = 4096;        // of a stream of weights that come
 // Panels that a tile of `rows` meets where it is the only one.
 PAGELOOM_INLINE int64_t streams_of(const LinearProblem& p, int64_t rows) {
   if (kMaxPanels == 1 || rows > 2) return kPanels;
-  return rows == 1 ? p.streams : (p.streams + 1) / 2;
+  return rows == 1 ? p.reading.streams : (p.reading.streams + 1) / 2;
 }
 
 PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -38,6 +38,7 @@ PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Prefetch {
   const uint8_t* ahead;  // in the first panel
   int64_t lines;
+  bool past;            // around the caches: nothing of it is read twice
   int64_t turn, jump;  // from pair `turn` on, `jump` bytes farther: where the next panels' streams begin
 };
 
@@ -104,11 +105,12 @@ __attribute__((noinline)) void multiply_tile(const Input* x, int64_t stride, int
   };
   const uint8_t* ahead = prefetch.ahead + skip;
   const int64_t lines = asked == 0 ? 0 : prefetch.lines, turn = prefetch.turn;
+  const bool past = prefetch.past;
   int64_t i = 0;
   for (; i + kUnroll <= pairs; i += kUnroll) {
     if (i == turn) ahead += prefetch.jump;
     for (int64_t line = 0; line < lines; ++line, ahead += 64)
-      for (int64_t s = 0; s < asked; ++s) __builtin_prefetch(ahead + s * panel_bytes, 0, 2);
+      for (int64_t s = 0; s < asked; ++s) ask_for_line(ahead + s * panel_bytes, past);
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kUnroll; ++j) step(i + j);
   }
@@ -179,7 +181,7 @@ struct Block {
 // share of the next block.
 Prefetch prefetch_for(const LinearProblem& p, const Block& b, const uint8_t* w, int64_t tile, int64_t tiles) {
   constexpr int64_t kLines = kUnroll * kRowBytes / 64;
-  Prefetch prefetch{nullptr, 0, -1, 0};
+  Prefetch prefetch{nullptr, 0, p.reading.past != 0 && tiles == 1 && kMaxPanels > 1, -1, 0};
   if (tile == 0 && !b.warm) {
     prefetch.lines = kLines;
     prefetch.ahead = w + kAheadBytes;

@@ -91,7 +91,7 @@ struct Q8_0 : LayoutQ8_0 {
 };
 
 template <class F, int R>
-void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t panel, bool first_rows) {
+void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t panel, bool first_rows, bool past) {
   const uint8_t* const weight = p.weight + panel * p.panel_bytes;
   const int64_t groups = p.k / kGroup;
   alignas(64) float sums[R][kPanel];
@@ -103,13 +103,13 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
     const uint8_t* const end = weight + p.k / F::kInputs * F::kBytes;
     for (const uint8_t* group = weight; group < end; group += F::kBytes) {
       if constexpr (F::kInputs == kGroup) {
-        if (first_rows && lane == 0) prefetch(group + kAhead, F::kBytes);
+        if (first_rows && lane == 0) prefetch(group + kAhead, F::kBytes, past);
         F::template add<R, 0>(group, 0, lane, x, acc);
         next();
       } else {
         for (int64_t sub = 0; sub < kSubGroups; sub += 2) {
           constexpr int64_t kPart = F::kBytes * 2 / kSubGroups;
-          if (first_rows && lane == 0) prefetch(group + sub / 2 * kPart + kAhead, kPart);
+          if (first_rows && lane == 0) prefetch(group + sub / 2 * kPart + kAhead, kPart, past);
           F::template add<R, 0>(group, sub, lane, x, acc);
           next();
           F::template add<R, 1>(group, sub + 1, lane, x, acc);
@@ -124,7 +124,7 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
   store_tile(p, row, R, panel, 1, sums[0]);
 }
 
-using Tile = void (*)(const LinearProblem&, const Operand&, int64_t row, int64_t panel, bool first_rows);
+using Tile = void (*)(const LinearProblem&, const Operand&, int64_t row, int64_t panel, bool first_rows, bool past);
 
 template <class F>
 struct Kernels {
@@ -144,11 +144,12 @@ struct Kernels {
     static constexpr Tile kTiles[kTileRows] = {tile<F, 1>, tile<F, 2>};
 #endif
     const int64_t tiles = (row_end - row_begin + kTileRows - 1) / kTileRows;
+    const bool past = p.reading.past != 0 && tiles == 1 && kTileOutputs == kPanel;  // nothing is used twice
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       int64_t row = row_begin;
       for (int64_t t = 0; t < tiles; ++t) {  // of nearly equal size
         const int64_t count = (row_end - row + tiles - t - 1) / (tiles - t);
-        kTiles[count - 1](p, x, row, panel, t == 0);
+        kTiles[count - 1](p, x, row, panel, t == 0, past);
         row += count;
       }
     }

@@ -26,6 +26,7 @@ constexpr uint8_t kFlip = kVnni ? 0x80 : 0;
 struct Prefetch {
   const uint8_t* ahead;
   int64_t lines;
+  bool past;  // around the caches: nothing of it is read twice
 };
 
 PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
@@ -62,10 +63,11 @@ PAGELOOM_INLINE void multiply(const uint8_t* weight, int64_t panel_bytes, const 
   };
   const uint8_t* ahead = prefetch.ahead;
   const int64_t lines = prefetch.lines;
+  const bool past = prefetch.past;
   int64_t i = 0;
   for (; i + kUnroll <= k / 4; i += kUnroll) {
     for (int64_t line = 0; line < lines; ++line, ahead += 64)
-      for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * panel_bytes, 0, 2);
+      for (int p = 0; p < P; ++p) ask_for_line(ahead + p * panel_bytes, past);
 #pragma GCC unroll 4
     for (int j = 0; j < kUnroll; ++j) step(i + j, j % U);
   }
@@ -92,7 +94,7 @@ void tile(const LinearProblem& p, const Operand& x, int64_t row, int64_t panel, 
       scale[v] = load_as<vf>(scales);
       offset[v] = kVnni ? -(load_as<vi>(scales + kPanel * 4) << 7) : vi{};
     }
-    const Prefetch asked{prefetch.ahead, o == 0 ? prefetch.lines : 0};
+    const Prefetch asked{prefetch.ahead, o == 0 ? prefetch.lines : 0, prefetch.past};
     constexpr int kInFlight = R == 1 ? 4 : R <= 3 ? 2 : 1;
     multiply<R, P, kInFlight>(weight + o * 4, p.panel_bytes, data, x.stride, p.k, asked, offset, total);
 #pragma GCC unroll 12
@@ -129,8 +131,9 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
              int64_t panel_end, void*) {
   const int64_t rows = row_end - row_begin;
   if (rows <= kOnlyRows) {  // asks for what it reads itself
+    const bool past = p.reading.past != 0 && kTileOutputs == kPanel;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-      kOnly[rows - 1](p, x, row_begin, panel, {p.weight + panel * p.panel_bytes + kAhead, kLines});
+      kOnly[rows - 1](p, x, row_begin, panel, {p.weight + panel * p.panel_bytes + kAhead, kLines, past});
     return;
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines = (kLines + tiles - 1) / tiles;
@@ -140,7 +143,7 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
     const uint8_t* const next = p.weight + (panel + panels) * p.panel_bytes;
     for (int64_t t = 0; t < tiles; ++t) {  // of nearly equal size, each asking for its share of the next panels
       const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-      const Prefetch share{next + t * (p.k / 4 / kUnroll) * lines * 64, more && t * lines < kLines ? lines : 0};
+      const Prefetch share{next + t * (p.k / 4 / kUnroll) * lines * 64, more && t * lines < kLines ? lines : 0, false};
       (panels == kTogether ? kSeveral : kOnly)[count - 1](p, x, row_begin + row, panel, share);
     }
   }

@@ -112,7 +112,7 @@ Phase::Phase(const LinearLayer& layer, int64_t threads, char* const* shared_rows
   row_chunks = row_chunks_for(problem, panels, workers);
   units = panels * row_chunks;
   workers = std::min(workers, units);
-  step = claim_step(problem.rows, problem.streams);  // a rotation has no streams
+  step = claim_step(problem.rows, problem.reading.streams);  // a rotation has no streams
   const int64_t unit_ns = std::max<int64_t>(estimated_ns(problem, ceil_div(problem.rows, row_chunks), 1), 1);
   most = std::max<int64_t>(kClaimNs / unit_ns / step, 1) * step;
   work = take_part;
@@ -120,12 +120,12 @@ Phase::Phase(const LinearLayer& layer, int64_t threads, char* const* shared_rows
   scratch_bytes = aligned(static_cast<int64_t>(kernels.scratch_bytes(problem)));
 }
 
-std::atomic<int64_t> chosen_streams{kMostStreams};
+std::atomic<Reading> chosen_reading{{kMostStreams, 0}};
 
 }  // namespace
 
-void set_streams(int64_t streams) { chosen_streams.store(streams, std::memory_order_relaxed); }
-int64_t streams() { return chosen_streams.load(std::memory_order_relaxed); }
+void set_reading(Reading chosen) { chosen_reading.store(chosen, std::memory_order_relaxed); }
+Reading reading() { return chosen_reading.load(std::memory_order_relaxed); }
 
 LinearStages::LinearStages(int64_t layers, int64_t threads) : threads_(threads) {
   static thread_local Arena arena;

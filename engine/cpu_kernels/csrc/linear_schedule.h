@@ -29,10 +29,10 @@ struct LinearLayer {
   const LinearKernels* kernels;
 };
 
-// Panels that one row meets at once (LinearProblem::streams), of problems that are made from now on.
+// LinearProblem::reading of problems that are made from now on.
 inline constexpr int64_t kMostStreams = 8;
-void set_streams(int64_t streams);
-int64_t streams();
+void set_reading(Reading chosen);
+Reading reading();
 
 // Layers as stages of a run by up to `threads` threads. One thread makes them, in memory that is its own until it makes
 // others; the layers must stay where they are as long.
