@@ -22,6 +22,7 @@ from engine.cpu_kernels.tape_program import (
     NotNativeError,
     TapeProgram,
     is_allocation,
+    is_join,
     is_view,
     native_name,
 )
@@ -54,7 +55,7 @@ def _is_native(step: Step, layer_of: NativeLayerOf) -> bool:
     if isinstance(step, Fused):
         return False
     nodes = [node for node in step.module.graph.nodes if node.op not in ("placeholder", "output")]
-    return all(native_name(node) or is_allocation(node) or is_view(node) for node in nodes)
+    return all(native_name(node) or is_allocation(node) or is_view(node) or is_join(node) for node in nodes)
 
 
 def _fused(

@@ -59,6 +59,27 @@ def is_view(node: fx.Node) -> bool:
     return _name(node) in _VIEWS or is_scalar(node)
 
 
+def is_join(node: fx.Node) -> bool:
+    """Outputs of layers that lie side by side, and are nothing else: each layer writes its part."""
+    return _name(node) == "cat" and all(_join_of(part) is node for part in _parts(node))
+
+
+def _join_of(node: fx.Node) -> fx.Node | None:
+    """Of which a layer's output is a part."""
+    user = next(iter(node.users), None)
+    if len(node.users) != 1 or user is None or native_name(node) != "packed_linear" or _name(user) != "cat":
+        return None
+    dim = user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else 0)
+    return (
+        user if dim in (-1, 1) and _tensor_at(user).dim() == 2 and len(set(_parts(user))) == len(_parts(user)) else None
+    )
+
+
+def _parts(join: fx.Node) -> list[fx.Node]:
+    parts = join.args[0] if join.args else ()
+    return [part for part in parts if isinstance(part, fx.Node)] if isinstance(parts, list | tuple) else []
+
+
 @dataclass
 class _Value:
     columns: int
@@ -147,17 +168,32 @@ class TapeProgram:
             else:
                 call.numbers.append(int(argument))  # type: ignore[arg-type]
                 call.shape.append(argument)
+        join = _join_of(node)
         for result in _tensors_at(node):
-            value = self._in_place(node, call) if call.kind == _ROTATION else None
-            call.numbers += [self._new(result) if value is None else value, 0, _columns(result)]
+            value, offset = self._in_place(node, call) if call.kind == _ROTATION else None, 0
+            if join is not None and is_join(join):
+                value, offset = self._part(node, join)
+            call.numbers += [self._new(result) if value is None else value, offset, _columns(result)]
         self._calls.append(call)
+
+    def _part(self, node: fx.Node, join: fx.Node) -> tuple[int, int]:
+        """The value that it is a part of, and from which column on."""
+        before = _parts(join)[: _parts(join).index(node)]
+        value = self._of_storage.get(_storage(join))
+        if value is None:
+            value = self._new(_tensor_at(join))
+        return value, sum(_columns(_tensor_at(part)) for part in before)
 
     def _in_place(self, rotation: fx.Node, call: _Call) -> int | None:
         """The value that is turned where it lies, because nobody needs it as it was."""
         x = rotation.args[0]
         assert isinstance(x, fx.Node)
         value, offset, _ = call.numbers[:3]
-        if not native_name(x) or len(x.users) > 1 or (value, offset) != (self._of_storage[_storage(x)], 0):
+        if (
+            not (native_name(x) or is_join(x))
+            or len(x.users) > 1
+            or (value, offset) != (self._of_storage[_storage(x)], 0)
+        ):
             return None
         self._of_storage[_storage(rotation)] = value
         return value
