@@ -235,7 +235,7 @@ def test_window_and_garbage_table_entries_before_it(kernels: EmulatedKernels, wi
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 64, 100, 300, 5000])
+@pytest.mark.parametrize("chunk", [1, 16, 40, 64, 300])
 def test_chunk_and_garbage_table_entries_before_it(kernels: EmulatedKernels, chunk: int, phase: str) -> None:
     problem = Problem(lengths_of(phase), chunk=chunk, seed=chunk)
     assert_matches_oracle(problem, kernels, phase)

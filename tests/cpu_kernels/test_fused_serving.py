@@ -234,6 +234,14 @@ def test_a_gguf_file_of_mixed_formats_serves(tmp_path: Path, monkeypatch: pytest
     assert fused.counts.attended == 0 < plain.counts.attended
 
 
+@pytest.mark.timeout(300)
+def test_steps_between_tapes_serve(path_of: Callable[[str], Path]) -> None:
+    """Llama 4's queries grow, and its experts are given rows times a factor, by torch's own operations."""
+    fused, plain = serve(path_of("llama4")), serve(path_of("llama4"), fuse=False)
+    assert fused.answers == plain.answers
+    assert fused.counts.parts == 2 and 0 < fused.counts.attended < plain.counts.attended
+
+
 def counting(calls: list[int], function: Callable[..., None]) -> Callable[..., None]:
     def counted(*arguments: Any) -> None:
         calls.append(1)
