@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
-from engine.models.experts import Experts, Router
+from engine.models.experts import Experts, NormsApart, Router
 from engine.models.head import Head
-from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, parameter
+from engine.models.layer_inputs import LayerInput, LayerInputs
+from engine.models.layers import NORMS, XIELU, Embedding, LayerNorm, Linear, RMSNorm, normalised, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedEmbedding, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.rope import RopeTable
@@ -54,6 +55,7 @@ class DecoderLayer(nn.Module):
     """in the place of `beside_gate` and of the dense MLP that it gates"""
     router: Router | None
     experts: Experts | PackedExperts | StoredExperts | None
+    apart: NormsApart | None
     rotation: HeadRotation | None
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,10 +67,10 @@ class DecoderLayer(nn.Module):
 
         ahead, behind = spec.norm_placement != "inside", spec.norm_placement in ("around", "inside")
         self.norms_first = spec.norm_placement != "after"
-        self.parallel = spec.parallel is not None
+        self.parallel, self.norm_eps = spec.parallel is not None, spec.norm_eps
         kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
         self.heads = [mixer.num_heads, kv_heads, kv_heads]
-        self.head_dim, self.qk_norm = mixer.head_dim, mixer.qk_norm
+        self.head_dim, self.qk_norm, self.values = mixer.head_dim, mixer.qk_norm, mixer.values
         rope = None if mixer.rope is None else spec.ropes[mixer.rope]
         self.turns = rope is not None and rope.rotary_dim > 0
         self.queries_grow = rope is not None and rope.growth is not None
@@ -89,6 +91,11 @@ class DecoderLayer(nn.Module):
         self.rotation = None
         self._build_mlp(layer.mlp, hidden, dtype, device)
         self._build_experts(layer.experts, hidden, dtype, device)
+        self.apart = None
+        if layer.experts is not None and layer.experts.apart:
+            self.apart = NormsApart(spec.norm, hidden, spec.norm_eps, dtype, device)
+        self.own_input = None if spec.layer_inputs is None else LayerInput(spec, spec.layer_inputs, dtype, device)
+        self.scale = parameter((1,), dtype, device) if spec.layer_scales else None
 
     def _build_mlp(self, mlp: MlpSpec | None, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gate_up_proj = self.activation = self.down_proj = None
@@ -108,12 +115,25 @@ class DecoderLayer(nn.Module):
             self.beside_gate = Linear(hidden, 1, False, dtype, device) if experts.gated_beside else None
 
     def forward(
-        self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
+        self,
+        hidden: torch.Tensor,
+        rope: torch.Tensor | None,
+        attend: Attend,
+        layer_index: int,
+        own: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token (one more
-        element where queries grow)."""
+        element where queries grow); own [tokens, size], where a layer has inputs of its own."""
         attended = self.attention(hidden, rope, attend, layer_index)
-        given = hidden if self.parallel else attended
+        made = self._tokens_alone(attended, hidden if self.parallel else attended)
+        if self.own_input is not None and own is not None:
+            made = self.own_input(made, own)
+        return made if self.scale is None else made * self.scale
+
+    def _tokens_alone(self, attended: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """The second half, by MLP and experts."""
+        if self.apart is not None:
+            return self._mixed_apart(attended, self.apart)
         if self.router is not None and self.experts is not None:
             return self._mixed(attended, given, self.router, self.experts)
         assert self.down_proj is not None
@@ -146,6 +166,15 @@ class DecoderLayer(nn.Module):
         if out_norm is not None:
             added = out_norm(added, attended)
         return added if self.norms_first or self.mlp_norm is None else self.mlp_norm.forward(added)
+
+    def _mixed_apart(self, attended: torch.Tensor, apart: NormsApart) -> torch.Tensor:
+        assert self.router is not None and self.experts is not None and self.down_proj is not None
+        assert self.mlp_out_norm is not None
+        dense = apart.behind_dense(self.down_proj(self._inner(attended, self.mlp_norm)))
+        ids, factors = self.router(apart.of_router(attended))
+        chosen = self.experts(apart.of_experts(attended), ids, factors)
+        both: torch.Tensor = self.mlp_out_norm(apart.behind_experts(chosen, dense), attended)
+        return both
 
     def attention(
         self, hidden: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int
@@ -183,7 +212,11 @@ class DecoderLayer(nn.Module):
         return added if self.norms_first or norm is None else norm.forward(added)
 
     def _rotated(self, qkv: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
+        if self.values == "own":
+            qk, v = torch.split(qkv, [self.heads[0] + self.heads[1], self.heads[2]], dim=1)
+        else:
+            qk, v = qkv[:, : self.heads[0] + self.heads[1]], qkv[:, qkv.size(1) - self.heads[2] :]
+            v = normalised(v, self.norm_eps).to(v.dtype)
         if self.qk_norm == "head":
             qk = self._with_normed_heads(qk)
         if rope is not None:
@@ -250,6 +283,9 @@ class Decoder(nn.Module):
             self.embed_positions = Embedding(spec.max_position + spec.position_offset, hidden, dtype, device)
         self.embed_types = Embedding(spec.token_types, hidden, dtype, device) if spec.token_types else None
         self.embedding_norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.embedding_norm else None
+        self.layer_inputs = None
+        if spec.layer_inputs is not None:
+            self.layer_inputs = LayerInputs(spec, spec.layer_inputs, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in spec.layers)
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
         self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
@@ -282,12 +318,15 @@ class Decoder(nn.Module):
         """
         hidden = self._embedded(input_ids, positions)
         ropes = [rope(positions, self.dtype) for rope in self.ropes]
+        own: Sequence[torch.Tensor | None] = [None] * len(self.layers)
+        if self.layer_inputs is not None:
+            own = self.layer_inputs(input_ids, hidden)
         shown = []
         for index, layer in enumerate(self.layers):
             if index in self.shown_layers:
                 shown.append(hidden if self.spec.state_unit == 1.0 else hidden * self.spec.state_unit)
             rope = self._rope_of[index]
-            hidden = layer(hidden, None if rope is None else ropes[rope], self.attend, index)
+            hidden = layer(hidden, None if rope is None else ropes[rope], self.attend, index, own[index])
         last = hidden if self.norm is None else self.norm(hidden)
         return torch.cat((last, *shown), dim=-1) if shown else last
 

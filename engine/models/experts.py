@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from engine.models.expert_op import expert_linear, mixture, route
-from engine.models.layers import Linear, activated, parameter
+from engine.models.layers import NORMS, Linear, activated, parameter
 from engine.models.packed import FUSED_GATES
 from engine.models.product_kernels import DENSE, Gate, Matrix
-from engine.models.spec import Activation, ClampedSwiGLU, ExpertsSpec, RouterSpec
+from engine.models.spec import Activation, ClampedSwiGLU, ExpertsSpec, NormKind, RouterSpec
 
 if TYPE_CHECKING:
     from engine.models.packed import PackedLinear
@@ -32,11 +32,12 @@ Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class Router(nn.Module):
     """Which experts a token is given to, and the factors of what they return.
 
-    `logits`: the layer that makes them. `correction`: float32 [experts].
+    `logits`: the layer that makes them. `correction`, `scales`: float32 [experts].
     """
 
     logits: Linear | PackedLinear
     correction: torch.Tensor | None
+    scales: torch.Tensor | None
 
     def __init__(self, spec: RouterSpec, hidden: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -44,6 +45,7 @@ class Router(nn.Module):
         self.logits = Linear(hidden, count, spec.bias, torch.float32 if spec.wide else dtype, device)
         self.logits.keeps_bits = True
         self.correction = parameter((count,), torch.float32, device) if spec.correction else None
+        self.scales = parameter((count,), torch.float32, device) if spec.expert_scales else None
         self._route: Route | None = route if device.type == "cuda" else None
 
     def use(self, route: Route) -> None:
@@ -53,10 +55,11 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] → ids int32, the best first, and factors float32, both [tokens, top_k]."""
         logits = self.logits(x.float() if self.spec.wide and isinstance(self.logits, Linear) else x)
-        return self.choose(logits if logits.dtype == torch.float32 else logits.float())
+        ids, factors = self.choose(logits if logits.dtype == torch.float32 else logits.float())
+        return ids, factors if self.scales is None else factors * self.scales[ids]
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [tokens, experts] → what `forward` returns."""
+        """float32 [tokens, experts] → what `forward` returns, but for `scales`."""
         spec = self.spec
         if self._route is None:
             return chosen(logits, spec, self.correction)
@@ -101,6 +104,17 @@ def kernel_gate(activation: Activation | ClampedSwiGLU) -> Gate | None:
     if isinstance(activation, ClampedSwiGLU):
         return Gate(_CLAMPED_SWIGLU, activation.limit, activation.alpha)
     return Gate(FUSED_GATES[activation]) if activation in FUSED_GATES else None
+
+
+class NormsApart(nn.Module):
+    """Of a layer whose experts and dense MLP are normed each by itself before they are added up."""
+
+    def __init__(self, kind: NormKind, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.behind_dense = NORMS[kind](size, eps, dtype, device)
+        self.of_router = NORMS[kind](size, eps, dtype, device)
+        self.of_experts = NORMS[kind](size, eps, dtype, device)
+        self.behind_experts = NORMS[kind](size, eps, dtype, device)
 
 
 class Experts(nn.Module):

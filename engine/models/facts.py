@@ -45,7 +45,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     mlp_values: int
     """of one token, alive at once where an MLP is widest"""
     linear_weights: int
-    """of all layers' matrices, without biases and the unembedding"""
+    """of all layers' matrices and tables, without biases and the unembedding"""
     active_weights: int
     """of those, what one token is multiplied with: of a mixture of experts the chosen ones"""
     tie_embeddings: bool

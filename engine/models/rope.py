@@ -23,6 +23,10 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> tuple[torch.Tenso
     if rope.kind == "default":
         return 1.0 / wavelengths, 1.0
     factor = rope.params["factor"]
+    if rope.kind == "proportional":
+        frequencies = 1.0 / wavelengths
+        frequencies[int(rope.params["share"] * rope.rotary_dim // 2) :] = 0.0
+        return frequencies / factor, 1.0
     if rope.kind == "linear":
         return 1.0 / wavelengths / factor, 1.0
     if rope.original_max_position is None:

@@ -23,6 +23,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 """relu2: the square of ReLU"""
 QkNorm = Literal["head", "row", "turned_head"]
 """a norm over each head of q and k; over the whole width of either; over each head when it has been turned"""
+Values = Literal["own", "normed", "normed_keys"]
+"""made by a matrix; then normed over each head, without weights; keys, before their norm and turn, normed so"""
 
 
 class QueryGrowth(msgspec.Struct, frozen=True):
@@ -38,7 +40,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     the frequency rule; `params` are its numbers as in the HF config. With `rotary_dim` 0 nothing is turned, and queries
     only grow."""
 
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "proportional", "llama3", "yarn", "longrope"] = "default"
+    """proportional: the first `params["share"]` of the pairs turn, with frequencies as if all did"""
     theta: float = 10000.0
     rotary_dim: int
     params: dict[str, float] = {}
@@ -59,6 +62,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
     """of the model's kind"""
     qk_weights: bool = True
     """those norms have weights"""
+    values: Values = "own"
+    """of a layer with keys of its own"""
     rope: int | None = None
     """which of the model's ropes turns q and k; None: they are not turned"""
 
@@ -74,7 +79,7 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
     @property
     def qkv_size(self) -> int:
         """Outputs of the one matrix that makes q, k and v."""
-        return self.q_size + 2 * self.kv_size
+        return self.q_size + (1 if self.values == "normed_keys" else 2) * self.kv_size
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +117,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """logits are made in float32, whatever the model's dtype"""
     of_inputs: bool = False
     """the one factor is multiplied with what an expert is given, not with what it returns (Llama 4)"""
+    expert_scales: bool = False
+    """factors are multiplied with a learnt number of each expert, in the end (Gemma 4)"""
 
 
 class ClampedSwiGLU(msgspec.Struct, frozen=True):
@@ -131,6 +138,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     gated_beside: bool = False
     """the dense MLP beside them is multiplied with a sigmoid of its own (Qwen2-MoE)"""
+    apart: bool = False
+    """they and the dense MLP beside them have norms of their own, and so has the router (Gemma 4)"""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +150,15 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+
+class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Each layer is given `size` numbers of its own for each token: a row of a table, and a part of the token's
+    embedding, projected (Gemma 4's per-layer embeddings)."""
+
+    size: int
+    vocab_size: int
+    activation: Activation
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +192,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """to the model's dtype (Gemma, which was trained with it)"""
     state_unit: float = 1.0
     """what passes from layer to layer is what the model's authors call so divided by this (`families/granite.py`)"""
+    layer_inputs: LayerInputsSpec | None = None
+    layer_scales: bool = False
+    """what a layer returns is multiplied with a learnt number"""
     max_position: int
     logit_scale: float | None = None
     """that logits are multiplied with, before they are capped"""
@@ -190,6 +211,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
         mixers = [hidden * (layer.mixer.qkv_size + layer.mixer.q_size) for layer in self.layers]
+        given, tables = 0, 0
+        if self.layer_inputs is not None:
+            given = self.num_layers * self.layer_inputs.size
+            tables = given * self.layer_inputs.vocab_size
+            mixers.append(3 * hidden * given)
         return ModelFacts(
             family=self.family,
             vocab_size=self.vocab_size,
@@ -197,8 +223,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             final_size=self.embedding_size or hidden,
             layers=tuple(layer.mixer for layer in self.layers),
             intermediate_size=max(_widest(layer) for layer in self.layers),
-            mlp_values=(1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers),
-            linear_weights=sum(mixers) + sum(_mlp_weights(layer, hidden, all_experts=True) for layer in self.layers),
+            mlp_values=given
+            + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),
+            linear_weights=tables
+            + sum(mixers)
+            + sum(_mlp_weights(layer, hidden, all_experts=True) for layer in self.layers),
             active_weights=sum(mixers) + sum(_mlp_weights(layer, hidden, all_experts=False) for layer in self.layers),
             tie_embeddings=self.tie_embeddings,
             max_position=self.max_position,

@@ -12,7 +12,8 @@ from engine.models.families.rows import Rows
 from engine.weights.source import EncodedRows, WeightSource
 
 _AS_IT_IS = Rows("", 0, 0)
-_IN_ORDER = ("as it is", "less one", "one row")
+_IN_ORDER = ("as it is", "less one", "times root", "one row")
+_OTHER_NUMBERS = ("less one", "times root")
 
 
 class ArrangedSource:
@@ -53,13 +54,15 @@ class ArrangedSource:
             self._source.read_into(name, destination, expert)
         if place.stored == "less one":
             destination.add_(1.0)
+        elif place.stored == "times root":
+            destination.mul_(place.count**-0.5)
         elif place.stored not in _IN_ORDER:
             axis = 0 if expert is not None else place.axis
             destination.copy_(destination.index_select(axis, _order(place).to(destination.device)))
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         place = self._place(name)
-        found = None if place.stored == "less one" else self._source.encoded(name, expert)
+        found = None if place.stored in _OTHER_NUMBERS else self._source.encoded(name, expert)
         if found is None or place.stored == "as it is":
             return found
         return replace(found, rows=found.rows[_order(place)])

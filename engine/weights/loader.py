@@ -86,8 +86,11 @@ def _rows_of(spec: DecoderSpec, names: Callable[[DecoderSpec], dict[str, Rows]])
 
 
 def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
-    """Names of a checkpoint that are not read."""
+    """Names of a checkpoint that are not read. Layers that read others' keys may have been trained with their own."""
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
+    sharing = [str(index) for index, layer in enumerate(spec.layers) if layer.mixer.shares is not None]
+    if sharing:
+        endings.append(rf"layers\.({'|'.join(sharing)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
     if family.predicts_more:
         model = re.escape(family.prefix)
         endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")
@@ -101,7 +104,7 @@ def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> di
     there once were."""
     saved, wrapper = source.shapes(), family.wrapper
     if wrapper is not None and any(name.startswith(wrapper.prefix) for name in saved):
-        rows = {f"{wrapper.prefix}{name}": row for name, row in rows.items()}
+        rows = {wrapper.name_of(name): row for name, row in rows.items()}
     elif not any(name.startswith(family.prefix) for name in saved):
         rows = {name.removeprefix(family.prefix): row for name, row in rows.items()}
     for ending, formerly in family.formerly.items():

@@ -211,7 +211,7 @@ class Packer(RowsPacker):
 def _turns_natively(mixer: MixerSpec, layer: DecoderLayer) -> bool:
     """Norms over rows of q and k are one call of the operator where those are equally wide; it wants keys beside
     queries."""
-    if mixer.shares is not None:
+    if mixer.shares is not None or mixer.values != "own":
         return False
     if mixer.qk_norm is None:
         return layer.turns

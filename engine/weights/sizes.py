@@ -121,6 +121,11 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
             yield layer.experts.count, hidden, layer.experts.inner_size
             if layer.experts.gated_beside:
                 yield 1, 1, hidden
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        yield 1, spec.num_layers * inputs.size, hidden
+        yield spec.num_layers, inputs.size, hidden
+        yield spec.num_layers, hidden, inputs.size
     if width != hidden:
         yield 1, hidden, width
         yield 1, width, hidden
@@ -143,14 +148,19 @@ def _norm_values(spec: DecoderSpec) -> int:
                 if mixer.qk_norm == "row"
                 else (1 + (mixer.shares is None)) * mixer.head_dim
             )
-    values = norms * spec.hidden_size + of_heads
+    apart = sum(layer.experts is not None and layer.experts.apart for layer in spec.layers)
+    values = (norms + 4 * apart) * spec.hidden_size + of_heads
+    if spec.layer_inputs is not None:
+        values += spec.layer_inputs.size + spec.num_layers * spec.hidden_size
     return values * (2 if spec.norm == "layer" else 1)
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, learned positions, and what activations have learnt."""
+    """Biases, tables of positions and of layers' inputs, and what activations and layers have learnt."""
     hidden = spec.hidden_size
-    values = spec.vocab_size * spec.head_bias
+    values = spec.vocab_size * spec.head_bias + spec.num_layers * spec.layer_scales
+    if spec.layer_inputs is not None:
+        values += spec.layer_inputs.vocab_size * spec.num_layers * spec.layer_inputs.size
     for layer in spec.layers:
         mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
         values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias
@@ -173,7 +183,7 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
         values += layer.mixer.num_heads * layer.mixer.sinks
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
-            values += count * router.correction
+            values += count * (router.correction + router.expert_scales)
             if router.wide and place == "cpu" and not router.bias:
                 packed += packed_bytes(count, spec.hidden_size, Format.FLOAT32)
             elif router.wide:

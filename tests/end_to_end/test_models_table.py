@@ -33,6 +33,7 @@ CASE_OF = {
     "mistral": "mistral_window",
     "gemma2": "gemma2_as_published",
     "gemma3_text": "gemma3_as_published",
+    "gemma4_text": "gemma4",
     "olmo3": "olmo3_windows",
     "ministral": "ministral_windows",
     "cohere2": "cohere2_windows",

@@ -131,7 +131,7 @@ def test_an_absurd_value_is_refused_by_name(change: dict[str, Any], says: str, t
     assert str(tmp_path / "config.json") in refused and says in refused
 
 
-READ = ["llama_yarn_rope", "llama_llama3_rope", "qwen3_bias_windows", "gemma3_windows", "opt"]
+READ = ["llama_yarn_rope", "llama_llama3_rope", "qwen3_bias_windows", "gemma3_windows", "gemma4", "opt"]
 READ += ["phi3_long_rope", "smollm3", "granite", "olmo3_windows", "glm4", "ministral3", "cohere2_windows"]
 READ += ["hunyuan_alpha", "exaone4_windows", "nemotron", "apertus", "starcoder2", "gpt_neox", "stablelm"]
 

@@ -10,7 +10,7 @@ import torch
 from dense_attention import DenseAttention, greedy, logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
-from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Llama4Config, Llama4ForConditionalGeneration
 
 from engine.models.decoder import Decoder
 from engine.models.description import describe
@@ -41,6 +41,7 @@ CHUNKED = [
     "mistral_window",
     "qwen3_bias_windows",
     "gemma3_windows",
+    "gemma4",
     "opt",
     "phi3_long_rope",
     "ministral3",
@@ -60,6 +61,7 @@ def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> No
         ("mistral_window", "sliding_window"),
         ("gemma2_windows", "sliding_window"),
         ("gemma3_windows", "sliding_window"),
+        ("gemma4_two_sizes", "sliding_window"),
         ("llama4", "attention_chunk_size"),
     ],
 )
@@ -96,7 +98,16 @@ def test_layers_that_predict_further_tokens_are_left_out(
     torch.testing.assert_close(logits_of(ours(path), PROMPT), hf_logits(reference, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-ROUNDED = ["llama_tied", "qwen2", "gemma2_windows", "gemma3_windows", "opt_norms_after", "gpt2"]
+ROUNDED = [
+    "llama_tied",
+    "qwen2",
+    "gemma2_windows",
+    "gemma3_windows",
+    "gemma4_two_sizes",
+    "gemma4_layer_inputs",
+    "opt_norms_after",
+    "gpt2",
+]
 ROUNDED += ["phi3_long_rope", "granite", "olmo2", "glm4", "ministral3", "helium", "cohere", "hunyuan", "ernie4_5"]
 ROUNDED += ["exaone4_windows", "nemotron", "apertus", "gpt_neox", "phi", "stablelm_parallel"]
 
@@ -136,6 +147,36 @@ def test_the_text_model_of_one_that_sees_is_read_alone(tmp_path: Path) -> None:
     model = ours(save(whole, tmp_path))
     assert describe(str(tmp_path)).generates
     torch.testing.assert_close(logits_of(model, PROMPT), hf_logits(text, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_part_of_a_gemma_4_that_sees_is_read(tmp_path: Path) -> None:
+    """Its last layers may hold keys and values that nobody reads."""
+    text = CASES["gemma4"]()
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Gemma4Config(text_config=text.to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    reference = Gemma4ForConditionalGeneration(config).eval()
+    path = save(reference, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spare = {
+        f"model.language_model.layers.6.self_attn.{name}.weight": torch.ones(4, 4) for name in ("k_proj", "k_norm")
+    }
+    save_file({**tensors, **spare}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(logits_of(ours(path), PROMPT), hf_logits(reference, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gemma_4_config_as_published_gives_the_same_spec(tmp_path: Path) -> None:
+    """With the numbers of layers that see all under names of their own, not as transformers writes them."""
+    path = save(make_model("gemma4_two_sizes"), tmp_path)
+    written = describe(path).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["per_layer_config"]
+    config |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe(path).spec == written
+    wide = written.layers[2].mixer
+    assert (wide.num_kv_heads, wide.head_dim, wide.values, wide.window) == (1, 32, "normed_keys", None)
 
 
 def test_gemma_3_rotates_by_two_bases(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -69,6 +70,18 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 16,
     "query_pre_attn_scalar": 24,
     "eos_token_id": 1,
+}
+LOCAL_2, FULL = ["sliding_attention"] * 2, ["full_attention"]
+GEMMA4: dict[str, Any] = {
+    **SHAPE,
+    "num_hidden_layers": 6,
+    "layer_types": (LOCAL_2 + FULL) * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 199,
+    "rms_norm_eps": 1e-5,
 }
 TWO_BASES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -149,6 +162,38 @@ CASES: dict[str, Any] = {
         **{**GEMMA, "num_hidden_layers": 6},
         tie_word_embeddings=False,
         attention_bias=True,
+        final_logit_softcapping=10.0,
+    ),
+    "gemma4_two_sizes": lambda: Gemma4TextConfig(**GEMMA4, num_global_key_value_heads=1, attention_k_eq_v=True),
+    "gemma4_layer_inputs": lambda: Gemma4TextConfig(
+        **{
+            **GEMMA4,
+            "hidden_size_per_layer_input": 24,
+            "num_hidden_layers": 8,
+            "layer_types": (LOCAL_2 + FULL) * 2 + FULL * 2,
+        },
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=10.0,
+    ),
+    "gemma4_mixture": lambda: Gemma4TextConfig(
+        **GEMMA4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        attention_bias=True,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+    ),
+    "gemma4": lambda: Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 32, "num_hidden_layers": 7, "layer_types": None},
+        num_kv_shared_layers=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=48,
         final_logit_softcapping=10.0,
     ),
     "opt": lambda: OPTConfig(**OPT_SHAPE),
@@ -243,7 +288,7 @@ CASES: dict[str, Any] = {
     ),
 }
 CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
-MIXTURES = tuple(mixtures(SHAPE, GRANITE_NUMBERS, YARN))
+MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
 
 
 def make_model(case: str) -> PreTrainedModel:
@@ -254,11 +299,13 @@ def make_model(case: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name or ".ln_" in name:
+            elif "norm" in name or ".ln_" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

@@ -20,17 +20,19 @@ from engine.models.json_file import shown
 from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, QkNorm, RopeSpec
 
 Config = Mapping[str, object]
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "proportional", "llama3", "yarn", "longrope"]
 _ROPE_KINDS: dict[str, RopeKind] = {
     "default": "default",
     "linear": "linear",
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "proportional",
 }
 _ROPE_NUMBERS: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("factor",),
@@ -53,8 +55,14 @@ class Wrapper(msgspec.Struct, frozen=True):
     architecture: str
     prefix: str = "language_model."
     """of the text model's names"""
+    replaces: str = ""
+    """what that prefix stands for, in the names that the family knows"""
     others: tuple[str, ...] = ("vision_model.", "multi_modal_projector.")
     """prefixes of what is left out"""
+
+    def name_of(self, name: str) -> str:
+        """What the checkpoint calls a tensor that the family knows as `name`."""
+        return f"{self.prefix}{name.removeprefix(self.replaces)}" if name.startswith(self.replaces) else name
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -320,13 +328,15 @@ def rope_spec(config: Config, head_dim: int, max_position: int, default_rotary: 
     if name not in _ROPE_KINDS:
         raise UnsupportedModelError(f"rope_type {shown(name)} is not supported; supported are {', '.join(_ROPE_KINDS)}")
     merged = {**{key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}, **parameters}
+    kind = _ROPE_KINDS[name]
     share = number(merged, "partial_rotary_factor", default_rotary or 1.0)
-    if share != 1.0 and default_rotary is None:
+    if kind == "proportional":
+        merged |= {"factor": number(merged, "factor", 1.0)}
+    elif share != 1.0 and default_rotary is None:
         raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported for this family")
-    rotary_dim = int(head_dim * share)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(f"partial_rotary_factor {share} of head_dim {head_dim} is not a positive even number")
-    kind = _ROPE_KINDS[name]
     original = None
     if kind in ("llama3", "yarn", "longrope"):
         inherited = integer(config, "original_max_position_embeddings", max_position)
@@ -338,6 +348,8 @@ def rope_spec(config: Config, head_dim: int, max_position: int, default_rotary: 
         raise ConfigError(f"high_freq_factor must be at least low_freq_factor, found {shown(dict(parameters))}")
     if kind == "yarn":
         numbers |= {key: _option(merged, key) for key in _YARN_OPTIONS if merged.get(key) is not None}
+    if kind == "proportional":
+        numbers["share"] = share
     theta = number(merged, "rope_theta", 10000.0)
     rope = RopeSpec(kind=kind, theta=theta, rotary_dim=rotary_dim, params=numbers, original_max_position=original)
     return rope if kind != "longrope" else _with_factors(rope, merged)

@@ -35,7 +35,7 @@ def gemma3_spec(config: Config) -> DecoderSpec:
 def _causal_spec(config: Config) -> DecoderSpec:
     refuse(config, {"attn_logit_softcapping": "Gemma 3 has no cap on attention scores"})
     windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 6))
-    full, local = _rope_parameters(config)
+    full, local = rope_parameters_of(config)
     everywhere = {**config, "rope_scaling": None}
     spec = gemma_spec(
         {**everywhere, "rope_parameters": full},
@@ -47,7 +47,7 @@ def _causal_spec(config: Config) -> DecoderSpec:
     return msgspec.structs.replace(spec, logit_cap=optional_number(config, "final_logit_softcapping"))
 
 
-def _rope_parameters(config: Config) -> tuple[Config, Config]:
+def rope_parameters_of(config: Config) -> tuple[Config, Config]:
     """Of layers that see all and of those with a window: under the layer types' names (transformers 5), or as
     `rope_theta` with `rope_scaling`, and `rope_local_base_freq` (before)."""
     named = config.get("rope_parameters") or {}

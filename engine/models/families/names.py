@@ -15,6 +15,11 @@ _AROUND = (
     ("post_feedforward_layernorm", "mlp_out_norm"),
 )
 _INSIDE = (("post_attention_layernorm", "attention_out_norm"), ("post_feedforward_layernorm", "mlp_out_norm"))
+_APART = (
+    ("post_feedforward_layernorm_1", "behind_dense"),
+    ("pre_feedforward_layernorm_2", "of_experts"),
+    ("post_feedforward_layernorm_2", "behind_experts"),
+)
 _NORMS = {"before": _BEFORE, "after": _BEFORE, "around": _AROUND, "inside": _INSIDE}
 
 
@@ -51,6 +56,14 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows[f"{self.head}.weight"] = Rows("lm_head.weight", 0, spec.vocab_size)
         if spec.head_bias:
             rows[f"{self.head}.bias"] = Rows("lm_head.bias", 0, spec.vocab_size)
+        if spec.layer_inputs is not None:
+            size = spec.layer_inputs.size
+            for name, parameter, count in (
+                ("embed_tokens_per_layer", "embed", spec.layer_inputs.vocab_size),
+                ("per_layer_model_projection", "project", spec.num_layers * size),
+                ("per_layer_projection_norm", "norm", size),
+            ):
+                rows[f"model.{name}.weight"] = Rows(f"layer_inputs.{parameter}.weight", 0, count)
         for layer in range(spec.num_layers):
             rows |= self.layer_rows(spec, layer, f"{self.layers}.{layer}", f"layers.{layer}")
         return rows
@@ -67,6 +80,19 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         if layer_spec.experts is not None:
             rows |= _router(layer_spec.experts, self.experts, source, target)
             rows |= _experts(layer_spec.experts, hidden, self.experts, source, target)
+            if layer_spec.experts.apart:
+                rows[f"{source}.router.scale"] = Rows(f"{target}.apart.of_router.weight", 0, hidden, "times root")
+                for name, parameter in _APART:
+                    rows |= self._norm(spec, f"{source}.{name}", f"{target}.apart.{parameter}", hidden)
+        if spec.layer_scales:
+            rows[f"{source}.layer_scalar"] = Rows(f"{target}.scale", 0, 1)
+        if spec.layer_inputs is not None:
+            for name, parameter, width in (
+                ("per_layer_input_gate", "gate", spec.layer_inputs.size),
+                ("per_layer_projection", "out", hidden),
+                ("post_per_layer_input_norm", "norm", hidden),
+            ):
+                rows[f"{source}.{name}.weight"] = Rows(f"{target}.own_input.{parameter}.weight", 0, width)
         for name, parameter in self.norms or _NORMS[spec.norm_placement]:
             absent = (parameter == "mlp_norm" and spec.parallel == "one_norm") or (
                 parameter == "input_norm" and not layer_spec.input_norm
@@ -91,10 +117,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         return rows
 
     def _qkv(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:
-        if mixer.shares is None:
-            rows = linears(source, self.qkv, target, sizes, mixer.qkv_bias)
-        else:  # of q alone
-            rows = linears(source, self.qkv[:1], target, sizes[:1], mixer.qkv_bias)
+        made = 1 if mixer.shares is not None else 2 if mixer.values == "normed_keys" else 3
+        rows = linears(source, self.qkv[:made], target, sizes[:made], mixer.qkv_bias)
         if self.qkv_stored == "heads of qkv":
             return {name: _stored(row, "heads of qkv", mixer.num_heads) for name, row in rows.items()}
         if self.qkv_stored == "pairs" and spec.ropes:
@@ -132,6 +156,8 @@ def _router(experts: ExpertsSpec, names: ExpertNames, source: str, target: str) 
         rows[f"{source}.{names.correction}"] = Rows(
             f"{target}.router.correction", 0, experts.count, names.correction_stored
         )
+    if experts.router.expert_scales:
+        rows[f"{source}.{names.scales}"] = Rows(f"{target}.router.scales", 0, experts.count)
     if experts.gated_beside:
         rows |= linears(source, (names.shared_gate,), f"{target}.beside_gate", [1], False)
     return rows

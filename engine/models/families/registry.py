@@ -16,6 +16,7 @@ from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
 from engine.models.families.gemma2 import GEMMA2
 from engine.models.families.gemma3 import GEMMA3
+from engine.models.families.gemma4 import GEMMA4
 from engine.models.families.glm import GLM, GLM4
 from engine.models.families.glm4_moe import DOTS1, GLM4_MOE
 from engine.models.families.gpt2 import GPT2
@@ -56,6 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     OPT,
     GPT2,
     PHI3,

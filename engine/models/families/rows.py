@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-Stored = Literal["as it is", "less one", "pairs", "heads of qkv", "in turns", "one row"]
+Stored = Literal["as it is", "less one", "times root", "pairs", "heads of qkv", "in turns", "one row"]
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -20,7 +20,8 @@ class Rows(msgspec.Struct, frozen=True):
     start: int
     count: int
     stored: Stored = "as it is"
-    """how the checkpoint holds what the parameter is: as 1 less (Gemma's norms); with rows that turn together beside
+    """how the checkpoint holds what the parameter is: as 1 less (Gemma's norms); times the root of how many there are
+    (Gemma 4's routers); with rows that turn together beside
     each other in every head (GLM), not half of what turns apart; as q, k and v of one head after the other (GPT-NeoX);
     with a row of the gate and one of up in turns (GPT-OSS); or as a matrix of one row"""
     heads: int = 0
@@ -55,6 +56,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
     correction_stored: Stored = "as it is"
+    scales: str = "router.per_expert_scale"
     experts: str = "mlp.experts"
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """of an expert: gate, up and down; or of stacked experts gate with up, and down"""
