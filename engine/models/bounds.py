@@ -122,14 +122,17 @@ CONFIG_RANGES = {
 
 GGUF_RANGES = {
     "embedding_length": _WIDTH,
+    "embedding_length_per_layer_input": _WIDTH,
     "feed_forward_length": _INNER,
     "block_count": _LAYERS,
     "attention.head_count": _HEADS,
     "attention.head_count_kv": _HEADS,
     "attention.key_length": _HEAD_DIM,
+    "attention.key_length_swa": _HEAD_DIM,
     "attention.value_length": _HEAD_DIM,
     "attention.sliding_window": _POSITIONS,
     "rope.dimension_count": _HEAD_DIM,
+    "rope.dimension_count_swa": _HEAD_DIM,
     "expert_count": _EXPERTS,
     "expert_used_count": _CHOSEN,
     "expert_shared_count": _EXPERTS,

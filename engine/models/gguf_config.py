@@ -12,6 +12,7 @@ import struct
 from engine.errors import UnsupportedModelError, WeightsError
 from engine.models.bounds import CONFIG_RANGES
 from engine.models.gguf_families import family_config, longrope_parameters
+from engine.models.gguf_gemma4 import gemma4_config
 from engine.models.gguf_header import GgufHeader
 from engine.models.gguf_mixtures import mixture_config
 from engine.models.gguf_numbers import number as _number
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -71,38 +73,48 @@ def hf_config_of(header: GgufHeader) -> dict[str, object]:
         raise UnsupportedModelError(f"{header.path}: architecture {arch!r} is not supported; supported are {supported}")
     if "token_embd.weight" not in header.tensors:
         raise WeightsError(f"{header.path}: tensor token_embd.weight is missing")
-    hidden_size, layers = _required(header, f"{arch}.embedding_length"), _num_layers(header, arch)
-    mixed = bool(header.integer(f"{arch}.expert_count"))
-    num_heads = _required(header, f"{arch}.attention.head_count")
+    config, layers = _common(header, arch), _num_layers(header, arch)
+    if arch == "gemma4":
+        return config | gemma4_config(header, layers)
+    hidden_size, num_heads = (
+        _required(header, f"{arch}.{key}") for key in ("embedding_length", "attention.head_count")
+    )
     head_dim = _head_dim(header, arch, hidden_size, num_heads)
+    config |= {
+        "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
+        "num_key_value_heads": _optional(header, f"{arch}.attention.head_count_kv") or num_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rope_parameters": _rope_parameters(header, arch, head_dim),
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+    }
+    if header.integer(f"{arch}.expert_count"):
+        config |= mixture_config(header, arch, head_dim, layers)
+    return config | (_gemma(header, arch, config) if arch in _WIDE_QUERIES else family_config(header, arch, head_dim))
+
+
+def _common(header: GgufHeader, arch: str) -> dict[str, object]:
+    """What is said of every model in the same way."""
+    mixed = bool(header.integer(f"{arch}.expert_count"))
     epsilon_key = f"{arch}.attention.layer_norm_{'' if arch in _LAYER_NORMS else 'rms_'}epsilon"
     epsilon = _number(header, epsilon_key, "rms_norm_eps")
     if epsilon is None:
         raise WeightsError(f"{header.path}: metadata {epsilon_key} is missing")
     tensors = header.tensors
-    config: dict[str, object] = {
+    return {
         "architectures": [WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if mixed else ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": _required(header, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": _optional(header, f"{arch}.attention.head_count_kv") or num_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
+        "hidden_size": _required(header, f"{arch}.embedding_length"),
+        "num_hidden_layers": _num_layers(header, arch),
+        "num_attention_heads": _required(header, f"{arch}.attention.head_count"),
         "max_position_embeddings": _required(header, f"{arch}.context_length"),
         "rms_norm_eps": epsilon,
-        "rope_parameters": _rope_parameters(header, arch, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
     }
-    if mixed:
-        config |= mixture_config(header, arch, head_dim, layers)
-    return config | (_gemma(header, arch, config) if arch in _WIDE_QUERIES else family_config(header, arch, head_dim))
 
 
 def generation_config_of(header: GgufHeader) -> dict[str, object]:

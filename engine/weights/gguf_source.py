@@ -29,6 +29,14 @@ _INTERLEAVED_ROPE = frozenset({"llama", "granite", "granitemoe", "smollm3"})
 _NORMS_WITH_ONE = frozenset({"gemma2", "gemma3"})
 """whose files hold 1 + weight where Hugging Face has the weight of a norm"""
 
+_KNOWN_AS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+}
+"""names, in part, that gguf's map does not know, with others that it does"""
+_SUFFIXES = (".weight", ".bias", ".scale")
+
 
 class GgufSource:
     """`names`: the Hugging Face names that the model wants; what they are called in the file follows gguf's own map.
@@ -120,10 +128,10 @@ class GgufSource:
 
 def _gguf_name(name: str, name_map: TensorNameMap) -> str | None:
     """What the file calls a tensor of that Hugging Face name."""
-    found = name_map.get_name(
-        name.replace("e_score_correction_bias", "e_score_correction.bias"), try_suffixes=(".weight", ".bias")
-    )
-    return f"{found}.weight" if found is not None and name.endswith(".sinks") else found
+    for ours, known in _KNOWN_AS.items():
+        name = name.replace(ours, known)
+    found = name_map.get_name(name, try_suffixes=_SUFFIXES)
+    return found if found is None or found.endswith(_SUFFIXES) else f"{found}.weight"
 
 
 def _pairs_to_halves(rows: torch.Tensor, heads: int) -> None:

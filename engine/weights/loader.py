@@ -90,7 +90,8 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
     sharing = [str(index) for index, layer in enumerate(spec.layers) if layer.mixer.shares is not None]
     if sharing:
-        endings.append(rf"layers\.({'|'.join(sharing)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+        theirs = r"(self_attn\.(k_proj|v_proj|k_norm|v_norm)|attn_(k|v|k_norm))"
+        endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
         model = re.escape(family.prefix)
         endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")

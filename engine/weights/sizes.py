@@ -30,6 +30,8 @@ Place = Literal["cpu", "gpu"]
 _MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
 _MXFP4 = 39
 """ggml's number"""
+_IN_16_BITS = ("per_layer_token_embd.weight", "layer_output_scale.weight")
+"""tensors of GGUF files that have 16 bits in memory, whatever the file has"""
 
 
 def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, place: Place | None) -> int:
@@ -50,7 +52,9 @@ def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec, pl
     """Of a GGUF file that runs from its blocks."""
     vector_bytes = 4 if spec.norm == "rms_wide" else 2
     loaded = [extent for name, extent in tensors.items() if not name.startswith("rope_")]  # those are read as numbers
-    return sum(_extent_bytes(extent, vector_bytes, place) for extent in loaded)
+    dense = [2 * prod(extent.shape) for extent in loaded if extent.name.endswith(_IN_16_BITS)]
+    others = (extent for extent in loaded if not extent.name.endswith(_IN_16_BITS))
+    return sum(dense) + sum(_extent_bytes(extent, vector_bytes, place) for extent in others)
 
 
 def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec, place: Place = "cpu") -> int:

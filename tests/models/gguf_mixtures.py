@@ -15,7 +15,7 @@ def add_mixture(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     if not count:
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
     inner = getattr(config, "moe_intermediate_size", None)
     if inner or writer.arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(inner or config.intermediate_size)
@@ -44,6 +44,10 @@ def gguf_parts(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace(
             "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
         )
+        if model.config.model_type == "gemma4_text":
+            name = name.replace("router.scale", "router.proj.scale")
+            yield name.replace("router.per_expert_scale", "experts.down_proj.scale"), tensor
+            continue
         path, _, last = name.rpartition(".")
         if "shared_mlp" in path and "input_linear" in path:
             for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):

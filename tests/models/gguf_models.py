@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from gguf_gemma4 import add_gemma4
 from gguf_mixtures import add_mixture, gguf_parts
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -17,6 +19,7 @@ ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
+    "gemma4": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "granite": MODEL_ARCH.GRANITE,
@@ -62,7 +65,8 @@ def write_gguf(
 ) -> str:
     """Matrices in `encoding`, vectors in F32, as llama.cpp stores them; Llama's Q and K rows in llama.cpp's order, 1
     added to Gemma's norms."""
-    config = model.config
+    config = deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers differ
     arch = NAMES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -98,13 +102,13 @@ def write_gguf(
         if arch in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         plain = values.ndim < 2 or name.endswith((".bias", "gate.weight", "router.weight"))
         stored = GGMLQuantizationType.F32 if plain else encoding
-        short = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        short = name_map.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert short is not None, name
-        short += ".weight" if name.endswith("sinks") else ""
+        short += "" if short.endswith((".weight", ".bias", ".scale")) else ".weight"
         writer.add_tensor(short, encode(np.ascontiguousarray(values), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -116,6 +120,8 @@ def write_gguf(
 def _add_numbers(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
     """What single families have."""
     arch = writer.arch
+    if arch == "gemma4":
+        add_gemma4(writer, config)
     if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -22,6 +22,7 @@ FILES = ["llama", "llama_tied", "llama_biases", "llama_head_dim", "llama_yarn_ro
 FILES += ["phi3", "phi3_long_rope", "phi3_short_rope_window", "smollm3", "granite", "granite_tied", "olmo2", "glm4"]
 FILES += ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "glm4_moe_groups", "dots1", "minimax_m2"]
 FILES += ["granitemoe", "granitemoeshared"]
+FILES += ["gemma4", "gemma4_layer_inputs", "gemma4_mixture"]
 FILES += ["seed_oss", "hunyuan", "ernie4_5", "ernie4_5_biases_untied", "exaone4", "starcoder2"]
 
 

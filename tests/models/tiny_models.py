@@ -168,7 +168,7 @@ CASES: dict[str, Any] = {
     "gemma4_layer_inputs": lambda: Gemma4TextConfig(
         **{
             **GEMMA4,
-            "hidden_size_per_layer_input": 24,
+            "hidden_size_per_layer_input": 32,
             "num_hidden_layers": 8,
             "layer_types": (LOCAL_2 + FULL) * 2 + FULL * 2,
         },

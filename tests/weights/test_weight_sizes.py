@@ -68,7 +68,9 @@ def device_loaded_bytes(description: ModelDescription, quantization: str) -> int
 
 
 @pytest.mark.parametrize("encoding", ["F32", "F16", "Q4_0", "Q8_0", "Q5_1", "MXFP4"])
-@pytest.mark.parametrize("case", ["llama", "gemma3_windows", "phi3_long_rope", "olmo2", "glm4", "starcoder2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma3_windows", "gemma4_layer_inputs", "phi3_long_rope", "olmo2", "glm4", "starcoder2"]
+)
 def test_of_a_gguf_file(case: str, encoding: str, tmp_path: Path, native_cache: Path) -> None:
     path = write_gguf(make_model(case), tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
     loaded, kind = loaded_bytes(path, native_cache)
