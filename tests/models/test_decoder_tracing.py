@@ -76,6 +76,18 @@ def test_layers_of_every_family_are_the_same_piece(case: str, tmp_path: Path) ->
     assert len(set(pieces)) == 3 and len(set(pieces[1:-1])) == 1
 
 
+def test_layers_with_inputs_of_their_own_are_the_same_piece(tmp_path: Path) -> None:
+    """Gemma 4's with a window, one after another: what each is given for a token is an input like any other."""
+    model = Decoder(describe(save(make_model("gemma4"), tmp_path)).spec, dtype=torch.float32)
+    model.set_attention(ATTENTION)
+    with torch.no_grad():
+        steps = split(trace(model, (torch.zeros(5, dtype=torch.int64), torch.arange(5))), frozenset({ATTENTION_OP}))
+    pieces = [structural_hash(step.module.graph) for step in steps if isinstance(step, Piece)]
+    assert len(pieces) == model.spec.num_layers + 1
+    assert [layer.mixer.window for layer in model.spec.layers] == [16] * 5 + [None] * 2
+    assert len(set(pieces[1:5])) == 1
+
+
 def test_a_layer_that_turns_nothing_is_one_more_piece(tmp_path: Path) -> None:
     """That before its attention; the one behind it is like any other."""
     model = Decoder(describe(save(make_model("smollm3"), tmp_path)).spec, dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import logits_of
@@ -76,6 +77,17 @@ def test_divisors_of_an_unknown_rule_are_refused(tmp_path: Path) -> None:
     path = write_gguf(llama3_model(32.0, 4096), tmp_path / "model.gguf")
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         describe(path)
+
+
+def test_gemma_4_frequencies_that_are_divided_in_another_way_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("gemma4"), path)
+    huge, small = (np.array([value], dtype=np.float32).tobytes() for value in (1e30, 8.0))
+    whole = path.read_bytes()
+    assert huge in whole
+    path.write_bytes(whole.replace(huge, small))
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight must hold 1, then 1e30"):
+        describe(str(path))
 
 
 def gemma_model(kind: type[Gemma2Config] | type[Gemma3TextConfig], **options: object) -> PreTrainedModel:
