@@ -164,7 +164,7 @@ def _has_gguf(architecture: str) -> bool:
 
 def table() -> str:
     """The page: a row for each family. Run this file to write it."""
-    wrappers = ", ".join(family.wrapper.architecture for family in FAMILIES if family.wrapper is not None)
+    wrappers = ", ".join(sorted({family.wrapper.architecture for family in FAMILIES if family.wrapper is not None}))
     lines = [
         "# Models and what each can do",
         "",

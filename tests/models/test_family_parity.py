@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from dense_attention import DenseAttention, greedy, logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, hf_greedy, hf_logits, make_model, save
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from engine.models.decoder import Decoder
 from engine.models.description import describe
@@ -147,6 +157,35 @@ def test_the_text_model_of_one_that_sees_is_read_alone(tmp_path: Path) -> None:
     model = ours(save(whole, tmp_path))
     assert describe(str(tmp_path)).generates
     torch.testing.assert_close(logits_of(model, PROMPT), hf_logits(text, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "sees", "vision"),
+    [
+        ("gemma3_windows", (Gemma3Config, Gemma3ForConditionalGeneration), {"patch_size": 14}),
+        (
+            "mistral_window",
+            (Mistral3Config, Mistral3ForConditionalGeneration),
+            {"model_type": "pixtral", "head_dim": 16},
+        ),
+    ],
+)
+def test_the_text_part_of_gemma_3_and_mistral_3_is_read(
+    tmp_path: Path, text: str, sees: tuple[Any, Any], vision: dict[str, Any]
+) -> None:
+    made = make_model(text)
+    vision |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = sees[0](
+        text_config=made.config.to_dict(),
+        vision_config={**vision, "image_size": 28},
+        tie_word_embeddings=made.config.tie_word_embeddings,
+    )
+    whole = sees[1](config).eval()
+    whole.model.language_model.load_state_dict(made.model.state_dict())
+    whole.lm_head.load_state_dict(made.lm_head.state_dict())
+    model = ours(save(whole, tmp_path))
+    assert describe(str(tmp_path)).generates
+    torch.testing.assert_close(logits_of(model, PROMPT), hf_logits(made, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_the_text_part_of_a_gemma_4_that_sees_is_read(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from engine.errors import ConfigError
 from engine.models.families.common import (
     Config,
     Family,
+    Wrapper,
     alternating_windows,
     flag,
     integer,
     optional_number,
     refuse,
+    with_defaults,
 )
 from engine.models.families.gemma2 import GEMMA_NAMES, gemma_spec
 from engine.models.json_file import shown
@@ -33,6 +35,7 @@ def gemma3_spec(config: Config) -> DecoderSpec:
 
 
 def _causal_spec(config: Config) -> DecoderSpec:
+    config = with_defaults(config, **_DEFAULTS)
     refuse(config, {"attn_logit_softcapping": "Gemma 3 has no cap on attention scores"})
     windows = alternating_windows(config, 4096, period=integer(config, "sliding_window_pattern", 6))
     full, local = rope_parameters_of(config)
@@ -63,4 +66,7 @@ def rope_parameters_of(config: Config) -> tuple[Config, Config]:
     )
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, GEMMA_NAMES.rows)
+_DEFAULTS = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6}
+"""that configs of models that see leave out"""
+_SEES = Wrapper("Gemma3ForConditionalGeneration", others=("vision_tower.", "multi_modal_projector."))
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", gemma3_spec, GEMMA_NAMES.rows, wrapper=_SEES)

@@ -17,6 +17,7 @@ from engine.models.families.common import (
     optional_number,
     with_defaults,
 )
+from engine.models.families.mistral import SEES
 from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec, QueryGrowth
 
@@ -57,4 +58,4 @@ def ministral3_spec(config: Config) -> DecoderSpec:
 
 
 MINISTRAL = Family("ministral", "MinistralForCausalLM", ministral_spec, LLAMA_NAMES.rows)
-MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", ministral3_spec, LLAMA_NAMES.rows)
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", ministral3_spec, LLAMA_NAMES.rows, wrapper=SEES)

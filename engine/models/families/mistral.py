@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import UnsupportedModelError
-from engine.models.families.common import Config, Family, decoder_spec, integer, num_layers
+from engine.models.families.common import Config, Family, Wrapper, decoder_spec, integer, num_layers
 from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
@@ -17,4 +17,5 @@ def mistral_spec(config: Config) -> DecoderSpec:
     return decoder_spec(config, "mistral", windows=[window] * num_layers(config), default_kv_heads=8)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", mistral_spec, LLAMA_NAMES.rows)
+SEES = Wrapper("Mistral3ForConditionalGeneration", others=("vision_tower.", "multi_modal_projector."))
+MISTRAL = Family("mistral", "MistralForCausalLM", mistral_spec, LLAMA_NAMES.rows, wrapper=SEES)

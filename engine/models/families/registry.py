@@ -134,16 +134,17 @@ def find_family(config: Mapping[str, object]) -> Found:
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """The text model's own, where a family's `Wrapper` names the architecture; any other config as it is. What stands
-    around it holds where it says nothing. Raises ConfigError."""
-    named = _architectures(config)
-    for family in FAMILIES:
-        if family.wrapper is not None and family.wrapper.architecture in named:
-            text = config.get("text_config")
-            if not isinstance(text, Mapping):
-                raise ConfigError(f"text_config must be an object, found {shown(text)}")
-            around = {key: value for key, value in config.items() if text.get(key) is None}
-            return {**text, **around, "architectures": [family.architecture]}
-    return dict(config)
+    around it holds where it says nothing. Of several families it is the one that its `model_type` names. Raises
+    ConfigError."""
+    named, text = _architectures(config), config.get("text_config")
+    inside = [family for family in FAMILIES if family.wrapper is not None and family.wrapper.architecture in named]
+    if not inside:
+        return dict(config)
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config must be an object, found {shown(text)}")
+    family = next((each for each in inside if each.name == text.get("model_type")), inside[0])
+    around = {key: value for key, value in config.items() if text.get(key) is None}
+    return {**text, **around, "architectures": [family.architecture]}
 
 
 def _architectures(config: Mapping[str, object]) -> list[str]:
