@@ -22,7 +22,7 @@ from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CompileMode = Literal["none", "pieces"]
-Quantization = Literal["none", "gguf", "stored", "int8", "int4"]
+Quantization = Literal["none", "gguf", "stored", "int8", "int4", "fp8"]
 """of weights; gguf, stored: each matrix as its file encodes it, GGUF or a quantised Hugging Face checkpoint"""
 KVCacheDType = Literal["auto", "bf16", "int8", "fp8"]
 GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
@@ -86,12 +86,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     download_dir: Annotated[str | None, _about("where models from a hub are kept; default: as HF_HOME says")] = None
     dtype: Annotated[DType, _about("of weights and activations")] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "int8", "int4", StoredMethod],
+        Literal["auto", "none", "int8", "int4", "fp8", StoredMethod],
         _about(
-            "of weights: int8 per output (on CPUs with int8 activations), int4 in groups of 32, of what is not stored "
-            "in as few bits; none: the dtype, to which a GGUF file or a quantised checkpoint is decoded; auto: as the "
-            "checkpoint has them, so a GGUF file runs from its blocks, and GPTQ, AWQ and compressed integers stay "
-            "packed; vLLM's other names mean auto, and are refused where the checkpoint is stored otherwise"
+            "of weights: int8 per output (on CPUs with int8 activations), int4 in groups of 32, fp8 (e4m3) per output, "
+            "of what is not stored in as few bits; none: the dtype, to which a GGUF file or a quantised checkpoint is "
+            "decoded; auto: as the checkpoint has them, so a GGUF file runs from its blocks, and GPTQ, AWQ, compressed "
+            "integers, fp8, nvfp4 and mxfp4 stay packed; vLLM's other names mean auto, and are refused where the "
+            "checkpoint is stored otherwise"
         ),
     ] = "auto"
     device: Device = "auto"

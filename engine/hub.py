@@ -35,7 +35,7 @@ _TEXTS = (".json", ".jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 _WEIGHTS = ".safetensors"
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
 """how sentence-transformers calls the one file below the root that is read"""
-_QUANTIZED = {"int8": 0.55, "int4": 0.33}
+_QUANTIZED = {"int8": 0.55, "int4": 0.33, "fp8": 0.55}
 """of bfloat16's bytes, about"""
 
 

@@ -14,12 +14,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineArgs, EngineConfig, Quantization
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.hub import HubFile, HubName, beginning_of, fetched, free_disk, hub_name, offered, weights_of
 from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token
@@ -31,7 +31,7 @@ from engine.models.drafts import DraftDescription, describe_draft
 from engine.models.gguf_header import read_gguf_header
 from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
 from engine.reports import LoadReport
-from engine.resolve import resolve, resolve_here
+from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
 from engine.weights.sizes import Place, gguf_weight_bytes, stored_weight_bytes, weight_bytes
@@ -215,16 +215,15 @@ class _Fit:
             place = None
         if self._model.spec is None:  # by the library's module: dense
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
-        as_stored = quantization not in ("none", "int8", "int4")
+        as_stored = keeps_stored(quantization, self._model)
         if as_stored and place is not None and self._header is not None:
             return gguf_weight_bytes(self._header.tensors, self._model.spec, place)
         if as_stored and place is not None and self._model.quantized is not None:
             if self._absent_bytes is not None:
                 return self._absent_bytes  # nearly, unless no kernel multiplies what they hold
             return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec, place)
-        kind: Literal["int8", "int4", "none"] = (
-            "int8" if quantization == "int8" else "int4" if quantization == "int4" else "none"
-        )
+        kinds: dict[str, Quantization] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+        kind = kinds.get(quantization, "none")
         return weight_bytes(self._model.spec, DTYPE_BYTES.get(dtype, 2), kind, place)
 
     def advice(self) -> list[str]:

@@ -16,8 +16,8 @@ Defaults that are choices
 - quantization "auto": the checkpoint's own. In 16 bits a GGUF file runs from its blocks ("none" decodes them first:
   four times the memory, on CPUs half the speed, and the values that other engines compute with); in float32 they are
   always decoded. So it is with quantised Hugging Face checkpoints (`engine/weights/README.md`): integers of
-  GPTQ, AWQ and compressed-tensors stay packed, "none" decodes them. int8 and int4 keep what is stored in no more bits,
-  and quantise the rest.
+  GPTQ, AWQ and compressed-tensors and 8- and 4-bit floats stay packed, "none" decodes them. int8, int4 and fp8 keep
+  what is stored in no more bits, and quantise the rest; fp8 of a checkpoint that is fp8 is "auto".
 - graphs: whatever compile mode and attention backend allow on a GPU (the runner knows both), none on a CPU.
 - block_size 16: the paper's choice; waste stays under 16 tokens a sequence and prefixes are shared in steps of 16.
 - async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and
@@ -176,17 +176,24 @@ def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> R
     return args.dtype
 
 
+def keeps_stored(quantization: str, model: ModelDescription) -> bool:
+    """Whether that setting, or what it was resolved to, leaves a checkpoint as it is stored. "fp8" does so, too, where
+    it is stored so, as in vLLM."""
+    is_fp8 = model.quantized is not None and model.quantized.method == "fp8"
+    return quantization not in ("none", "int8", "int4", "fp8") or (quantization == "fp8" and is_fp8)
+
+
 def _quantization(args: EngineArgs, dtype: RealDType, kind: Kind, model: ModelDescription) -> Quantization:
     wanted = args.quantization
     packs = dtype == "bfloat16" if kind == "cpu" else dtype != "float32" and model.spec is not None
-    if wanted not in ("auto", "none", "int8", "int4"):
+    if keeps_stored(wanted, model):
         stored = None if model.quantized is None else model.quantized.method
-        check_stored_as(wanted, "gguf" if model.source == "gguf" else stored)
-        wanted = "auto"
-    if wanted == "auto":
+        if wanted != "auto":
+            check_stored_as(wanted, "gguf" if model.source == "gguf" else stored)
         if not packs or args.load_format != "auto":
             return "none"
         return "gguf" if model.source == "gguf" else "none" if model.quantized is None else "stored"
+    assert wanted in ("none", "int8", "int4", "fp8")
     if wanted != "none" and not packs:
         raise ConfigError(
             f"quantization={wanted!r} needs dtype='bfloat16', or on a GPU 'float16', got {dtype!r}"
@@ -285,7 +292,7 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
     return machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
 
 
-_LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "gguf": 0.25, "stored": 0.5}
+_LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0, "gguf": 0.25, "stored": 0.5}
 
 
 def _check_weights_fit(facts: ModelFacts, quantization: Quantization, dtype: str, device_bytes: int) -> None:

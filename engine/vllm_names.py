@@ -99,7 +99,6 @@ StoredMethod = Literal[
     "auto-round",
     "inc",
     "compressed-tensors",
-    "fp8",
     "fbgemm_fp8",
     "mxfp4",
     "bitsandbytes",
@@ -132,8 +131,8 @@ def check_stored_as(method: str, found: str | None) -> None:
         return
     what = "not quantised, and is not quantised so when it is loaded" if found is None else f"stored as {found}"
     raise ConfigError(
-        f"quantization={method!r}: the checkpoint is {what}; 'auto' takes it as it is, 'int8' and 'int4' quantise it "
-        "(CPU)"
+        f"quantization={method!r}: the checkpoint is {what}; 'auto' takes it as it is, 'int8', 'int4' and 'fp8' "
+        "quantise it"
     )
 
 

@@ -4,13 +4,16 @@ Runs every linear layer of a model (SmolLM2-135M by default), each with weights 
 does: packed (`engine.cpu_kernels`), `F.linear`, and oneDNN with weights it re-ordered for that number of rows. In the
 same run, in alternation: how fast torch reads memory, and its best matrix product. Times are minima over the rounds.
 
-    python -m tools.bench_linear [--rows 1,16,256] [--isa avx512bf16] [--threads 2] [--format BFLOAT16|INT8|Q4_1]
+    python -m tools.bench_linear [--rows 1,16,256] [--isa avx512bf16] [--threads 2] [--format INT8]
+
+Formats that are made of a checkpoint's blocks run with random ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -51,10 +54,16 @@ def keep_memory() -> None:
 
 def make_layers(format: Format) -> list[Layer]:
     """SmolLM2-135M's layers in the order of a step, the unembedding last."""
-    pack = {Format.BFLOAT16: linear.pack_bf16, Format.INT8: quantize.pack_int8, Format.Q4_1: quantize.pack_int4}[format]
+    pack = {Format.BFLOAT16: linear.pack_bf16, **quantize.PACK_DENSE}.get(format) or functools.partial(_random, format)
     shapes = [(n, k, gated) for _ in range(LAYERS) for _, n, k, gated in SHAPES] + [(VOCABULARY, HIDDEN, False)]
     weights = [(torch.randn(n, k, dtype=torch.bfloat16) * 0.05, gated) for n, k, gated in shapes]
     return [Layer(weight, pack(weight), gated) for weight, gated in weights]
+
+
+def _random(format: Format, weight: torch.Tensor) -> torch.Tensor:
+    """Packed blocks of any bytes, whose values do not matter, but are finite."""
+    n, k = weight.shape
+    return torch.randint(60, 116, (-(-n // linear.PANEL), linear.panel_bytes(k, format)), dtype=torch.uint8)
 
 
 def packed_sweep(ops: linear.LinearOps, layers: list[Layer], rows: int, format: Format, isa: int) -> Callable[[], None]:
@@ -173,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=ROWS, help="numbers of rows, with commas")
     parser.add_argument("--isa", choices=("auto", *ISAS), default="auto")
-    parser.add_argument("--format", choices=("BFLOAT16", "INT8", "Q4_1"), default="BFLOAT16")
+    parser.add_argument("--format", choices=[format.name for format in Format], default="BFLOAT16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--alone", action="store_true", help="leave out F.linear and oneDNN")

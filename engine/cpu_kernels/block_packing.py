@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.cpu_kernels import k_quant_packing
+from engine.cpu_kernels import float_packing, k_quant_packing
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.panel_parts import (
     UNEVEN_LEVELS,
@@ -88,4 +88,5 @@ LAYOUTS: dict[Format, GroupLayout] = {
     Format.Q5_1: _five_bits(2),
     Format.IQ4_NL: _four_bits("uneven"),
     **k_quant_packing.LAYOUTS,
+    **float_packing.LAYOUTS,
 }

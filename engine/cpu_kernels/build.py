@@ -21,6 +21,7 @@ def sources() -> NativeSources:
         "prologue.h",
         "linear_schedule.h",
         "group_dots.h",
+        "group_floats.h",
         "group_formats.h",
         "group_k_quants.h",
         "hadamard.h",
@@ -51,6 +52,12 @@ def sources() -> NativeSources:
             Unit(CSRC / "combine_rows.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "linear_amx_group.cpp", ("amx",)),
             Unit(CSRC / "linear_amx_int8.cpp", ("amx",)),
+            Unit(
+                CSRC / "linear_float8.cpp",
+                ("portable", "avx2", "avx512", "avx512bf16", "amx"),  # those that multiply bf16
+                "-O2",
+                always=("avx512",),
+            ),
             Unit(CSRC / "linear_decode.cpp", optimise="-O2"),
             Unit(CSRC / "linear_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "experts_schedule.cpp", optimise="-O2"),

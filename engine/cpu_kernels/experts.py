@@ -15,13 +15,9 @@ from torch import Tensor
 
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import interleave_gate_up, pack_bf16
-from engine.cpu_kernels.quantize import pack_int4, pack_int8
+from engine.cpu_kernels.quantize import PACK_DENSE
 
-_PACK: dict[Format, Callable[[Tensor], Tensor]] = {
-    Format.BFLOAT16: pack_bf16,
-    Format.INT8: pack_int8,
-    Format.Q4_1: pack_int4,
-}
+_PACK = {Format.BFLOAT16: pack_bf16, **PACK_DENSE}
 
 
 class Routing(IntEnum):
@@ -77,7 +73,7 @@ def pack_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> ExpertWeights:
-    """Dense weights as bfloat16, INT8 or Q4_1.
+    """Dense weights as bfloat16, INT8, Q4_1 or FLOAT8.
 
     gate_up: [experts, 2 * inner, hidden], gate rows then up rows; down: [experts, hidden, inner]; gate_up_bias:
     [experts, 2 * inner], in the same order; down_bias: [experts, hidden]. Any float dtype. Raises ValueError: shapes

@@ -20,6 +20,14 @@ class Format(IntEnum):
     Q6_K = 6
     INT4_GROUP = 7
     """4 bits with a zero point, exact: what GPTQ, AWQ and compressed-tensors hold"""
+    MXFP4 = 8
+    """e2m1 with a power of two for 32 inputs"""
+    NVFP4 = 9
+    """e2m1 with an e4m3 for 16 inputs, and a float32 for an output that divides those"""
+    FLOAT8 = 10
+    """e4m3 with a float32 for an output (also what --quantization fp8 makes)"""
+    FLOAT8_BLOCK = 11
+    """e4m3 with a float32 for 128 inputs of an output"""
     Q5_0 = 12
     Q5_1 = 13
     Q5_K = 14
@@ -44,6 +52,7 @@ FORMAT_OF_GGUF: dict[int, Format] = {
     14: Format.Q6_K,
     20: Format.IQ4_NL,
     23: Format.IQ4_XS,
+    39: Format.MXFP4,
 }
 """keys: values of gguf.GGMLQuantizationType, whose members find them too; the library need not be imported for it"""
 _GROUPS: dict[Format, tuple[int, int]] = {
@@ -60,8 +69,14 @@ _GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q2_K: (256, 2688),
     Format.IQ4_NL: (32, 576),
     Format.IQ4_XS: (256, 4416),
+    Format.MXFP4: (64, 1088),
+    Format.NVFP4: (32, 576),
+    Format.FLOAT8: (4, 128),
+    Format.FLOAT8_BLOCK: (128, 4224),
 }
 """inputs of a group, bytes of it in a panel"""
+_TAILS = {Format.NVFP4: 128, Format.FLOAT8: 128}
+"""bytes behind all groups of a panel"""
 _DEVICE_GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q4_0: (32, 18),
     Format.Q4_1: (32, 20),
@@ -69,8 +84,12 @@ _DEVICE_GROUPS: dict[Format, tuple[int, int]] = {
     Format.Q4_K: (256, 148),
     Format.Q6_K: (256, 210),
     Format.INT4_GROUP: (32, 20),
+    Format.FLOAT8: (32, 32),
+    Format.FLOAT8_BLOCK: (128, 132),
 }
 """inputs of a group, bytes of it in a row of `engine.weights.device_layouts`"""
+IN_EIGHT_BITS = frozenset({Format.Q5_0, Format.IQ4_NL, Format.MXFP4})
+"""whose values Q8_0 holds, too; it runs where these have no kernel"""
 _INPUTS_AT_ONCE = {Format.BFLOAT16: 2, Format.INT8: 4, Format.FLOAT32: 1} | {
     format: inputs for format, (inputs, _) in _GROUPS.items()
 }
@@ -97,7 +116,7 @@ def panel_bytes(k: int, format: Format) -> int:
     if format is Format.INT8:
         return (k + 8) * PANEL
     inputs, size = _GROUPS[format]
-    return k // inputs * size
+    return k // inputs * size + _TAILS.get(format, 0)
 
 
 def bits_of(format: Format) -> float:
@@ -116,7 +135,7 @@ def device_bytes(n: int, k: int, format: Format) -> int:
     """Of a matrix [n, k] that `device_packable` allows."""
     if format is Format.BFLOAT16:
         return 2 * n * k
-    if format is Format.INT8:
+    if format in (Format.INT8, Format.FLOAT8):
         return n * (k + 4)
     inputs, size = _DEVICE_GROUPS[format]
     return n * (k // inputs * size)

@@ -28,6 +28,9 @@ class GroupLayout:
     panel_bytes: int
     to_panels: Callable[[Tensor], Tensor]
     from_panels: Callable[[Tensor], Tensor]
+    tail_bytes: int = 0
+    """behind the blocks of a row; those of 32 rows lie behind a panel's groups, and `from_panels` gets them behind each
+    of those"""
 
 
 def split_dim(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -85,6 +88,6 @@ def bit_values(groups: Tensor, start: int) -> Tensor:
     return (planes & 1).flatten(3)
 
 
-def look_up(table: Sequence[int], levels: Tensor) -> Tensor:
+def look_up(table: Sequence[float], levels: Tensor) -> Tensor:
     """float32 of the same shape."""
     return torch.tensor(table, dtype=torch.float32)[levels.int()]

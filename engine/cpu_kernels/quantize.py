@@ -1,5 +1,5 @@
-"""Weights quantised and packed for the CPU's linear layers: int8 with a scale an output, int4 with a scale and a
-minimum for 32 inputs, blocks of a checkpoint re-ordered as they are; and `unpack`, which says what a packed matrix
+"""Weights quantised and packed for the CPU's linear layers: int8 and e4m3 with a scale an output, int4 with a scale and
+a minimum for 32 inputs, blocks of a checkpoint re-ordered as they are; and `unpack`, which says what a packed matrix
 stands for.
 
 Layouts: `csrc/linear.h` and `csrc/group_formats.h`. Matrices are taken a few panels at a time, so that temporaries stay
@@ -25,6 +25,7 @@ _INT4_LEVELS = 15.0
 _INT4_STEPS = (14.5, 15.5)
 """levels that the range of a group is first cut into: a little finer and a little coarser than the 15 there are"""
 _HALF_MAX = 65504.0
+_FLOAT8_MAX = 448.0
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -47,6 +48,26 @@ def pack_int4(weight: Tensor) -> Tensor:
     return _pack(weight, weight.shape[1], Format.Q4_1, _int4_panels)
 
 
+def pack_float8(weight: Tensor) -> Tensor:
+    """weight: [n, k], any float dtype, k a multiple of 4 → uint8 [panels, panel_bytes], FLOAT8.
+
+    Raises ValueError: a weight is not finite, or k does not fit.
+    """
+    return pack_blocks(float8_rows(weight), Format.FLOAT8)
+
+
+def float8_rows(weight: Tensor) -> Tensor:
+    """weight: [n, k], any float dtype → uint8 [n, k + 4], rows of e4m3 and a float32, the scale. That is an output's
+    largest magnitude / 448, the largest e4m3, as vLLM quantises weights when it loads them. Raises ValueError: a weight
+    is not finite."""
+    weight = weight.float()
+    largest = weight.abs().amax(1, keepdim=True)
+    _check_finite(largest)
+    inverse = torch.where(largest > 0, _FLOAT8_MAX / largest, 0.0)
+    values = weight.mul(inverse).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn)
+    return torch.cat((values.view(torch.uint8), (largest / _FLOAT8_MAX).view(torch.uint8)), dim=1)
+
+
 def pack_blocks(blocks: Tensor, format: Format) -> Tensor:
     """blocks: uint8 [n, bytes of a row], as a GGUF file holds them, or `engine.weights` makes them → uint8 [panels,
     panel_bytes]; the same values, bit for bit, never inflated. Raises ValueError: the format has no blocks, or rows are
@@ -54,9 +75,15 @@ def pack_blocks(blocks: Tensor, format: Format) -> Tensor:
     layout = block_packing.LAYOUTS.get(format)
     if layout is None:
         raise ValueError(f"{format.name} has no blocks; these have: {_block_names()}")
-    if blocks.shape[1] % layout.block_bytes != 0:
+    size = blocks.shape[1] - layout.tail_bytes
+    if size % layout.block_bytes != 0:
         raise ValueError(f"a row of {blocks.shape[1]} bytes is not whole {format.name} blocks of {layout.block_bytes}")
-    return _pack(blocks, blocks.shape[1] // layout.block_bytes * layout.inputs, format, layout.to_panels)
+
+    def to_panels(rows: Tensor) -> Tensor:
+        groups = layout.to_panels(rows[..., :size].contiguous()).flatten(1)
+        return torch.cat((groups, rows[..., size:].flatten(1)), dim=1) if layout.tail_bytes else groups
+
+    return _pack(blocks, size // layout.block_bytes * layout.inputs, format, to_panels)
 
 
 def unpack(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
@@ -70,7 +97,10 @@ def unpack(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
     layout = block_packing.LAYOUTS.get(format)
     if layout is None:
         raise ValueError(f"{format.name} is not a quantised format")
-    groups = packed.view(-1, k // layout.inputs, layout.panel_bytes)
+    count, tail = k // layout.inputs, layout.tail_bytes * PANEL
+    groups = packed[:, : count * layout.panel_bytes].reshape(-1, count, layout.panel_bytes)
+    if tail:
+        groups = torch.cat((groups, packed[:, None, -tail:].expand(-1, count, -1)), dim=2)
     return layout.from_panels(groups).transpose(1, 2).reshape(-1, k)[:n].contiguous()
 
 
@@ -150,3 +180,11 @@ def _int4_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 def _check_finite(*extremes: Tensor) -> None:
     if not all(bool(extreme.isfinite().all()) for extreme in extremes):
         raise ValueError("a weight is not finite, so the matrix cannot be quantised")
+
+
+PACK_DENSE: dict[Format, Callable[[Tensor], Tensor]] = {
+    Format.INT8: pack_int8,
+    Format.Q4_1: pack_int4,
+    Format.FLOAT8: pack_float8,
+}
+"""what quantises dense weights"""

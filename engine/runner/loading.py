@@ -91,7 +91,7 @@ def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker |
     try:
         ops = load_linear_ops(Path(config.compile.cache_dir))
     except BuildError as error:
-        if config.model.quantization in ("int8", "int4"):
+        if config.model.quantization in ("int8", "int4", "fp8"):
             raise ConfigError(f"quantization={config.model.quantization!r} needs compiled kernels: {error}") from error
         logger.warning("linear layers run through the library, slowly: %s", error)
         return None

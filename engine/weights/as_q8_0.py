@@ -1,4 +1,5 @@
-"""Blocks whose values Q8_0 holds exactly: five bits less 16 are an int8, and so are IQ4_NL's 16 levels; scales stay."""
+"""Blocks whose values Q8_0 holds exactly: five bits less 16 are an int8, and so are IQ4_NL's 16 levels and twice an
+e2m1; scales stay, or are halved."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ from torch import Tensor
 
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.panel_parts import UNEVEN_LEVELS
+from engine.weights.block_floats import mxfp4_as_q8_0
 
 
 def as_q8_0(format: Format, rows: Tensor) -> Tensor | None:
-    """uint8 [n, bytes of a row] → the same, 34 bytes for 32 inputs; None: the format has other values."""
+    """uint8 [n, bytes of a row] → the same, 34 bytes for 32 inputs; None: the format has other values
+    (`engine.cpu_kernels.formats.IN_EIGHT_BITS`), or a scale of these is beyond float16."""
     if format is Format.Q8_0:
         return rows
+    if format is Format.MXFP4:
+        found = mxfp4_as_q8_0(rows.view(len(rows), -1, 17))
+        return None if found is None else found.flatten(1)
     if format is Format.Q5_0:
         blocks = rows.view(len(rows), -1, 22)
         fifth = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1

@@ -1,5 +1,5 @@
-"""Floating point of 8 and 4 bits with scales for blocks of weights: to wider floating point, and e2m1 with a power of
-two for 32 inputs to int8 with such a scale, which holds the same values.
+"""Floating point of 8 and 4 bits with scales for blocks of weights: to wider floating point, or to rows that run packed
+(`engine.cpu_kernels.float_packing`), the same values bit for bit.
 
 Sources: OCP Microscaling Formats 1.0 (e2m1, e8m0); DeepSeek-V3's `weight_dequant` (blocks of 128 x 128); compressors of
 compressed-tensors. Values are computed in float32 in the order in which those compute them, and rounded once.
@@ -14,6 +14,7 @@ from engine.cpu_kernels.formats import Format
 from engine.weights.source import EncodedRows
 
 _ELEMENTS_AT_ONCE = 1 << 20
+_FLOAT8_GROUP = 128
 _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 _NOT_A_NUMBER = 255
 
@@ -46,36 +47,72 @@ def dequantize_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, destin
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, destination: Tensor) -> None:
     """packed: as above; scale: [n, k / 32], exponents of two with a bias of 127 (e8m0)."""
-    _dequantize_e2m1(packed, _powers(scale), destination)
+    _dequantize_e2m1(packed, powers(scale), destination)
 
 
 def is_finite_e8m0(scale: Tensor) -> bool:
     return not bool((scale.view(torch.uint8) == _NOT_A_NUMBER).any())
 
 
-def mxfp4_as_q8_0(packed: Tensor, scale: Tensor) -> EncodedRows | None:
-    """The same values, bit for bit: twice an e2m1 is a whole number of at most 12. None: a scale is beyond float16."""
-    return _as_q8_0(_twice(packed).view(len(packed), -1, 32), scale)
+def encoded_float8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> EncodedRows | str:
+    """As `dequantize_float8` takes them, of e4m3, or why they cannot be: a row is its bytes and a float32, or for each
+    128 inputs those and a float32."""
+    n, k = weight.shape
+    bytes = weight.view(torch.uint8)
+    if bool((bytes & 127 == 127).any()):
+        return "they hold NaN"
+    high, wide = block
+    if scale.numel() == 1:
+        high, scale = n, scale.view(1, 1)
+    elif scale.shape in ((n,), (n, 1)):
+        high, scale = 1, scale.view(n, 1)
+    factors = scale.float().repeat_interleave(high, dim=0)[:n]
+    if factors.shape[1] == 1:
+        if k % 4:
+            return "their inputs are no multiple of 4"
+        return EncodedRows(Format.FLOAT8, torch.cat((bytes, factors.view(torch.uint8)), dim=1))
+    if wide % _FLOAT8_GROUP or k % _FLOAT8_GROUP:
+        return f"their blocks or inputs are no multiple of {_FLOAT8_GROUP}"
+    of_groups = factors.repeat_interleave(wide // _FLOAT8_GROUP, dim=1)[:, : k // _FLOAT8_GROUP, None]
+    rows = torch.cat((bytes.view(n, -1, _FLOAT8_GROUP), of_groups.contiguous().view(torch.uint8)), dim=2)
+    return EncodedRows(Format.FLOAT8_BLOCK, rows.flatten(1))
 
 
-def gguf_mxfp4_as_q8_0(rows: Tensor) -> EncodedRows | None:
-    """The same of a GGUF file's blocks (ggml's `block_mxfp4`): a scale, then inputs 16 apart in the halves of bytes."""
-    blocks = rows.view(len(rows), -1, 17)
-    levels = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=2)
-    return _as_q8_0(_table()[levels.int()], blocks[..., 0])
+def encoded_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> EncodedRows | str:
+    """As `dequantize_nvfp4` takes them: a row is blocks of two scales and 32 inputs, and a float32."""
+    n, groups = scale.shape
+    if groups % 2:
+        return "their inputs are no multiple of 32"
+    scales = scale.view(torch.uint8).view(n, -1, 2)
+    blocks = torch.cat((scales, _sixteen_apart(packed)), dim=2).flatten(1)
+    total = global_scale.float().reshape(1, 1).expand(n, 1).contiguous().view(torch.uint8)
+    return EncodedRows(Format.NVFP4, torch.cat((blocks, total), dim=1))
 
 
-def _as_q8_0(levels: Tensor, scale: Tensor) -> EncodedRows | None:
-    """levels: int8 [n, groups, 32]; scale: e8m0 of twice as much."""
-    powers = torch.where(levels.any(dim=2), _powers(scale) / 2, 0.0)  # zeros may have any scale
-    halves = powers.half()
-    if not torch.equal(halves.float(), powers) or not bool(halves.isfinite().all()):
+def encoded_mxfp4(packed: Tensor, scale: Tensor) -> EncodedRows:
+    """As `dequantize_mxfp4` takes them: ggml's blocks, `block_mxfp4`."""
+    blocks = torch.cat((scale.view(torch.uint8)[..., None], _sixteen_apart(packed)), dim=2)
+    return EncodedRows(Format.MXFP4, blocks.flatten(1))
+
+
+def mxfp4_as_q8_0(blocks: Tensor) -> Tensor | None:
+    """uint8 [n, groups, 17] → [n, groups, 34], the same values, bit for bit: twice an e2m1 is a whole number. None: a
+    scale is beyond float16."""
+    levels = _table()[torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=2).int()]
+    halved = torch.where(levels.any(dim=2), powers(blocks[..., 0]) / 2, 0.0)  # zeros may have any scale
+    halves = halved.half()
+    if not torch.equal(halves.float(), halved) or not bool(halves.isfinite().all()):
         return None
-    blocks = torch.cat((halves[..., None].view(torch.uint8), levels.view(torch.uint8)), dim=2)
-    return EncodedRows(Format.Q8_0, blocks.flatten(1))
+    return torch.cat((halves[..., None].view(torch.uint8), levels.view(torch.uint8)), dim=2)
 
 
-def _powers(scale: Tensor) -> Tensor:
+def _sixteen_apart(packed: Tensor) -> Tensor:
+    """[n, k / 2], neighbours in a byte → [n, k / 32, 16], as a block pairs inputs."""
+    first, last = packed.view(len(packed), -1, 2, 8).unbind(2)
+    return torch.stack(((first & 15) | (last << 4), (first >> 4) | (last & 240)), dim=3).flatten(2)
+
+
+def powers(scale: Tensor) -> Tensor:
     """As float32, whose exponents have the same bias; the lowest is one of its subnormal numbers."""
     bits = scale.view(torch.uint8).to(torch.int32) << 23
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)

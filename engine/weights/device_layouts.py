@@ -4,7 +4,7 @@ that a tile of any kernel reads both in long runs. `engine.models.product_kernel
 | format | levels of a row | scales of a row |
 |---|---|---|
 | INT8 | k int8 | one float32 |
-| FLOAT8 | k e4m3, as bytes | float32 for equal parts of k |
+| FLOAT8, and FLOAT8_BLOCK as it | k e4m3, as bytes | float32 for equal parts of k |
 | Q8_0 | k int8 | a float16 for 32 inputs |
 | Q4_0 | k / 2 bytes | the same |
 | Q4_1, INT4_GROUP | the same | two float16 for 32 inputs: scale, then minimum or zero point |
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.cpu_kernels import block_packing
 from engine.cpu_kernels.formats import PANEL, Format
-from engine.cpu_kernels.quantize import pack_int4
-from engine.models.product_kernels import FLOAT8, Matrix
+from engine.cpu_kernels.quantize import float8_rows, pack_int4
+from engine.models.product_kernels import Matrix
 from engine.weights.source import EncodedRows
 
 _INT8_LEVELS = 127.0
@@ -31,9 +31,15 @@ _INT8_LEVELS = 127.0
 
 def arranged(encoded: EncodedRows) -> Matrix:
     """Blocks of a checkpoint (`EncodedRows`), the same values bit for bit."""
+    if encoded.format is Format.FLOAT8:
+        levels, scales = encoded.rows[:, :-4], encoded.rows[:, -4:].contiguous()
+        return Matrix(levels.contiguous(), scales.view(torch.float32), int(Format.FLOAT8))
     layout = block_packing.LAYOUTS[encoded.format]
     blocks = encoded.rows.view(encoded.rows.shape[0], -1, layout.block_bytes)
     match encoded.format:
+        case Format.FLOAT8_BLOCK:
+            scales = blocks[..., 128:].contiguous().view(torch.float32).flatten(1)
+            return Matrix(blocks[..., :128].flatten(1), scales, int(Format.FLOAT8))
         case Format.Q4_K:
             levels, scales = _q4_k(blocks)
         case Format.Q6_K:
@@ -68,9 +74,13 @@ def int4(weight: Tensor) -> Matrix:
     return Matrix(levels, scales, int(Format.Q4_1))
 
 
-def float8(weight: Tensor, scales: Tensor) -> Matrix:
-    """weight: float8_e4m3fn [n, k]; scales: float32 [n, parts], each of k / parts inputs, a multiple of 32."""
-    return Matrix(weight.view(torch.uint8), scales.float().contiguous(), FLOAT8)
+def float8(weight: Tensor) -> Matrix:
+    """[n, k] of any float dtype, k a multiple of 32. Raises ValueError: a weight is not finite."""
+    return arranged(EncodedRows(Format.FLOAT8, float8_rows(weight)))
+
+
+MADE = {Format.INT8: int8, Format.Q4_1: int4, Format.FLOAT8: float8}
+"""what quantises dense weights"""
 
 
 def _words(values: Tensor) -> Tensor:

@@ -130,6 +130,6 @@ class DevicePacker(RowsPacker):
         if run.rows.dtype == torch.uint8:
             made = device_layouts.arranged(run)
         else:
-            made = device_layouts.int8(run.rows) if run.format is Format.INT8 else device_layouts.int4(run.rows)
+            made = device_layouts.MADE[run.format](run.rows)
         assert made.scales is not None
         return Matrix(made.levels.to(self.device), made.scales.to(self.device), made.format)

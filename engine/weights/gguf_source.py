@@ -10,14 +10,14 @@ from contextlib import suppress
 from math import prod
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF
+from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 from engine.errors import WeightsError
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import TensorExtent, read_gguf_header
 from engine.sizes import size_text
-from engine.weights.block_floats import gguf_mxfp4_as_q8_0
+from engine.weights.block_floats import is_finite_e8m0
 from engine.weights.gguf_dequant import DENSE, dequantize_into
 from engine.weights.source import EncodedRows
 
@@ -92,14 +92,11 @@ class GgufSource:
         heads = self._interleaved_heads(name)
         if heads is not None:
             _pairs_to_halves(rows, heads)
-        if extent.encoding == GGMLQuantizationType.MXFP4:
-            found = gguf_mxfp4_as_q8_0(rows)
-        else:
-            format = FORMAT_OF_GGUF.get(extent.encoding)
-            found = None if format is None else EncodedRows(format, rows)
-        if found is None:
+        format = FORMAT_OF_GGUF.get(extent.encoding)
+        if format is None or (format is Format.MXFP4 and not is_finite_e8m0(rows.view(shape[0], -1, 17)[..., 0])):
             self._widened[extent.encoding.name] += prod(shape)
-        return found
+            return None
+        return EncodedRows(format, rows)
 
     def _bytes_of(self, extent: TensorExtent, expert: int | None) -> torch.Tensor:
         size = extent.size_bytes if expert is None else extent.size_bytes // extent.shape[0]

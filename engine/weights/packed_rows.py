@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from engine.config import Quantization
-from engine.cpu_kernels.formats import Format, bits_of
+from engine.cpu_kernels.formats import IN_EIGHT_BITS, Format, bits_of
 from engine.weights.as_q8_0 import as_q8_0
 from engine.weights.source import EncodedRows, Part, WeightSource
 
-MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1}
+MATRIX_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.Q4_1, "fp8": Format.FLOAT8}
 """what becomes of a matrix that is not stored in as few bits"""
-HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8}
+HEAD_FORMAT = {"none": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT8, "fp8": Format.INT8}
 """of the unembedding, and of the embedding that shares its rows: both are sensitive, and 4 bits would show"""
-_MOST_BITS = {Format.BFLOAT16: 16.0, Format.INT8: 8.5, Format.Q4_1: 5.0}
+_MOST_BITS = {Format.BFLOAT16: 16.0, Format.INT8: 8.5, Format.Q4_1: 5.0, Format.FLOAT8: 8.5}
 """of a weight as a checkpoint has it, which is kept rather than made into that format"""
 
 
@@ -29,8 +29,8 @@ class Rows(EncodedRows):
 
 
 class RowsPacker:
-    """`quantization`: "gguf" and "stored" keep what the checkpoint has encoded, "int8" and "int4" what it has in no
-    more bits. `dtype`: of what is not quantised. `device`: where packed matrices lie."""
+    """`quantization`: "gguf" and "stored" keep what the checkpoint has encoded, "int8", "int4" and "fp8" what it
+    has in no more bits. `dtype`: of what is not quantised. `device`: where packed matrices lie."""
 
     def __init__(self, quantization: Quantization, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -71,7 +71,7 @@ class RowsPacker:
         """Runs of rows of one format; None where not even bfloat16 can be packed (then `weight` is filled)."""
         k = weight.shape[1]
         wanted = formats.get(self._quantization, Format.BFLOAT16)
-        kept = [] if source is None else [self._kept(part, source, wanted) for part in parts]
+        kept = [] if source is None else [self._kept(part, k, source, wanted) for part in parts]
         if source is not None and any(run is not None for run in kept):
             runs: list[Rows] = []
             for part, found in zip(parts, kept, strict=True):
@@ -95,12 +95,17 @@ class RowsPacker:
                 return Rows(format, weight.detach())
         return None
 
-    def _kept(self, part: Part, source: WeightSource, wanted: Format) -> Rows | None:
-        """As it is stored, unless that is in more bits than `wanted` has."""
+    def _kept(self, part: Part, k: int, source: WeightSource, wanted: Format) -> Rows | None:
+        """As it is stored, or where that cannot be packed in eight bits that hold the same; None: that is in more bits
+        than `wanted` has."""
         found = None if self._quantization == "none" else source.encoded(part.name, part.expert)
-        if found is None or bits_of(found.format) > _MOST_BITS[wanted]:
+        if found is None:
             return None
-        return Rows(found.format, found.rows, found.order)
+        run = Rows(found.format, found.rows, found.order)
+        if run.format in IN_EIGHT_BITS and not self._takes(run, k):
+            widened = as_q8_0(run.format, run.rows)
+            run = run if widened is None else Rows(Format.Q8_0, widened)
+        return None if bits_of(run.format) > _MOST_BITS[wanted] else run
 
     def _rows_of(self, part: Part, k: int, source: WeightSource, wanted: Format) -> Rows:
         dense = torch.empty(part.rows, k, dtype=self._dtype)

@@ -16,7 +16,7 @@ from engine.config import Quantization
 from engine.cpu_kernels.experts import ExpertWeights, expert_biases
 from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16, pack_float32
-from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8
+from engine.cpu_kernels.quantize import PACK_DENSE, pack_blocks
 from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.experts import Experts, Router
@@ -42,7 +42,7 @@ def _packed(run: Rows) -> torch.Tensor:
         return pack_bf16(run.rows)
     if run.rows.dtype == torch.uint8:
         return pack_blocks(run.rows, run.format)
-    return pack_int8(run.rows) if run.format is Format.INT8 else pack_int4(run.rows)
+    return PACK_DENSE[run.format](run.rows)
 
 
 class Tables(Protocol):
@@ -54,7 +54,7 @@ class Tables(Protocol):
 
 class Packer(RowsPacker):
     """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16; "gguf" and "stored" keep
-    what the checkpoint has encoded, "int8" and "int4" what it has in no more bits, and quantise the rest."""
+    what the checkpoint has encoded, "int8", "int4" and "fp8" what it has in no more bits, and quantise the rest."""
 
     def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
         super().__init__(quantization, torch.bfloat16, torch.device("cpu"))
@@ -177,7 +177,7 @@ class Packer(RowsPacker):
         if self._quantization in ("gguf", "stored") and source is not None:
             run = self._table(embedding.weight, embedding_part, source)
         else:
-            run = None if source is None else self._kept(embedding_part, source, Format.INT8)
+            run = None if source is None else self._kept(embedding_part, k, source, Format.INT8)
         if run is not None and run.order is None:
             model.embed_tokens = PackedEmbedding(self._ops, _packed(run), n, k, run.format)
         else:

@@ -39,9 +39,8 @@ _READERS = {
 }
 _ASKED_FOR = "packed layers need a CPU, bfloat16 and quantization='auto'"
 _DENSE = {
-    Kind.FLOAT8: "no kernel multiplies float8",
-    Kind.NVFP4: "no kernel multiplies 4-bit floats with scales of 8 bits",
-    Kind.EXPERTS: "experts",
+    Kind.EXPERTS: "experts together",
+    Kind.FLOAT8_WIDE: "no kernel multiplies e5m2",
     Kind.CODES: "no kernel multiplies codes of a table",
     Kind.INT4_SUMS: "what is added to 4 bits is no zero point",
 }
@@ -90,15 +89,12 @@ class QuantizedSource:
             self._dense[_ASKED_FOR].add(name)
         if matrix.kind in WHOLE_NUMBERS:
             self._integers(matrix).dequantize_into(destination)
-        elif matrix.kind is Kind.FLOAT8:
-            self._float8(matrix, destination)
+        elif matrix.kind in (Kind.FLOAT8, Kind.FLOAT8_WIDE):
+            block_floats.dequantize_float8(*self._float8(matrix), self._stored.block, destination)
         elif matrix.kind is Kind.NVFP4:
-            packed, scale = self._tensor(matrix, ".weight_packed"), self._finite(matrix, ".weight_scale")
-            total = self._finite(matrix, ".weight_global_scale", divides=True)
-            block_floats.dequantize_nvfp4(packed, scale, total, destination)
+            block_floats.dequantize_nvfp4(*self._nvfp4(matrix), destination)
         elif matrix.kind is Kind.MXFP4:
-            packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
-            block_floats.dequantize_mxfp4(packed, scale, destination)
+            block_floats.dequantize_mxfp4(*self._mxfp4(matrix), destination)
         elif matrix.kind is Kind.CODES:
             self._codes(matrix, destination)
         elif matrix.kind is Kind.INT4_SUMS:
@@ -112,16 +108,17 @@ class QuantizedSource:
         matrix = self._matrices.get(name)
         if matrix is None:
             return None
-        found: EncodedRows | str | None
+        found: EncodedRows | str
         if matrix.kind in WHOLE_NUMBERS:
             found = self._integers(matrix).encoded()
+        elif matrix.kind is Kind.FLOAT8:
+            found = block_floats.encoded_float8(*self._float8(matrix), self._stored.block)
+        elif matrix.kind is Kind.NVFP4:
+            found = block_floats.encoded_nvfp4(*self._nvfp4(matrix))
         elif matrix.kind is Kind.MXFP4:
-            packed, scale = self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
-            found = block_floats.mxfp4_as_q8_0(packed, scale) or "their scales are beyond float16"
+            found = block_floats.encoded_mxfp4(*self._mxfp4(matrix))
         elif matrix.kind is Kind.EXPERTS and expert is not None:
-            found = (
-                block_floats.mxfp4_as_q8_0(*self._expert_blocks(matrix, expert)) or "their scales are beyond float16"
-            )
+            found = block_floats.encoded_mxfp4(*self._expert_blocks(matrix, expert))
         else:
             found = _DENSE[matrix.kind]
         if isinstance(found, EncodedRows):
@@ -133,12 +130,18 @@ class QuantizedSource:
     def _integers(self, matrix: StoredMatrix) -> GroupIntegers:
         return _READERS[matrix.kind](self._source, matrix, self._stored)
 
-    def _float8(self, matrix: StoredMatrix, destination: Tensor) -> None:
+    def _nvfp4(self, matrix: StoredMatrix) -> tuple[Tensor, Tensor, Tensor]:
+        packed, scale = self._tensor(matrix, ".weight_packed"), self._finite(matrix, ".weight_scale")
+        return packed, scale, self._finite(matrix, ".weight_global_scale", divides=True)
+
+    def _mxfp4(self, matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
+        return self._tensor(matrix, ".weight_packed"), self._powers(matrix, ".weight_scale")
+
+    def _float8(self, matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
         inverse = f"{matrix.prefix}.weight_scale_inv" in self._source.shapes()
         name = tensor_name(self._stored, "", "weight_scale")
         scale = self._finite(matrix, ".weight_scale_inv" if inverse else name)
-        weight = self._tensor(matrix, tensor_name(self._stored, "", "weight"))
-        block_floats.dequantize_float8(weight, scale, self._stored.block, destination)
+        return self._tensor(matrix, tensor_name(self._stored, "", "weight")), scale
 
     def _codes(self, matrix: StoredMatrix, destination: Tensor) -> None:
         state = matrix.codes

@@ -12,6 +12,7 @@ from typing import Literal
 from engine.config import Quantization
 from engine.cpu_kernels.formats import (
     FORMAT_OF_GGUF,
+    IN_EIGHT_BITS,
     Format,
     device_bytes,
     device_packable,
@@ -27,9 +28,9 @@ from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, st
 
 Place = Literal["cpu", "gpu"]
 """where matrices are packed"""
-_MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1}
-_MXFP4 = 39
-"""ggml's number"""
+_MATRIX_FORMAT = {"int8": Format.INT8, "int4": Format.Q4_1, "fp8": Format.FLOAT8}
+_FLOATS = {Kind.MXFP4: Format.MXFP4, Kind.EXPERTS: Format.MXFP4, Kind.NVFP4: Format.NVFP4}
+_FLOAT8_GROUP = 128
 _IN_16_BITS = ("per_layer_token_embd.weight", "layer_output_scale.weight")
 """tensors of GGUF files that have 16 bits in memory, whatever the file has"""
 
@@ -78,8 +79,10 @@ def _shape_of(matrix: StoredMatrix) -> tuple[int, ...]:
 def _format_of(matrix: StoredMatrix) -> Format:
     """In which a matrix runs, unless its values are in the way (`engine/weights/README.md`). The order of its inputs
     (act-order), 4 bytes each, is left out."""
-    if matrix.kind in (Kind.MXFP4, Kind.EXPERTS):
-        return Format.Q8_0
+    if matrix.kind in _FLOATS:
+        return _FLOATS[matrix.kind]
+    if matrix.kind is Kind.FLOAT8 and (matrix.groups == 1 or matrix.group % _FLOAT8_GROUP == 0):
+        return Format.FLOAT8 if matrix.groups == 1 else Format.FLOAT8_BLOCK
     if matrix.kind not in WHOLE_NUMBERS or matrix.group % 32:
         return Format.BFLOAT16
     if matrix.bits == 8:
@@ -88,8 +91,7 @@ def _format_of(matrix: StoredMatrix) -> Format:
 
 
 def _extent_bytes(extent: TensorExtent, vector_bytes: int, place: Place) -> int:
-    format = Format.Q8_0 if extent.encoding == _MXFP4 else FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16)
-    return _stored_bytes(extent.shape, format, vector_bytes, place)
+    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16), vector_bytes, place)
 
 
 def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int, place: Place) -> int:
@@ -101,11 +103,12 @@ def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int, pla
 
 
 def _matrix_bytes(n: int, k: int, format: Format | None, dtype_bytes: int, place: Place | None) -> int:
-    """[n, k]: in the format, or in bfloat16 where that takes other sizes, or as it is."""
+    """[n, k]: in the format, or where that takes other sizes in eight bits that hold the same, in bfloat16, or as it
+    is."""
     if format is None:
         return dtype_bytes * n * k
     fits, size = (device_packable, device_bytes) if place == "gpu" else (packable, packed_bytes)
-    for possible in (format, Format.BFLOAT16):
+    for possible in (format, *(Format.Q8_0 for _ in {format} & IN_EIGHT_BITS), Format.BFLOAT16):
         if fits(n, k, possible):
             return size(n, k, possible)
     return dtype_bytes * n * k

@@ -10,7 +10,7 @@ and `Int4Tensor`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite, prod
 from typing import Annotated
@@ -23,7 +23,8 @@ from engine.models.quantization import StoredFormat
 _WORD_BITS = 32
 _WHOLE = ("I8", "U8", "I32", "I64")
 _FLOATING = ("F16", "BF16", "F32")
-_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_E5M2 = "F8_E5M2"
+_FLOAT8 = ("F8_E4M3", _E5M2)
 _EXPONENTS = ("U8", "F8_E8M0")
 _CALIBRATION = (
     ".input_scale",
@@ -49,6 +50,7 @@ class Kind(Enum):
     AWQ = "qweight [k, n / 8]"
     PACKED = "weight_packed, whole numbers"
     INT8 = "weight, int8"
+    FLOAT8_WIDE = "weight, e5m2 with scales"
     FLOAT8 = "weight, float8"
     NVFP4 = "weight_packed, e2m1 with scales in e4m3"
     MXFP4 = "weight_packed, e2m1 with scales in e8m0"
@@ -236,7 +238,9 @@ class _Reader:
         one = all(size == 1 for size in shape)
         if not one and shape not in ((n,), (n, 1), (-(-n // high), -(-k // wide))):
             raise self._wrong(name, f"one scale, {n}, or one for {high} × {wide} weights of {n} × {k}")
-        return self._matrix(Kind.FLOAT8, prefix, n, k, 8, 1, False)
+        is_wide = self._headers[tensor_name(self._stored, prefix, "weight")].dtype == _E5M2
+        whole = self._matrix(Kind.FLOAT8_WIDE if is_wide else Kind.FLOAT8, prefix, n, k, 8, 1, False)
+        return whole if one or len(shape) == 1 or shape[1] == 1 else replace(whole, groups=shape[1], group=wide)
 
     def _four_bit_floats(self, prefix: str) -> StoredMatrix:
         n, half = self._sizes(f"{prefix}.weight_packed", 2, ("U8",))

@@ -7,17 +7,19 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from random_blocks import ENCODINGS, random_blocks
+from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
 from engine.cpu_kernels.experts import ExpertWeights, expert_biases, pack_experts, stack_experts
-from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
+from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, unpack
 from engine.cpu_kernels.quantize import pack_blocks
 from engine.cpu_kernels.rotation import rotate, rotate_back
 from engine.models.spec import ClampedSwiGLU
 
-FORMATS = (Format.BFLOAT16, Format.INT8, *FORMAT_OF_GGUF.values())
+FORMATS = (Format.BFLOAT16, Format.INT8, *BLOCK_FORMATS)
+FLOAT8 = (Format.FLOAT8, Format.FLOAT8_BLOCK)
+"""decoded to bfloat16, which multiplies unrounded rows"""
 CLAMPED = ClampedSwiGLU()
 _NO_CLAMP = ClampedSwiGLU(limit=0.0, alpha=0.0)
 
@@ -53,10 +55,9 @@ def make_case(format: Format, experts: int = 6, biased: bool = False) -> Case:
         down = normal(experts, hidden, inner, seed=2) * inner**-0.5
         weights = pack_experts(gate_up, down, format, **given)
     else:
-        encoding = next(each for each in ENCODINGS if FORMAT_OF_GGUF[each] == format)
 
         def blocks(n: int, k: int, seed: int) -> Tensor:
-            return torch.stack([random_blocks(encoding, n, k, 100 * seed + expert) for expert in range(experts)])
+            return torch.stack([blocks_of(format, n, k, 100 * seed + expert) for expert in range(experts)])
 
         gate_up = torch.cat((blocks(inner, hidden, 1), blocks(inner, hidden, 2)), dim=1)
         down = blocks(hidden, inner, 3)
@@ -65,11 +66,16 @@ def make_case(format: Format, experts: int = 6, biased: bool = False) -> Case:
         packed_biases = expert_biases(experts, hidden, inner, *(biases if biased else (None, None)))
         weights = ExpertWeights(first, second, format, format, hidden, inner, *packed_biases)
     order = interleave_gate_up(torch.arange(2 * inner))
-    mixed = torch.stack([unpack(each, 2 * inner, hidden, format).double() for each in weights.gate_up])
+    mixed = torch.stack([_values(each, 2 * inner, hidden, format) for each in weights.gate_up])
     split = torch.empty_like(mixed)
     split[:, order] = mixed
-    down_values = torch.stack([unpack(each, hidden, inner, format).double() for each in weights.down])
+    down_values = torch.stack([_values(each, hidden, inner, format) for each in weights.down])
     return Case(weights, split, down_values, *(bias.double() if biased else None for bias in biases))
+
+
+def _values(packed: Tensor, n: int, k: int, format: Format) -> Tensor:
+    values = unpack(packed, n, k, format)
+    return (values.bfloat16() if format in FLOAT8 else values).double()
 
 
 def choices(tokens: int, experts: int, top_k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -98,7 +104,7 @@ def run(
 
 def quantised(x: Tensor, format: Format) -> Tensor:
     """float64 [rows, k]: what a layer of this format multiplies for bfloat16 rows."""
-    if format is Format.BFLOAT16:
+    if format in (Format.BFLOAT16, *FLOAT8):
         return x.double()
     if format is Format.INT8:
         return rotate_back(_levels(rotate(x.float())[:, None]).view(x.shape))

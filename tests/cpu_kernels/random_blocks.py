@@ -29,6 +29,9 @@ def random_blocks(encoding: GGMLQuantizationType, n: int, k: int, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     inputs, size = GGML_QUANT_SIZES[encoding]
     blocks = torch.randint(0, 256, (n, k // inputs, size), dtype=torch.uint8, generator=generator)
+    if encoding == GGMLQuantizationType.MXFP4:
+        blocks[..., 0] = torch.randint(115, 125, blocks.shape[:2], generator=generator)
+        return blocks.flatten(1)
     start, count = HALVES[encoding]
     halves = (torch.randn(n, k // inputs, count, generator=generator) * 0.01).half()
     blocks[..., start : start + 2 * count] = halves.view(torch.uint8)
@@ -45,14 +48,34 @@ def _encoding_of(format: Format) -> GGMLQuantizationType:
     return next(encoding for encoding in ENCODINGS if FORMAT_OF_GGUF[encoding] == format)
 
 
-def blocks_of(format: Format, n: int, k: int) -> torch.Tensor:
+def blocks_of(format: Format, n: int, k: int, seed: int = 0) -> torch.Tensor:
     """The same of any format that has blocks."""
     if format is Format.INT4_GROUP:
-        blocks = random_blocks(GGMLQuantizationType.Q4_1, n, k).view(n, k // 32, 20)
+        blocks = random_blocks(GGMLQuantizationType.Q4_1, n, k, seed).view(n, k // 32, 20)
         zeros = torch.randint(0, 17, (n, k // 32, 1), generator=torch.Generator().manual_seed(k))
         blocks[..., 2:4] = zeros.half().view(torch.uint8)
         return blocks.flatten(1)
-    return random_blocks(_encoding_of(format), n, k)
+    if format in _OTHER_FLOATS:
+        return _floats(format, n, k, seed)
+    return random_blocks(_encoding_of(format), n, k, seed)
 
 
-BLOCK_FORMATS = (*FORMAT_OF_GGUF.values(), Format.INT4_GROUP)
+def _floats(format: Format, n: int, k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(n + k + seed)
+    bytes = torch.randint(0, 256, (n, k), dtype=torch.uint8, generator=generator)
+    totals = torch.rand(n, 1, generator=generator) * 1e-3 + 5e-4
+    if format is Format.NVFP4:
+        blocks = bytes[:, : k // 32 * 18].clone().view(n, k // 32, 18)
+        scales = torch.rand(n, k // 32, 2, generator=generator).to(torch.float8_e4m3fn)
+        blocks[..., :2] = scales.view(torch.uint8)
+        return torch.cat((blocks.flatten(1), (totals * 1e5).view(torch.uint8)), dim=1)
+    finite = torch.where(bytes & 127 == 127, bytes ^ 1, bytes)
+    if format is Format.FLOAT8:
+        return torch.cat((finite, totals.view(torch.uint8)), dim=1)
+    scales = (torch.rand(n, k // 128, 1, generator=generator) * 1e-3).view(torch.uint8)
+    return torch.cat((finite.view(n, k // 128, 128), scales), dim=2).flatten(1)
+
+
+_OTHER_FLOATS = (Format.NVFP4, Format.FLOAT8, Format.FLOAT8_BLOCK)
+FLOAT_FORMATS = (Format.MXFP4, *_OTHER_FLOATS)
+BLOCK_FORMATS = (*FORMAT_OF_GGUF.values(), Format.INT4_GROUP, *_OTHER_FLOATS)

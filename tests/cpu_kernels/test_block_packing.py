@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, quants
 from random_blocks import BLOCK_FORMATS, ENCODINGS, blocks_of, random_blocks
 
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format, packable, panel_bytes
-from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8, unpack
+from engine.cpu_kernels.quantize import pack_blocks, pack_float8, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate_back
 from engine.weights.gguf_dequant import dequantize_into
 
@@ -19,6 +19,7 @@ _BITS = {
     "Q2_K": 2.625,
     "Q3_K": 3.5625,
     "IQ4_XS": 4.3125,
+    "MXFP4": 4.25,
     "IQ4_NL": 4.5,
     "Q4_0": 4.5,
     "Q4_K": 4.625,
@@ -90,6 +91,17 @@ def test_int8_weights_are_within_half_a_step_of_their_output() -> None:
     assert bool((error <= step * 0.5001).all())
 
 
+def test_float8_weights_are_the_nearest_e4m3_of_their_output() -> None:
+    weight = torch.randn(70, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 70)[:, None]
+    weight[5] = 0
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    values = unpack(pack_float8(weight), 70, 96, Format.FLOAT8)
+    steps = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    nearest = (steps[steps.isfinite()] * scale[..., None] - weight[..., None]).abs().amin(2)
+    assert bool(((values - weight).abs() <= nearest * 1.0001 + scale * 1e-6).all())
+    assert not values[5].any()
+
+
 def test_int4_weights_are_nearer_than_rounding_between_minimum_and_maximum() -> None:
     weight = torch.randn(96, 768, generator=torch.Generator().manual_seed(2)) * 0.05
     error = (unpack(pack_int4(weight), 96, 768, Format.Q4_1) - weight).square().sum()
@@ -111,7 +123,7 @@ def test_a_group_far_from_zero_keeps_its_steps() -> None:
     assert torch.allclose(unpack(pack_int4(weight), 32, 32, Format.Q4_1), weight, atol=4e-3)
 
 
-@pytest.mark.parametrize("pack", [pack_int8, pack_int4], ids=["int8", "int4"])
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4, pack_float8], ids=["int8", "int4", "fp8"])
 def test_weights_that_are_not_finite_are_refused(pack: _Pack) -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
         weight = torch.zeros(8, 64)
@@ -120,7 +132,7 @@ def test_weights_that_are_not_finite_are_refused(pack: _Pack) -> None:
             pack(weight)
 
 
-@pytest.mark.parametrize("pack", [pack_int8, pack_int4], ids=["int8", "int4"])
+@pytest.mark.parametrize("pack", [pack_int8, pack_int4, pack_float8], ids=["int8", "int4", "fp8"])
 def test_bfloat16_and_float32_weights_of_equal_value_pack_alike(pack: _Pack) -> None:
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     assert torch.equal(pack(weight), pack(weight.float()))

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from random_blocks import BLOCK_FORMATS, block_of, blocks_of
+from random_blocks import BLOCK_FORMATS, FLOAT_FORMATS, block_of, blocks_of
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
 from engine.cpu_kernels.formats import Format
-from engine.cpu_kernels.linear import LinearOps, interleave_gate_up
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
 from engine.cpu_kernels.quantize import pack_blocks, pack_int4, pack_int8, unpack
 from engine.cpu_kernels.rotation import rotate, rotate_back
 from engine.models.layers import activated
@@ -22,6 +22,7 @@ from engine.models.spec import Activation
 _FORMATS = (Format.INT8, *BLOCK_FORMATS)
 _EPS = 1e-5
 _AMX_ROWS = 24  # from here on AMX multiplies group formats decoded to bf16
+_FLOAT8 = (Format.FLOAT8, Format.FLOAT8_BLOCK)  # decoded to bf16 for any number of rows
 _by_format = pytest.mark.parametrize("format", _FORMATS, ids=lambda format: format.name)
 _by_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -96,7 +97,8 @@ def _levels(groups: Tensor) -> Tensor:
 
 def _product(layer: _Layer, x: Tensor, isa: str) -> Tensor:
     """float64 [rows, n], and what the weights are in the path that this ISA and number of rows take."""
-    if isa == "amx" and layer.format != Format.INT8 and x.shape[0] >= _AMX_ROWS:
+    as_bf16 = isa == "amx" and layer.format != Format.INT8 and x.shape[0] >= _AMX_ROWS
+    if as_bf16 or layer.format in _FLOAT8:
         return x.double() @ layer.values.bfloat16().double().T
     return _quantised(x, layer.format) @ layer.values.T
 
@@ -205,7 +207,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(
             expected = clean if norm is None else _run(linear_ops, layer, x, number, norm=norm)
             assert torch.equal(out[others], expected[others])
             assert not bool(out[2].isfinite().any())
-            if format == Format.INT8 or rows < _AMX_ROWS:
+            if format not in _FLOAT8 and (format == Format.INT8 or rows < _AMX_ROWS):
                 assert bool(out[2].isnan().all())
 
 
@@ -219,8 +221,8 @@ def test_rows_of_zeros_and_of_extreme_scale(linear_ops: LinearOps, format: Forma
     out = _run(linear_ops, layer, x, number)
     assert bool(out.isfinite().all()) and not out[4].any()
     expected = _product(layer, x, isa)
-    if scale < 2.0**-110:  # counts as zero
-        assert not out.any()
+    if scale < 2.0**-110:  # counts as zero, where rows are quantised
+        assert float(out.abs().max()) < (1e-36 if format in _FLOAT8 else 1e-45)
     else:
         _assert_near(out, expected)
 
@@ -238,18 +240,28 @@ def test_the_largest_integers_do_not_saturate(linear_ops: LinearOps, isa: str) -
         _assert_near(_run(linear_ops, layer, x, number), _product(layer, x, isa), roundings=0)
 
 
-@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
+def _filled(blocks: Tensor, format: Format, byte: int) -> Tensor:
+    """Blocks of 32 rows and 256 inputs whose levels are all that byte, of moderate scales."""
+    if format in FLOAT_FORMATS:
+        size, end = (17, 136) if format is Format.MXFP4 else (18, 144)
+        filled = blocks.clone()
+        filled[:, :end].view(32, -1, size)[..., size - 16 :] = byte
+        return filled
+    filled = torch.where(blocks >= 0, byte, blocks).to(torch.uint8)
+    half = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    size, (at, count) = block_of(format)
+    filled.view(32, -1, size)[:, :, at : at + 2 * count] = half.repeat(count)
+    if format == Format.INT4_GROUP:
+        filled.view(32, -1, size)[:, :, 2:4] = torch.tensor([16.0], dtype=torch.float16).view(torch.uint8)
+    return filled
+
+
+@pytest.mark.parametrize("format", sorted({*BLOCK_FORMATS} - {*_FLOAT8}), ids=lambda format: format.name)
 @_by_isa
 def test_extreme_levels_do_not_saturate(linear_ops: LinearOps, format: Format, isa: str) -> None:
     number, blocks = _number(linear_ops, isa), blocks_of(format, 32, 256)
     for byte in (0, 0x80, 0x7F, 0xFF):
-        filled = torch.where(blocks >= 0, byte, blocks).to(torch.uint8)
-        half = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-        size, (at, count) = block_of(format)
-        filled.view(32, -1, size)[:, :, at : at + 2 * count] = half.repeat(count)
-        if format == Format.INT4_GROUP:
-            filled.view(32, -1, size)[:, :, 2:4] = torch.tensor([16.0], dtype=torch.float16).view(torch.uint8)
-        packed = pack_blocks(filled, format)
+        packed = pack_blocks(_filled(blocks, format, byte), format)
         layer = _Layer(32, 256, format, packed, unpack(packed, 32, 256, format).double())
         for sign in (1.0, -1.0):
             x = torch.full((3, 256), sign).bfloat16()
@@ -268,6 +280,45 @@ def test_embedding_gives_the_rows_of_the_matrix(linear_ops: LinearOps, format: F
     for bad in (-1, 100):
         with pytest.raises(RuntimeError, match="outside"):
             linear_ops.packed_embedding(torch.tensor([bad]), layer.packed, 100, 512, int(format))
+
+
+@_by_isa
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 70])
+@pytest.mark.parametrize(("n", "k"), [(1, 128), (33, 256), (100, 4096)])
+def test_floats_of_eight_bits_give_the_bits_of_the_same_matrix_in_bfloat16(
+    linear_ops: LinearOps, isa: str, n: int, k: int, rows: int
+) -> None:
+    number, x = _number(linear_ops, isa), _rows(rows, k)
+    for format in _FLOAT8:
+        layer = _layer(n, k, format)
+        bf16 = _Layer(n, k, Format.BFLOAT16, pack_bf16(layer.values), layer.values)
+        assert torch.equal(_run(linear_ops, layer, x, number), _run(linear_ops, bf16, x, number))
+
+
+@pytest.mark.parametrize("format", FLOAT_FORMATS, ids=lambda format: format.name)
+def test_every_float_is_decoded_to_its_value(linear_ops: LinearOps, format: Format) -> None:
+    k = 256
+    blocks = blocks_of(format, 256, k)
+    if format is Format.MXFP4:
+        blocks.view(256, -1, 17)[..., 0] = torch.arange(256)[:, None] % 240  # powers, the least a subnormal float
+    elif format is Format.NVFP4:
+        scales = torch.arange(256).to(torch.uint8)
+        blocks[:, :-4].view(256, -1, 18)[..., 0] = torch.where(scales & 127 == 127, 0, scales)[:, None]
+    else:
+        codes = torch.arange(256).to(torch.uint8)
+        blocks[:, :128] = torch.where(codes & 127 == 127, 0, codes)[:, None]
+    packed = pack_blocks(blocks, format)
+    values = unpack(packed, 256, k, format)
+    rows = linear_ops.packed_embedding(torch.arange(256), packed, 256, k, int(format))
+    assert torch.equal(rows, values.bfloat16())
+    layer = _Layer(256, k, format, packed, values.double())
+    for isa in linear_ops.isas:
+        for count in (3, _AMX_ROWS):
+            x = _rows(count, k)
+            out = _run(linear_ops, layer, x, ISAS.index(isa) + 1)
+            expected = _product(layer, x, isa)
+            reach = (_quantised(x, format).abs() @ layer.values.abs().T) * 1e-5 + 1e-36
+            assert bool(((out.double() - expected).abs() <= expected.abs() * 2.0**-8 + reach).all()), isa
 
 
 def test_int4_runs_as_q4_1(linear_ops: LinearOps) -> None:

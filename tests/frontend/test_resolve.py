@@ -304,7 +304,7 @@ def test_quantization_follows_the_checkpoint_unless_set(model: ModelDescription)
         ("awq", ["awq", "awq_marlin"]),
         ("auto-round", ["auto-round", "inc"]),
         ("compressed-tensors", ["compressed-tensors"]),
-        ("fp8", ["fp8"]),
+        ("fp8", []),
         ("fbgemm_fp8", ["fbgemm_fp8"]),
         ("mxfp4", ["mxfp4"]),
         ("bitsandbytes", ["bitsandbytes"]),
@@ -329,6 +329,14 @@ def test_vllms_names_of_what_a_checkpoint_is_stored_as_mean_auto(
                 _resolve(found, quantization=name)
         with pytest.raises(ConfigError, match=f"quantization='{name}': the checkpoint is not quantised.*'int8'"):
             _resolve(model, quantization=name)
+
+
+def test_fp8_is_what_such_a_checkpoint_has_and_is_made_of_any_other(model: ModelDescription) -> None:
+    stored = [msgspec.structs.replace(model, quantized=StoredFormat(method=of, layout="fp8")) for of in ("fp8", "awq")]
+    assert _resolve(stored[0], quantization="fp8").model.quantization == "stored"
+    assert _resolve(stored[0], quantization="fp8", dtype="float32").model.quantization == "none"
+    assert _resolve(stored[1], quantization="fp8").model.quantization == "fp8"
+    assert _resolve(model, quantization="fp8").model.quantization == "fp8"
 
 
 @pytest.mark.parametrize("settings", [{"device": "cpu"}, {"device": "cuda"}])

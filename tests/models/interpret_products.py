@@ -20,7 +20,7 @@ from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
 from engine.cpu_kernels.formats import Format, device_packable
-from engine.cpu_kernels.quantize import pack_blocks, pack_int4, unpack
+from engine.cpu_kernels.quantize import pack_blocks, pack_float8, pack_int4, unpack
 from engine.models.experts import chosen, gated
 from engine.models.product_kernels import DENSE, TILES, Gate, Matrix, RoutingRules, Tile, most_tiles
 from engine.models.product_kernels import device as launches
@@ -241,12 +241,7 @@ def quantised(n: int, k: int) -> dict[str, tuple[Matrix, Tensor]]:
     assert eight.scales is not None
     assert (eight.levels * eight.scales - weight).abs().max() <= 0.5001 * eight.scales.max()
     found["int8"] = eight, eight.levels.double() * eight.scales.double()
-    levels = (weight * 50).to(torch.float8_e4m3fn)
-    levels[0, :9] = torch.tensor([448, -448, 2**-9, -(2**-9), 3 * 2**-9, 0, -0.0, 2**-6, 1.125]).to(levels.dtype)
-    for parts in (1, k // 128):
-        scales = normal(n, parts, seed=9).abs() + 0.01
-        values = levels.double() * scales.double().repeat_interleave(k // parts, dim=1)
-        found[f"fp8 of {parts}"] = device_layouts.float8(levels, scales), values
+    found["fp8"] = device_layouts.float8(weight), unpack(pack_float8(weight), n, k, Format.FLOAT8).double()
     return found
 
 

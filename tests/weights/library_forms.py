@@ -105,7 +105,7 @@ LIBRARY_FORMS: dict[str, Form] = {
         Format.Q8_0,
     ),
     "torchao_float8": Form(
-        torchao("Float8WeightOnlyConfig"), flattened(float8("weight_scale", "channel")), Format.BFLOAT16, exact=False
+        torchao("Float8WeightOnlyConfig"), flattened(float8("weight_scale", "channel")), Format.FLOAT8, exact=False
     ),
     "torchao_int4": Form(
         torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format="plain"),

@@ -126,9 +126,11 @@ def int8(asymmetric: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     return make
 
 
-def float8(scale_name: str, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def float8(
+    scale_name: str, kind: str, dtype: torch.dtype = torch.float32, of: torch.dtype = torch.float8_e4m3fn
+) -> Any:
     def make(n: int, k: int, generator: torch.Generator) -> Made:
-        w = (torch.randn(n, k, generator=generator) * 8).to(torch.float8_e4m3fn)
+        w = (torch.randn(n, k, generator=generator) * 8).to(of)
         shape = {"tensor": (), "one": (1,), "channel": (n, 1), "block": (-(-n // 128), -(-k // 128))}[kind]
         s = halves(*shape, generator=generator, dtype=dtype)
         by_weight = s.float().reshape(-1, 1) if kind != "block" else s.float()
@@ -221,31 +223,28 @@ FORMS: dict[str, Form] = {
     "int8": Form(_ints(8, "channel", None), int8(), Format.Q8_0),
     "int8_asymmetric": Form(_ints(8, "channel", None, symmetric=False), int8(asymmetric=True), Format.Q8_0),
     "float8_tensor": Form(
-        _floats("float-quantized", 8, "tensor"), float8("weight_scale", "one"), Format.BFLOAT16, exact=False
+        _floats("float-quantized", 8, "tensor"), float8("weight_scale", "one"), Format.FLOAT8, exact=False
     ),
     "float8_channel": Form(
         _floats("float-quantized", 8, "channel"),
         float8("weight_scale", "channel", torch.bfloat16),
-        Format.BFLOAT16,
+        Format.FLOAT8,
         exact=False,
     ),
     "float8_block": Form(
         _floats("float-quantized", 8, "block", block_structure=[128, 128]),
         float8("weight_scale", "block"),
-        Format.BFLOAT16,
+        Format.FLOAT8_BLOCK,
         exact=False,
     ),
     "fp8_blocks": Form(
-        {**_FP8, "weight_block_size": [128, 128]}, float8("weight_scale_inv", "block"), Format.BFLOAT16, exact=False
+        {**_FP8, "weight_block_size": [128, 128]}, float8("weight_scale_inv", "block"), Format.FLOAT8_BLOCK, exact=False
     ),
-    "fp8_tensor": Form(_FP8, float8("weight_scale", "tensor"), Format.BFLOAT16, exact=False),
-    "nvfp4": Form(
-        _floats("nvfp4-pack-quantized", 4, "tensor_group", group_size=16), nvfp4, Format.BFLOAT16, exact=False
-    ),
-    "mxfp4": Form(_floats("mxfp4-pack-quantized", 4, "group", group_size=32), mxfp4(115, 125), Format.Q8_0),
-    "mxfp4_of_any_scale": Form(
-        _floats("mxfp4-pack-quantized", 4, "group", group_size=32), mxfp4(95, 125), Format.BFLOAT16
-    ),
+    "fp8_tensor": Form(_FP8, float8("weight_scale", "tensor"), Format.FLOAT8, exact=False),
+    "fp8_e5m2": Form(_FP8, float8("weight_scale", "channel", of=torch.float8_e5m2), Format.BFLOAT16, exact=False),
+    "nvfp4": Form(_floats("nvfp4-pack-quantized", 4, "tensor_group", group_size=16), nvfp4, Format.NVFP4),
+    "mxfp4": Form(_floats("mxfp4-pack-quantized", 4, "group", group_size=32), mxfp4(115, 125), Format.MXFP4),
+    "mxfp4_of_any_scale": Form(_floats("mxfp4-pack-quantized", 4, "group", group_size=32), mxfp4(1, 125), Format.MXFP4),
 }
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from attention_backends.toolchain import default_cache_dir
 from engine.config import Quantization
-from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.formats import Format, packable
 from engine.cpu_kernels.linear import LinearOps, load, unpack
 from engine.cpu_kernels.quantize import pack_blocks
 from engine.models.decoder import Decoder
@@ -207,7 +207,7 @@ def test_blocks_of_every_family_are_the_rows_that_its_decoder_wants(case: str, t
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_oss"])
-def test_mxfp4_of_a_gguf_file_runs_as_eight_bits(case: str, tmp_path: Path, ops: LinearOps) -> None:
+def test_mxfp4_of_a_gguf_file_runs_from_its_blocks(case: str, tmp_path: Path, ops: LinearOps) -> None:
     path = write_gguf(make_model(case), tmp_path / "model.gguf", GGMLQuantizationType.MXFP4)
     description = describe(path)
     with GgufSource(path, description.spec.facts, []) as source:
@@ -216,9 +216,16 @@ def test_mxfp4_of_a_gguf_file_runs_as_eight_bits(case: str, tmp_path: Path, ops:
             if found is not None:
                 values = torch.empty(shape[-2:])
                 source.read_into(name, values, 0 if len(shape) == 3 else None)
-                assert found.format is Format.Q8_0
-                assert torch.equal(unpack(pack_blocks(found.rows, found.format), *shape[-2:], Format.Q8_0), values)
+                assert found.format is Format.MXFP4
+                eight = as_q8_0(found.format, found.rows)
+                assert eight is not None
+                for rows, format in ((found.rows, Format.MXFP4), (eight, Format.Q8_0)):
+                    if packable(*shape[-2:], format):
+                        assert torch.equal(unpack(pack_blocks(rows, format), *shape[-2:], format), values)
     model = packed(path, ops, "gguf")
+    formats = {(layer.k % 64, layer.format) for layer in model.modules() if isinstance(layer, PackedLinear)}
+    assert (0, Format.MXFP4) in formats
+    assert formats <= {(0, Format.MXFP4), (32, Format.Q8_0), (0, Format.BFLOAT16)}, "routers have 16 bits"
     assert weight_bytes(model) <= 0.6 * weight_bytes(packed(path, ops, "none"))
 
 
@@ -285,7 +292,7 @@ def test_experts_of_gpt_oss_run_from_their_mxfp4(tmp_path: Path, ops: LinearOps)
     save_file({name: values.contiguous() for name, values in tensors.items()}, tmp_path / "model.safetensors")
     model = packed(str(tmp_path), ops, "stored")
     for layer, theirs in zip(model.layers, origin.model.layers, strict=True):
-        assert layer.experts.gate_up_format == layer.experts.down_format == Format.Q8_0
+        assert (layer.experts.gate_up_format, layer.experts.down_format) == (Format.MXFP4, Format.Q8_0)
         dense = Experts(model.spec.layers[0].experts, 64, torch.float32, torch.device("cpu"))
         decode_experts(layer.experts, dense)
         gate_up = theirs.mlp.experts.gate_up_proj.mT

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from gguf_models import write_gguf
+from stored_forms import FORMS, quantized_llama
 from tiny_models import CASES, make_model
 
 from engine.config import EngineArgs
@@ -23,7 +24,7 @@ from engine.resolve import resolve_here
 from engine.runner.loading import load_parts
 from engine.weights.device_packing import DevicePacker
 from engine.weights.loader import load_weights
-from engine.weights.sizes import gguf_weight_bytes, weight_bytes
+from engine.weights.sizes import gguf_weight_bytes, stored_weight_bytes, weight_bytes
 
 
 def loaded_bytes(path: str, native_cache: Path, **settings: str) -> tuple[int, str]:
@@ -33,7 +34,7 @@ def loaded_bytes(path: str, native_cache: Path, **settings: str) -> tuple[int, s
 
 
 @pytest.mark.pairwise()
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "float32"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_cache: Path) -> None:
     make_model(case).save_pretrained(tmp_path)
@@ -45,7 +46,7 @@ def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_ca
     assert told == loaded
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3_windows", "gpt2"])
 def test_of_a_checkpoint_on_a_gpu(case: str, quantization: str, tmp_path: Path) -> None:
     make_model(case).save_pretrained(tmp_path)
@@ -53,12 +54,21 @@ def test_of_a_checkpoint_on_a_gpu(case: str, quantization: str, tmp_path: Path) 
     assert device_loaded_bytes(description, quantization) == weight_bytes(description.spec, 2, quantization, "gpu")
 
 
-@pytest.mark.parametrize("encoding", ["F16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("encoding", ["F16", "Q4_1", "Q8_0", "Q5_0", "MXFP4"])
 def test_of_a_gguf_file_on_a_gpu(encoding: str, tmp_path: Path) -> None:
     path = write_gguf(make_model("llama"), tmp_path / "tiny.gguf", GGMLQuantizationType[encoding])
     description = describe(path)
     told = gguf_weight_bytes(read_gguf_header(path).tensors, description.spec, "gpu")
     assert device_loaded_bytes(description, "gguf") == told
+
+
+@pytest.mark.parametrize("form", ["fp8_tensor", "fp8_blocks", "fp8_e5m2", "nvfp4", "mxfp4", "gptq_symmetric"])
+def test_of_a_quantised_checkpoint_on_a_gpu(form: str, tmp_path: Path) -> None:
+    quantized_llama(FORMS[form], tmp_path)
+    description = describe(str(tmp_path))
+    assert description.quantized is not None
+    told = stored_weight_bytes(str(tmp_path), description.quantized, description.spec, "gpu")
+    assert device_loaded_bytes(description, "stored") == told
 
 
 def device_loaded_bytes(description: ModelDescription, quantization: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.cpu_kernels.formats import Format
-from engine.models.product_kernels import DENSE, FLOAT8, FORMATS, Gate, Matrix, RoutingRules, device_kernels
+from engine.models.product_kernels import DENSE, FORMATS, Gate, Matrix, RoutingRules, device_kernels
 from gpu.ceilings import copy_gb_per_s, matmul_tflop_per_s
 from gpu.context import Context, load_test_module
 from gpu.timing import time_replays
@@ -148,16 +148,16 @@ def bench_packed(context: Context, x: torch.Tensor, dense: list[torch.Tensor], c
 
         us = time_replays(context.device, ours, len(copies)).median_us
         size = sum(part.nbytes for part in (copies[0].levels, copies[0].scales) if part is not None)
-        row = {"format": "FLOAT8" if format == FLOAT8 else Format(format).name, "rows": len(x)}
+        row = {"format": Format(format).name, "rows": len(x)}
         row |= {"us": round(us, 1), "library_us": round(library, 1), "copy_share": round(size / us / 1e3 / copy, 4)}
         context.figure("packed_linear", row)
 
 
 def random_matrix(format: int, n: int, k: int, device: torch.device) -> Matrix:
     """Any levels, and scales that are small numbers."""
-    wide = {int(Format.Q6_K): 192, int(Format.INT8): 256, int(Format.Q8_0): 256, FLOAT8: 256}.get(format, 128)
+    wide = 192 if format == Format.Q6_K else 256 if format in (Format.INT8, Format.Q8_0, Format.FLOAT8) else 128
     levels = torch.randint(0, 120, (n, k // 256 * wide), dtype=torch.uint8, device=device)
-    if format in (Format.INT8, FLOAT8):
+    if format in (Format.INT8, Format.FLOAT8):
         scales = torch.full((n, 1), 0.01, device=device)
     else:
         words = {int(Format.Q6_K): 9, int(Format.Q4_K): 10, int(Format.Q4_0): 8, int(Format.Q8_0): 8}.get(format, 16)

@@ -57,6 +57,10 @@ inline int64_t panel_bytes_of(Format format, int64_t k) {
     case Format::kIQ4NL: return k % 32 == 0 ? k / 32 * (512 + 64) : 0;
     case Format::kIQ4XS: return k % 256 == 0 ? k / 256 * (8 * 512 + 256 + 64) : 0;
     case Format::kFloat32: return k * 128;
+    case Format::kMxfp4: return k % 64 == 0 ? k / 64 * (2 * 512 + 64) : 0;
+    case Format::kNvfp4: return k % 32 == 0 ? k / 32 * (512 + 64) + 128 : 0;
+    case Format::kFloat8: return k % 4 == 0 ? k * 32 + 128 : 0;
+    case Format::kFloat8Block: return k % 128 == 0 ? k / 128 * (128 * 32 + 128) : 0;
     case Format::kRotate: break;
   }
   return -1;

@@ -67,18 +67,43 @@ struct FiveBits {
   }
 };
 
-// A nibble is the number of a value.
+// A nibble is the number of an entry; levels are entries plus an offset that makes them unsigned, where `dot_unsigned`
+// is then exact for all of them.
+template <const int8_t (&kEntries)[16]>
 struct LookedUp {
-  static constexpr bool kSigned = !kVnni;
+  static constexpr int32_t least() {
+    int32_t low = kEntries[0];
+    for (const int8_t entry : kEntries) low = entry < low ? entry : low;
+    return low;
+  }
+  static constexpr int32_t most() {
+    int32_t high = kEntries[0];
+    for (const int8_t entry : kEntries) high = entry > high ? entry : high;
+    return high;
+  }
+  static constexpr bool kSigned = !kVnni && most() - least() > 127;
+  static constexpr int32_t kOffset = kSigned ? 0 : -least();
+  struct Bytes {
+    int8_t at[16];
+  };
+  static constexpr Bytes shifted() {
+    Bytes bytes = {};
+    for (int i = 0; i < 16; ++i) bytes.at[i] = (int8_t)(kEntries[i] + kOffset);
+    return bytes;
+  }
+  static constexpr Bytes kLevels = shifted();
+
   Nibbles nibbles;
   LookedUp(const uint8_t* group, int64_t sub, int64_t lane) : nibbles(group, sub, lane) {}
   __attribute__((always_inline)) void load(int i, int v, vi& first, vi& last) const {
     nibbles.load(i, v, first, last);
-    first = look_up(kUnevenLevels, first);
-    last = look_up(kUnevenLevels, last);
-    if constexpr (kVnni) first ^= kSigns, last ^= kSigns;
+    first = look_up(kLevels.at, first);
+    last = look_up(kLevels.at, last);
   }
 };
+
+using UnevenLevels = LookedUp<kUnevenLevels>;
+using E2M1 = LookedUp<kTwiceE2M1>;
 
 template <int R, class Levels>
 PAGELOOM_INLINE void dot_levels(const Levels& levels, const GroupRows& x, Dots<R>& dots) {

@@ -63,7 +63,22 @@ struct LayoutIQ4XS {
   static constexpr int64_t kBytes = kD + 64;
 };
 
+struct LayoutMxfp4 {
+  static constexpr int64_t kInputs = 64, kScales = 2 * kNibbleBytes, kBytes = kScales + 2 * pageloom::kPanel;
+};
+struct LayoutNvfp4 {  // behind the groups a float for each output, by which its scales are divided
+  static constexpr int64_t kInputs = 32, kScales = kNibbleBytes, kBytes = kScales + 2 * pageloom::kPanel;
+};
+struct LayoutFloat8 {  // behind the groups a float for each output, its scale
+  static constexpr int64_t kInputs = 4, kBytes = 4 * pageloom::kPanel;
+};
+struct LayoutFloat8Block {
+  static constexpr int64_t kInputs = 128, kD = kInputs * pageloom::kPanel, kBytes = kD + 4 * pageloom::kPanel;
+};
+
 // What the nibbles of IQ4_NL and IQ4_XS stand for.
 constexpr int8_t kUnevenLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// Twice those of e2m1 (fp4).
+constexpr int8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 }  // namespace

@@ -31,12 +31,12 @@ using Q5K = WithMinima<LayoutQ5K, FiveBits<LayoutQ5K>>;
 
 struct IQ4XS : LayoutIQ4XS {
   static constexpr GroupSum kSum = GroupSum::kStart;
-  static constexpr int32_t kOffset = kVnni ? 128 : 0;
+  static constexpr int32_t kOffset = UnevenLevels::kOffset;
   template <int R, int P>
   PAGELOOM_INLINE void add(const uint8_t* group, int64_t sub, int64_t lane, const GroupRows& x, Sums<R>& acc) {
     Dots<R> dots;
     start_at_sums<R>(x, dots);
-    dot_levels<R>(LookedUp(group, sub, lane), x, dots);
+    dot_levels<R>(UnevenLevels(group, sub, lane), x, dots);
     vf d[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t o = lane + v * VW;
@@ -74,11 +74,15 @@ PAGELOOM_INLINE vi half_sum(const GroupRows& x, int r) {
   return H == 0 ? (both << 16) >> 16 : both >> 16;
 }
 
-// Signed scales, and levels less `kMiddle`.
+// Signed scales, and levels less `kMiddle`. `F::scale` gives those of 16 inputs at byte `at` of a block's.
 template <class F, class Layout, int kMiddle>
 struct SignedScales : Layout {
   static constexpr GroupSum kSum = GroupSum::kHalves;
   static constexpr int32_t kOffset = 0;
+
+  PAGELOOM_INLINE vf scale(const uint8_t* group, int64_t at, int64_t o) {
+    return load_signed_bytes(group + Layout::kScales + at) * load_halfs(group + Layout::kD + o * 2);
+  }
 
   template <int R, int P, int H>
   PAGELOOM_INLINE void add_half(const uint8_t* group, int64_t sub, int64_t lane, const GroupRows& x, Sums<R>& acc) {
@@ -89,8 +93,7 @@ struct SignedScales : Layout {
     vf d[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t o = lane + v * VW;
-      d[v] = load_signed_bytes(group + Layout::kScales + (2 * sub + H) * kPanel + o) *
-             load_halfs(group + Layout::kD + o * 2);
+      d[v] = F::scale(group, (2 * sub + H) * kPanel + o, o);
     }
     add_scaled<R>(dots, d, x, acc);
   }

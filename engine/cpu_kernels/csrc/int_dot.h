@@ -135,6 +135,18 @@ PAGELOOM_INLINE vf load_signed_bytes(const uint8_t* p) {
 #endif
 }
 
+// VW consecutive e4m3 (finite), or powers of two with a bias of 127 (e8m0), as lanes.
+PAGELOOM_INLINE vf load_e4m3(const uint8_t* p) {
+  // The exponent of a float has a bias that is larger by 120; subnormal numbers are so in both.
+  const vu bits = (vu)load_byte_lanes(p);
+  return (vf)((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * bits_to_float(0x7b800000u);
+}
+
+PAGELOOM_INLINE vf load_e8m0(const uint8_t* p) {
+  const vu bits = (vu)load_byte_lanes(p) << 23;
+  return (vf)(bits | ((vu)(bits == 0) & 0x400000u));  // the lowest is a subnormal float
+}
+
 // Sums in memory are values: nothing after this may be contracted with what made them, so that every ISA rounds alike.
 PAGELOOM_INLINE void settle() { __asm__ volatile("" ::: "memory"); }
 

@@ -28,6 +28,12 @@
 //              w = d * sc * q - dmin * mn
 //   kIQ4NL     as kQ4_0, but w = d * table[q]
 //   kIQ4XS     groups of 256: eight times nibbles; int8 sc[8][32]; half d[32].   w = d * sc * table[q]
+//   kMxfp4     groups of 64: twice nibbles [4][32][4], of e2m1; uint8 e[2][32].   w = e2m1 * 2^(e - 127)
+//   kNvfp4     nibbles [4][32][4], of e2m1; e4m3 s[2][32], of the first and the last 16 inputs; behind all groups
+//              float g[32].   w = e2m1 * (s / g)
+//   the 8-bit floats, which are decoded to bf16:
+//   kFloat8    e4m3 [k / 4][32][4]; float scale[32].   w = e4m3 * scale (also what --quantization fp8 makes)
+//   kFloat8Block  groups of 128: e4m3 [32][32][4]; float d[32].   w = e4m3 * d
 //   kFloat32   float32 [k][32]. Rows are bf16, outputs float32 that nothing rounds; no norm, bias, gate or residual.
 //
 // Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
@@ -45,6 +51,7 @@ inline constexpr int64_t kGroup = 32;  // inputs that share an activation scale 
 // kRotate is no matrix: x and the output are rows of n elements, heads side by side, and `rotation` says what happens.
 enum class Format : int32_t {
   kBFloat16 = 0, kInt8 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4, kQ4K = 5, kQ6K = 6, kInt4Group = 7,
+  kMxfp4 = 8, kNvfp4 = 9, kFloat8 = 10, kFloat8Block = 11,
   kQ5_0 = 12, kQ5_1 = 13, kQ5K = 14, kQ3K = 15, kQ2K = 16, kIQ4NL = 17, kIQ4XS = 18, kFloat32 = 19, kRotate = 20
 };
 
@@ -130,6 +137,7 @@ struct LinearKernels {
   const LinearKernels* linear_bf16_##isa();            \
   const LinearKernels* linear_int8_##isa();            \
   const LinearKernels* linear_group_##isa(Format format); \
+  const LinearKernels* linear_float8_##isa(Format format); \
   const LinearKernels* linear_float_##isa();             \
   const LinearKernels* rotate_heads_##isa();
 PAGELOOM_DECLARE_LINEAR(portable)

@@ -1,7 +1,7 @@
 // The group formats for many rows on a CPU with AMX: a panel is decoded to bf16, in the layout of a bf16 panel, into
 // memory that stays in this core's cache, and multiplied there by the bf16 tiles. Few rows go to the integer kernels,
 // which read the weights once and need no decoded copy.
-#include "group_k_quants.h"
+#include "group_floats.h"
 #include "linear.h"
 
 using namespace pageloom;
@@ -18,13 +18,18 @@ PAGELOOM_INLINE void store_pairs(uint8_t* target, vf even, vf odd) {
   _mm512_storeu_si512(target, _mm512_permutexvar_epi16(order, both));
 }
 
-// Bytes of four consecutive inputs, from `input` of the group, as w = d * byte + m; bytes are unsigned.
-PAGELOOM_INLINE void store_four(uint8_t* target, int64_t input, vi bytes, vf d, vf m) {
-  const vu q = (vu)bytes;
-  const auto value = [&](int j) { return fused(to_float((vi)(q >> (8 * j)) & 0xff), d, m); };
+// Bytes of four consecutive inputs, from `input` of the group; `weight` makes a weight of a byte without sign.
+template <class Weight>
+PAGELOOM_INLINE void store_weights(uint8_t* target, int64_t input, vi bytes, const Weight& weight) {
+  const auto value = [&](int j) __attribute__((always_inline)) { return weight((vi)((vu)bytes >> (8 * j)) & 0xff); };
   uint8_t* const to = target + input / 2 * 4 * kPanel;
   store_pairs(to, value(0), value(1));
   store_pairs(to + 4 * kPanel, value(2), value(3));
+}
+
+// As w = d * byte + m.
+PAGELOOM_INLINE void store_four(uint8_t* target, int64_t input, vi bytes, vf d, vf m) {
+  store_weights(target, input, bytes, [&](vi q) __attribute__((always_inline)) { return fused(to_float(q), d, m); });
 }
 
 // 32 inputs, number `sub` of a group, for 16 outputs from `o` on.
@@ -56,7 +61,7 @@ PAGELOOM_INLINE void decode(LayoutQ5_0, const uint8_t* group, int64_t o, uint8_t
 }
 
 PAGELOOM_INLINE void decode(LayoutIQ4NL, const uint8_t* group, int64_t o, uint8_t* target) {
-  decode_offset<LayoutIQ4NL, LookedUp>(group, o, target, 128.0f);
+  decode_offset<LayoutIQ4NL, UnevenLevels>(group, o, target, UnevenLevels::kOffset);
 }
 
 PAGELOOM_INLINE void decode(LayoutQ4_1, const uint8_t* group, int64_t o, uint8_t* target) {
@@ -104,7 +109,7 @@ PAGELOOM_INLINE void decode(LayoutIQ4XS, const uint8_t* group, int64_t o, uint8_
   const vf d = load_halfs(group + LayoutIQ4XS::kD + o * 2);
   for (int64_t sub = 0; sub < kSubGroups; ++sub, target += 2 * kGroup * kPanel) {
     const vf scale = load_signed_bytes(group + LayoutIQ4XS::kScales + sub * kPanel + o) * d;
-    decode_levels<LookedUp>(group, sub, o, target, scale, scale * -128.0f);
+    decode_levels<UnevenLevels>(group, sub, o, target, scale, scale * -(float)UnevenLevels::kOffset);
   }
 }
 
@@ -154,6 +159,43 @@ PAGELOOM_INLINE void decode(LayoutQ2K, const uint8_t* group, int64_t o, uint8_t*
   });
 }
 
+// 32 inputs of e2m1, the first 16 times `first_d`. Offsets are taken off first: times a factor they may be no float.
+PAGELOOM_INLINE void decode_e2m1(const uint8_t* group, int64_t sub, int64_t o, uint8_t* target, vf first_d, vf last_d) {
+  const E2M1 levels(group, sub, o);
+  for (int i = 0; i < 4; ++i) {
+    vi first, last;
+    levels.load(i, 0, first, last);
+    const auto weight = [&](vf d) {
+      return [=](vi q) __attribute__((always_inline)) { return to_float(q - E2M1::kOffset) * (d * 0.5f); };
+    };
+    store_weights(target, 4 * i, first, weight(first_d));
+    store_weights(target, 16 + 4 * i, last, weight(last_d));
+  }
+}
+
+PAGELOOM_INLINE void decode(LayoutMxfp4, const uint8_t* group, int64_t o, uint8_t* target) {
+  for (int64_t sub = 0; sub < 2; ++sub, target += 2 * kGroup * kPanel) {
+    const vf d = load_e8m0(group + LayoutMxfp4::kScales + sub * kPanel + o);
+    decode_e2m1(group, sub, o, target, d, d);
+  }
+}
+
+template <class F>
+PAGELOOM_INLINE void decode_panel(F, const uint8_t* panel, int64_t k, uint8_t* target) {
+  for (int64_t begin = 0; begin < k; begin += F::kInputs, panel += F::kBytes, target += 2 * F::kInputs * kPanel)
+    for (int64_t o = 0; o < kPanel; o += VW) decode(F{}, panel, o, target + o * 4);
+}
+
+PAGELOOM_INLINE void decode_panel(LayoutNvfp4, const uint8_t* panel, int64_t k, uint8_t* target) {
+  const uint8_t* const totals = panel + k / LayoutNvfp4::kInputs * LayoutNvfp4::kBytes;
+  for (; panel < totals; panel += LayoutNvfp4::kBytes, target += 2 * kGroup * kPanel)
+    for (int64_t o = 0; o < kPanel; o += VW) {
+      const uint8_t* const scales = panel + LayoutNvfp4::kScales + o;
+      const vf total = load_as<vf>(totals + o * 4);
+      decode_e2m1(panel, 0, o, target + o * 4, load_e4m3(scales) / total, load_e4m3(scales + kPanel) / total);
+    }
+}
+
 template <class F>
 struct Kernels {
   static const LinearKernels* few_rows(const LinearProblem& p) { return linear_group_avx512vnni(p.format); }
@@ -187,12 +229,7 @@ struct Kernels {
     if (p.rows < kMinRows) return few_rows(p)->compute(p, x, row_begin, row_end, panel_begin, panel_end, scratch);
     auto* const decoded = (uint8_t*)scratch;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      const uint8_t* const weight = p.weight + panel * p.panel_bytes;
-      for (int64_t i = 0; i < p.k / F::kInputs; ++i) {
-        const uint8_t* const group = weight + i * F::kBytes;
-        uint8_t* const target = decoded + 2 * i * F::kInputs * kPanel;
-        for (int64_t o = 0; o < kPanel; o += VW) decode(F{}, group, o, target + o * 4);
-      }
+      decode_panel(F{}, p.weight + panel * p.panel_bytes, p.k, decoded);
       linear_bf16_amx()->compute(dense(p, decoded, panel), x, row_begin, row_end, panel, panel + 1,
                                  decoded + dense_bytes(p));
     }
@@ -218,6 +255,8 @@ const LinearKernels* pageloom::linear_group_amx(Format format) {
     case Format::kQ2K: return &Kernels<LayoutQ2K>::kTable;
     case Format::kIQ4NL: return &Kernels<LayoutIQ4NL>::kTable;
     case Format::kIQ4XS: return &Kernels<LayoutIQ4XS>::kTable;
+    case Format::kMxfp4: return &Kernels<LayoutMxfp4>::kTable;
+    case Format::kNvfp4: return &Kernels<LayoutNvfp4>::kTable;
     default: return nullptr;
   }
 }

@@ -15,6 +15,12 @@ float half_at(const uint8_t* p, int64_t output) {
   return Float16::to_float(bits);
 }
 
+float float_at(const uint8_t* p, int64_t output) {
+  float x;
+  memcpy(&x, p + 4 * output, 4);
+  return x;
+}
+
 // Input `i` of 32, as nibbles of a panel hold it.
 int nibble_at(const uint8_t* nibbles, int64_t output, int64_t i) {
   const int byte = nibbles[i % 16 / 4 * 4 * kPanel + output * 4 + i % 4];
@@ -32,8 +38,7 @@ int bit_at(const uint8_t* bits, int64_t output, int64_t i) {
 }
 
 void decode_int8(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
-  float scale;
-  memcpy(&scale, panel + k * kPanel + output * 4, 4);
+  const float scale = float_at(panel + k * kPanel, output);
   const auto value = [&](int64_t i) { return (float)(int8_t)panel[i / 4 * 4 * kPanel + output * 4 + i % 4] * scale; };
   int64_t at = 0;
   for (; at + kRotated <= k; at += kRotated) {
@@ -128,6 +133,36 @@ float value(LayoutIQ4XS, const uint8_t* group, int64_t output, int64_t i) {
   return (float)level * ((float)scale * half_at(group + LayoutIQ4XS::kD, output));
 }
 
+float e4m3_at(const uint8_t* p) {
+  return bits_to_float((uint32_t)(*p & 0x80) << 24 | (uint32_t)(*p & 0x7f) << 20) * 0x1p120f;
+}
+
+float value(LayoutMxfp4, const uint8_t* group, int64_t output, int64_t i) {
+  const int64_t sub = i / kGroup;
+  const uint32_t exponent = group[LayoutMxfp4::kScales + sub * kPanel + output];
+  const float power = bits_to_float(exponent != 0 ? exponent << 23 : 0x400000);
+  return (float)kTwiceE2M1[nibble_at(group + sub * kNibbleBytes, output, i % kGroup)] * 0.5f * power;
+}
+
+void decode_nvfp4(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
+  const float total = float_at(panel + k / LayoutNvfp4::kInputs * LayoutNvfp4::kBytes, output);
+  for (int64_t i = 0; i < k; ++i) {
+    const uint8_t* const group = panel + i / kGroup * LayoutNvfp4::kBytes;
+    const float scale = e4m3_at(group + LayoutNvfp4::kScales + i % kGroup / 16 * kPanel + output) / total;
+    target[i] = float_to_bf16((float)kTwiceE2M1[nibble_at(group, output, i % kGroup)] * 0.5f * scale);
+  }
+}
+
+void decode_float8(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
+  const float scale = float_at(panel + k * kPanel, output);
+  for (int64_t i = 0; i < k; ++i)
+    target[i] = float_to_bf16(e4m3_at(panel + i / 4 * 4 * kPanel + output * 4 + i % 4) * scale);
+}
+
+float value(LayoutFloat8Block, const uint8_t* group, int64_t output, int64_t i) {
+  return e4m3_at(group + i / 4 * 4 * kPanel + output * 4 + i % 4) * float_at(group + LayoutFloat8Block::kD, output);
+}
+
 template <class F>
 void decode_groups(const uint8_t* panel, int64_t output, int64_t k, uint16_t* target) {
   for (int64_t begin = 0; begin < k; begin += F::kInputs, panel += F::kBytes)
@@ -152,6 +187,10 @@ DecodeRow quantised_row_decoder(Format format) {
     case Format::kQ2K: return decode_groups<LayoutQ2K>;
     case Format::kIQ4NL: return decode_groups<LayoutIQ4NL>;
     case Format::kIQ4XS: return decode_groups<LayoutIQ4XS>;
+    case Format::kMxfp4: return decode_groups<LayoutMxfp4>;
+    case Format::kNvfp4: return decode_nvfp4;
+    case Format::kFloat8: return decode_float8;
+    case Format::kFloat8Block: return decode_groups<LayoutFloat8Block>;
     default: return nullptr;
   }
 }

@@ -1,10 +1,9 @@
-// Linear layers over the group formats (GGUF's, of which --quantization int4 is Q4_1; 4 bits with a zero point) with int8
-// activations, one scale for 32 inputs: an integer dot product a group, then one float32 multiply-add with the product of
-// both scales. Minima (m, -dmin * mn, -d * z) meet the scaled sum of the row's group; constant offsets (q - 8) are taken
+// Linear layers over the group formats (GGUF's, of which --quantization int4 is Q4_1; 4 bits with a zero point; floats of
+// four bits) with int8 activations, one scale for 32 inputs: an integer dot product a group, then one float32 multiply-add
+// with the product of both scales. Minima (m, -dmin * mn, -d * z) meet the scaled sum of the row's group; constant offsets (q - 8) are taken
 // off in integers, by what the dot product starts from.
 #include "epilogue.h"
-#include "group_dots.h"
-#include "group_k_quants.h"
+#include "group_floats.h"
 #include "linear.h"
 
 using namespace pageloom;
@@ -33,7 +32,7 @@ struct WithOffset : Layout {
 
 using Q4_0 = WithOffset<LayoutQ4_0, Nibbles, 8>;
 using Q5_0 = WithOffset<LayoutQ5_0, FiveBits<LayoutQ5_0>, 16>;
-using IQ4NL = WithOffset<LayoutIQ4NL, LookedUp, kVnni ? 128 : 0>;
+using IQ4NL = WithOffset<LayoutIQ4NL, UnevenLevels, UnevenLevels::kOffset>;
 
 // With a minimum, which `F` makes of the second half of an output.
 template <class F, class Layout, class Levels>
@@ -107,8 +106,8 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
         F::template add<R, 0>(group, 0, lane, x, acc);
         next();
       } else {
-        for (int64_t sub = 0; sub < kSubGroups; sub += 2) {
-          constexpr int64_t kPart = F::kBytes * 2 / kSubGroups;
+        for (int64_t sub = 0; sub < F::kInputs / kGroup; sub += 2) {
+          constexpr int64_t kPart = F::kBytes * 2 / (F::kInputs / kGroup);
           if (first_rows && lane == 0) prefetch(group + sub / 2 * kPart + kAhead, kPart, past);
           F::template add<R, 0>(group, sub, lane, x, acc);
           next();
@@ -117,6 +116,7 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
         }
       }
     }
+    if constexpr (__is_same(F, Nvfp4)) F::template divide<R>(end, lane, acc);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) storef(&sums[r][lane + v * VW], acc[r][v]);
   }
@@ -175,6 +175,8 @@ const LinearKernels* pageloom::PAGELOOM_FOR_ISA(linear_group)(Format format) {
     case Format::kQ2K: return &Kernels<Q2K>::kTable;
     case Format::kIQ4NL: return &Kernels<IQ4NL>::kTable;
     case Format::kIQ4XS: return &Kernels<IQ4XS>::kTable;
+    case Format::kMxfp4: return &Kernels<Mxfp4>::kTable;
+    case Format::kNvfp4: return &Kernels<Nvfp4>::kTable;
     default: return nullptr;
   }
 }

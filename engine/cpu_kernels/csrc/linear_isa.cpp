@@ -15,6 +15,7 @@ namespace pageloom {
   extern const LinearKernels* linear_bf16_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* linear_int8_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* linear_group_##isa(Format format) PAGELOOM_WEAK; \
+  extern const LinearKernels* linear_float8_##isa(Format format) PAGELOOM_WEAK; \
   extern const LinearKernels* linear_float_##isa() PAGELOOM_WEAK; \
   extern const LinearKernels* rotate_heads_##isa() PAGELOOM_WEAK;
 PAGELOOM_WEAK_LINEAR(portable)
@@ -81,6 +82,7 @@ struct Family {
   const LinearKernels* (*bf16)();
   const LinearKernels* (*int8)();
   const LinearKernels* (*group)(Format);
+  const LinearKernels* (*float8)(Format);
   const LinearKernels* (*wide)();
   const LinearKernels* (*rotate)();
 };
@@ -104,7 +106,8 @@ bool cpu_has(int64_t isa) {
 }
 
 #define PAGELOOM_FAMILY(isa) \
-  {linear_bf16_##isa, linear_int8_##isa, linear_group_##isa, linear_float_##isa, rotate_heads_##isa}
+  {linear_bf16_##isa,   linear_int8_##isa,  linear_group_##isa, \
+   linear_float8_##isa, linear_float_##isa, rotate_heads_##isa}
 Family family_of(int64_t isa) {
   switch (isa) {
     case kPortable: return PAGELOOM_FAMILY(portable);
@@ -135,13 +138,17 @@ struct Table {
         if (available[isa] && format == kRotate && family.rotate != nullptr) own = family.rotate();
         if (available[isa] && format >= 2 && format < kFloat32 && family.group != nullptr)
           own = family.group(static_cast<Format>(format));
+        if (available[isa] && own == nullptr && family.float8 != nullptr)
+          own = family.float8(static_cast<Format>(format));
         widest[isa][format] = own != nullptr ? own : widest[isa - 1][format];
       }
     }
     for (int format = 0; format < kFormats; ++format) fastest[format] = widest[kWidest][format];
     constexpr int kBf16 = static_cast<int>(Format::kBFloat16);
     const LinearKernels* const pairs = available[kAvx512Bf16] ? widest[kAvx512Bf16][kBf16] : nullptr;
-    if (pairs != nullptr && fastest[kBf16] == pairs && !pairs_are_fast()) fastest[kBf16] = widest[kAvx512Vnni][kBf16];
+    if (pairs != nullptr && fastest[kBf16] == pairs && !pairs_are_fast())
+      for (const Format format : {Format::kBFloat16, Format::kFloat8, Format::kFloat8Block})  // all multiply bf16
+        fastest[static_cast<int>(format)] = widest[kAvx512Vnni][static_cast<int>(format)];
   }
 };
 
@@ -162,7 +169,8 @@ const LinearKernels* kernels_of(Format format, int64_t isa) {
 
 const LinearKernels* expert_kernels_of(Format format, int64_t isa) {
   // With tiles, many rows of the group formats are multiplied as bf16 and few as int8 (linear_amx_group.cpp).
-  const bool by_rows = format != Format::kBFloat16 && format != Format::kInt8;
+  const bool by_rows = format != Format::kBFloat16 && format != Format::kInt8 && format != Format::kFloat8 &&
+                       format != Format::kFloat8Block;
   return kernels_of(format, by_rows && (isa == kAuto || isa > kAvx512Bf16) ? int64_t{kAvx512Bf16} : isa);
 }
 

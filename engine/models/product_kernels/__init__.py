@@ -22,12 +22,9 @@ from engine.models.kernels import KernelSignature
 
 DENSE = int(Format.BFLOAT16)
 """in the dtype of the rows"""
-FLOAT8 = 64
-"""e4m3 with float32 scales for blocks, which no kernel of CPUs has"""
 FORMATS = (
     *(int(each) for each in (Format.INT8, Format.Q4_0, Format.Q4_1, Format.Q8_0, Format.Q4_K, Format.Q6_K)),
-    int(Format.INT4_GROUP),
-    FLOAT8,
+    *(int(each) for each in (Format.INT4_GROUP, Format.FLOAT8)),
 )
 FEW_TOKENS = 8
 FEW_ROWS = 16
@@ -172,7 +169,7 @@ def levels_type(format: int, pointer: str = "*bf16") -> str:
 def scales_type(format: int, pointer: str = "*bf16") -> str:
     if format == DENSE:
         return pointer
-    return "*fp32" if format in (Format.INT8, FLOAT8) else "*i16"
+    return "*fp32" if format in (Format.INT8, Format.FLOAT8) else "*i16"
 
 
 def _product(

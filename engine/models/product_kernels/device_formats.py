@@ -14,7 +14,7 @@ from engine.cpu_kernels.formats import Format
 from engine.models import product_kernels
 
 DENSE = tl.constexpr(product_kernels.DENSE)
-_FLOAT8 = tl.constexpr(product_kernels.FLOAT8)
+_FLOAT8 = tl.constexpr(int(Format.FLOAT8))
 _INT8 = tl.constexpr(int(Format.INT8))
 _Q4_0 = tl.constexpr(int(Format.Q4_0))
 _Q4_1 = tl.constexpr(int(Format.Q4_1))

@@ -150,7 +150,7 @@ class Models:
         config, facts = self._context.engine.config.model, self._model.facts
         family = str(self._model.hf_config.get("model_type") or facts.family)
         stored = files.quantization or _DTYPES[self._model.default_dtype]
-        run_as = config.quantization.upper() if config.quantization in ("int8", "int4") else stored
+        run_as = config.quantization.upper() if config.quantization in ("int8", "int4", "fp8") else stored
         form = "gguf" if self._model.source == "gguf" else "safetensors"
         size, context = _shortened(facts.parameters), self._context.engine.max_model_len
         return Details(form, family, [family], size, run_as, context, facts.hidden_size)
