@@ -15,6 +15,8 @@ from engine.weights.source import EncodedRows
 
 _ELEMENTS_AT_ONCE = 1 << 20
 _FLOAT8_GROUP = 128
+_FLOAT8_SCALE_END = 2.0**120
+"""kernels multiply scales by 256"""
 _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 _NOT_A_NUMBER = 255
 
@@ -61,6 +63,8 @@ def encoded_float8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Enc
     bytes = weight.view(torch.uint8)
     if bool((bytes & 127 == 127).any()):
         return "they hold NaN"
+    if not bool((scale.float().abs() < _FLOAT8_SCALE_END).all()):
+        return "their scales are huge"
     high, wide = block
     if scale.numel() == 1:
         high, scale = n, scale.view(1, 1)

@@ -325,6 +325,17 @@ def test_gpt_oss_runs_from_its_blocks(tmp_path: Path, ops: LinearOps) -> None:
     assert weight_bytes(runs) <= told <= 1.1 * weight_bytes(runs), "biases of experts count as if they were packed"
 
 
+def test_float8_that_holds_nan_is_dequantised(tmp_path: Path) -> None:
+    made, _ = FORMS["fp8_tensor"].make(32, 128, torch.Generator().manual_seed(4))
+    made["weight"].view(torch.uint8)[3, 5] = 0xFF
+    write(tmp_path, {f"a.{part}": tensor for part, tensor in made.items()})
+    with opened(tmp_path, FORMS["fp8_tensor"]) as source:
+        assert source.encoded("a.weight") is None
+        read = torch.empty(32, 128)
+        source.read_into("a.weight", read)
+        assert read.isnan().nonzero().tolist() == [[3, 5]]
+
+
 def test_groups_that_do_not_divide_the_inputs_end_with_a_shorter_one(tmp_path: Path) -> None:
     form = FORMS["gptq_64"]
     made, values = form.make(32, 160, torch.Generator().manual_seed(4))
@@ -347,8 +358,9 @@ def test_groups_that_do_not_divide_the_inputs_end_with_a_shorter_one(tmp_path: P
         ("gptq_8", lambda made: made | {"qzeros": made["qzeros"] ^ 0x55555555}),  # 9 bits with their sign
         ("packed", lambda made: made | {"weight_scale": made["weight_scale"] * 2.0**-20}),
         ("packed", lambda made: made | {"weight_scale": made["weight_scale"].float() * 2.0**30}),
+        ("fp8_tensor", lambda made: made | {"weight_scale": torch.tensor(2.0**120)}),
     ],
-    ids=["nine bits", "below float16", "above float16"],
+    ids=["nine bits", "below float16", "above float16", "huge"],
 )
 def test_what_no_block_holds_is_dequantised(
     form: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path

@@ -32,8 +32,8 @@
 //   kNvfp4     nibbles [4][32][4], of e2m1; e4m3 s[2][32], of the first and the last 16 inputs; behind all groups
 //              float g[32].   w = e2m1 * (s / g)
 //   the 8-bit floats, which are decoded to bf16:
-//   kFloat8    e4m3 [k / 4][32][4]; float scale[32].   w = e4m3 * scale (also what --quantization fp8 makes)
-//   kFloat8Block  groups of 128: e4m3 [32][32][4]; float d[32].   w = e4m3 * d
+//   kFloat8    e4m3 [k / 4][32][4]; float scale[32], below 2^120.   w = e4m3 * scale (also what --quantization fp8 makes)
+//   kFloat8Block  groups of 128: e4m3 [32][32][4]; float d[32], below 2^120.   w = e4m3 * d
 //   kFloat32   float32 [k][32]. Rows are bf16, outputs float32 that nothing rounds; no norm, bias, gate or residual.
 //
 // Gated layers (gate and up of a SwiGLU) interleave rows before packing: panel p holds gate rows [16 p, 16 p + 16), then
