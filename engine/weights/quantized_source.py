@@ -37,7 +37,7 @@ _READERS = {
     Kind.INT8: int8_integers,
     Kind.LLM_INT8: llm_int8_integers,
 }
-_ASKED_FOR = "packed layers need a CPU, bfloat16 and quantization='auto'"
+_ASKED_FOR = "packed layers need 16 bits, a form that the device packs, and quantization='auto'"
 _DENSE = {
     Kind.EXPERTS: "experts together",
     Kind.FLOAT8_WIDE: "no kernel multiplies e5m2",
