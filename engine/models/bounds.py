@@ -59,6 +59,7 @@ CONFIG_RANGES = {
     "n_group": _EXPERTS,
     "topk_group": _EXPERTS,
     "routed_scaling_factor": Range(0.0, 1e3, open_low=True),
+    "moe_norm_min": Range(0.0, 1.0),
     "swiglu_limit": Range(0.0, 1e6, open_low=True),
     "swiglu_alpha": Range(0.0, 1e3, open_low=True),
     "rotary_dim": _HEAD_DIM,

@@ -91,6 +91,7 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
         ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla"),
         ({"architectures": ["HunYuanDenseV1ForCausalLM"], "rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic"),
         ({"architectures": ["ApertusForCausalLM"], "post_norm": True}, "post_norm"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_norm_min": 0.9}, "moe_norm_min"),
         ({"architectures": ["Olmo2ForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**LLAMA4, "num_experts_per_tok": 2}, "num_experts_per_tok 2"),
         ({**LLAMA4, "layer_types": ["sliding_attention"] * 2}, "chunked_attention"),
