@@ -20,10 +20,10 @@ def _hadamard(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [4, 60, 64, 100, 576])
-def test_whole_blocks_meet_sylvesters_matrix_and_the_rest_stays(k: int) -> None:
+def test_whole_blocks_meet_sylvesters_matrix_and_the_rest_is_as_much_enlarged(k: int) -> None:
     x = torch.randn(3, k, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
     whole = k // ROTATED * ROTATED
-    expected = x.clone()
+    expected = 8 * x
     expected[:, :whole] = (x[:, :whole].reshape(-1, ROTATED) @ _hadamard(ROTATED)).view(3, whole)
     torch.testing.assert_close(rotate(x), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(rotate_back(rotate(x)), x, rtol=0, atol=1e-12)
@@ -41,3 +41,18 @@ def test_an_outlier_costs_the_other_inputs_little(linear_ops: LinearOps) -> None
     out = linear_ops.packed_linear(x, pack_int8(weight), 96, int(Format.INT8), None, None, 0.0, None, False, True, 0)
     error = (out.double() - exact).square().mean().sqrt()
     assert float(error) < 0.35 * float(plain_error)
+
+
+@pytest.mark.parametrize("k", [40, 80, 100, 160, 704])
+def test_inputs_behind_the_last_whole_block_cost_no_bits(linear_ops: LinearOps, k: int) -> None:
+    """They share a scale with those that are turned: of another size, either would keep about five bits."""
+    generator = torch.Generator().manual_seed(k)
+    weight, x = torch.randn(96, k, generator=generator), torch.randn(40, k, generator=generator).bfloat16()
+    exact = x.double() @ weight.double().T
+    for isa in range(len(linear_ops.isas) + 1):
+        packed = pack_int8(weight)
+        out = linear_ops.packed_linear(x, packed, 96, int(Format.INT8), None, None, 0.0, None, False, True, isa)
+        assert float((out.double() - exact).norm() / exact.norm()) < 0.02
+    ids = torch.arange(96)
+    rows = linear_ops.packed_embedding(ids, packed, 96, k, int(Format.INT8))
+    assert float((rows.double() - weight).norm() / weight.norm()) < 0.015

@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int64_t kRotated = 64;  // inputs that are rotated together; fewer at the end of a row stay as they are
+constexpr int64_t kRotated = 64;  // inputs that are rotated together; fewer at the end of a row are enlarged
+constexpr float kEnlarged = 8.0f;  // root of kRotated: as much as a rotation enlarges values
 constexpr int64_t kRotatedVectors = kRotated / VW;
 
 struct Rotated {

@@ -49,7 +49,7 @@ void decode_int8(const uint8_t* panel, int64_t output, int64_t k, uint16_t* targ
     rotate(x);
     for (int64_t i = 0; i < kRotatedVectors; ++i) store_rounded(target + at + i * VW, x.v[i]);
   }
-  for (; at < k; ++at) target[at] = float_to_bf16(value(at));
+  for (; at < k; ++at) target[at] = float_to_bf16(value(at) * kEnlarged);
 }
 
 float value(LayoutQ4_0, const uint8_t* group, int64_t output, int64_t i) {

@@ -176,14 +176,18 @@ PAGELOOM_INLINE void quantise_turned(const Rotated& x, const Quantiser& q, uint8
   for (int64_t i = 0; i < count && i < kRotated; ++i) target[i] = (int8_t)((uint8_t)lanes[i] ^ flip);
 }
 
-// Inputs [at, at + 64) of the row, turned where there are as many.
+// Inputs [at, at + 64) of the row, turned where there are as many, and else enlarged as much: one scale is for all.
 PAGELOOM_INLINE Rotated load_rotated(const NormedRow& r, int64_t at) {
   Rotated x;
   for (int64_t half = 0; half < 2; ++half) {
     const Block b = load_block(r, at + half * kBlock);
     for (int64_t i = 0; i < kBlockVectors; ++i) x.v[half * kBlockVectors + i] = b.v[i];
   }
-  if (at + kRotated <= r.k) rotate(x);
+  if (at + kRotated <= r.k) {
+    rotate(x);
+  } else {
+    for (vf& v : x.v) v *= kEnlarged;
+  }
   return x;
 }
 
