@@ -51,6 +51,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
         tasks = get_args(PoolingTask)
         if self.task not in (None, *tasks):
             raise InvalidRequestError(f"task must be one of {', '.join(tasks)}, got {str(self.task)[:20]!r}", "task")
+        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < low or value == 0):
+                raise InvalidRequestError(f"{name} must be at least {low}{' and not 0' * (low < 0)}, got {value}", name)
         if self.task in ("classify", "token_classify"):
             for name in ("pooling_type", "normalize", "dimensions"):
                 if getattr(self, name) is not None:
@@ -61,10 +65,6 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
         all_tokens = (self.pooling_type or "").lower() == "all"
         if self.task and self.pooling_type and (self.task == "token_embed") != all_tokens:
             raise InvalidRequestError("pooling_type all and task token_embed go together", "pooling_type")
-        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < low or value == 0):
-                raise InvalidRequestError(f"{name} must be at least {low}{' and not 0' * (low < 0)}, got {value}", name)
 
 
 class ResolvedPooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +141,8 @@ def _judged(given: PoolingParams, head: HeadSpec | None) -> ResolvedPooling:
         raise InvalidRequestError(
             f"this model judges {'each token: use token_classify' if each else 'whole texts: use classify'}", "task"
         )
+    if given.normalize is not None:
+        raise InvalidRequestError("normalize is of embeddings, and this model judges: use the task embed", "normalize")
     function = "identity" if given.use_activation is False else head.function
     return ResolvedPooling(kind="judge_all" if each else "judge", normalize=False, dimensions=None, function=function)
 

@@ -20,13 +20,14 @@ def pair_ids(
     other: str,
     most: int | None = None,
     most_of_other: int | None = None,
+    fields: tuple[str, str] = ("data_1", "data_2"),
 ) -> list[int]:
     """As `encode_pair`; a token of the second text, where the model tells them apart, is its id behind all others
-    (`ModelFacts.token_types`). `most`: as `PoolingParams.truncate_prompt_tokens`. Raises `InvalidRequestError` for
-    texts that are too long to be looked at."""
+    (`ModelFacts.token_types`). `most`: as `PoolingParams.truncate_prompt_tokens`. Raises `InvalidRequestError`
+    naming one of `fields` for a text that is too long to be looked at."""
     cut = most is not None or most_of_other is not None
-    for text in (one, other):
-        tokenizer.check_length(text, contexts=config.limits.contexts_translated if cut else 1)
+    for text, field in zip((one, other), fields, strict=True):
+        tokenizer.check_length(text, field, contexts=config.limits.contexts_translated if cut else 1)
     length = config.model.max_model_len if most == -1 else most
     ids, kinds = encode_pair(tokenizer.backend, one, other, length, most_of_other)
     size, last = model.vocab_size, model.token_types - 1 if tokenizer.tells_texts_apart else 0
@@ -40,7 +41,7 @@ def encode_pair(
     `other` is cut to `most_of_other` tokens, then the longer one until all are at most `most`. Lets go of the
     interpreter lock while it works."""
     first, second = tokenizer.encode_batch([one, other], add_special_tokens=False)
-    if most_of_other is not None:
+    if most_of_other is not None and len(second) > most_of_other:
         second.truncate(most_of_other)
     if most is not None:
         marks = tokenizer.num_special_tokens_to_add(True)

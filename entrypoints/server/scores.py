@@ -154,6 +154,7 @@ async def _read_at_once(
 ) -> Compared:
     engine, most = context.engine, body.truncate_prompt_tokens
     ones, others = one.texts, other.texts
+    params = PoolingParams(task="classify", use_activation=body.use_activation, truncate_prompt_tokens=most)
     prompts: list[EnginePrompt] = []
     for first, second in pairs:
         ids = await asyncio.to_thread(
@@ -165,10 +166,14 @@ async def _read_at_once(
             others[second],
             most,
             other.most_tokens,
+            (one.field, other.field),
         )
         prompts.append({"prompt_token_ids": ids})
-    params = [PoolingParams(task="classify", use_activation=body.use_activation)] * len(pairs)
-    outputs = await vectors_of(context, prompts, params, body, name, lambda index: other.place(pairs[index][1]))
+
+    def place(index: int) -> str:
+        return other.place(pairs[index][1])
+
+    outputs = await vectors_of(context, prompts, [params] * len(pairs), body, name, place)
     return Compared.by(outputs, (float(each.outputs.data[0]) for each in outputs))
 
 

@@ -40,6 +40,10 @@ def test_classes(tmp_path: Any) -> None:
         assert np.array(tokens["data"][0]["data"]).shape == (len(ids_of(TEXTS[0], base)), 64)
         assert len(post(base, "/v1/embeddings", {"input": TEXTS[0]})["data"][0]["embedding"]) == 64
         assert post(base, "/score", {"text_1": "a", "text_2": "b"}, 400)["error"]["param"] == "model"
+        for number in (0, -2):
+            wrong = {"input": "a", "truncate_prompt_tokens": number}
+            assert post(base, "/classify", wrong, 400)["error"]["param"] == "truncate_prompt_tokens"
+        assert post(base, "/pooling", {"input": "a", "normalize": True}, 400)["error"]["param"] == "normalize"
         wrong = {"input": "a", "task": "token_classify"}
         assert post(base, "/pooling", wrong, 400)["error"]["param"] == "task"
 
@@ -59,5 +63,13 @@ def test_a_cross_encoder_ranks(tmp_path: Any) -> None:
         cut = post(base, "/rerank", {"query": "cats", "documents": [TEXTS[0]], "max_tokens_per_doc": 2})["results"]
         expected_cut = logits_of(model, [*ids_of("cats", base), *ids_of(TEXTS[0], base)[:2]])[0]
         assert cut[0]["relevance_score"] == pytest.approx(1 / (1 + np.exp(-expected_cut)), abs=1e-4)
+        whole = post(base, "/rerank", {"query": "cats", "documents": TEXTS, "max_tokens_per_doc": 2**64})["results"]
+        assert whole == ranked
+        for number in (0, -2):
+            wrong = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": number}
+            assert post(base, "/score", wrong, 400)["error"]["param"] == "truncate_prompt_tokens"
+        for side in ("query", "documents"):
+            wrong = {"query": "a", "documents": ["b"]} | {side: "c" * 10**5 if side == "query" else ["c" * 10**5]}
+            assert post(base, "/rerank", wrong, 400)["error"]["param"] == side
         error = post(base, "/score", {"text_1": "a", "text_2": ["b", "c" * 300]}, 400)["error"]
         assert error["message"].startswith("text_2[1]: ")
