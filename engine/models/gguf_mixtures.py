@@ -8,13 +8,28 @@ from engine.models.gguf_numbers import number, optional, required
 
 _MAVERICKS_EXPERTS = 128
 """of the Llama 4 that norms neither q nor k, which files do not say"""
+_SOFTMAX, _SIGMOID, _OF_THE_CHOSEN = 1, 2, 3
+_SCORES = {
+    "glm4moe": _SIGMOID,
+    "dots1": _SIGMOID,
+    "minimax-m2": _SIGMOID,
+    "llama4": _SIGMOID,
+    "gpt-oss": _OF_THE_CHOSEN,
+}
+"""how logits become scores, by llama.cpp's numbers, where that is no softmax over all experts"""
 
 
 def mixture_config(header: GgufHeader, arch: str, head_dim: int, layers: int) -> dict[str, object]:
-    """Keys that join those of a Llama config. `layers`: how many the model has."""
+    """Keys that join those of a Llama config. `layers`: how many the model has. Raises
+    UnsupportedModelError, WeightsError."""
     count, used = required(header, f"{arch}.expert_count"), required(header, f"{arch}.expert_used_count")
     inner = optional(header, f"{arch}.expert_feed_forward_length") or required(header, f"{arch}.feed_forward_length")
     shared = optional(header, f"{arch}.expert_shared_feed_forward_length")
+    scores, known = header.integer(f"{arch}.expert_gating_func"), _SCORES.get(arch, _SOFTMAX)
+    if scores not in (None, 0, known):
+        raise UnsupportedModelError(
+            f"{header.path}: metadata {arch}.expert_gating_func {scores} is not supported; {known} is"
+        )
     chosen: dict[str, object] = {"num_experts_per_tok": used}
     match arch:
         case "llama" | "granitemoe":

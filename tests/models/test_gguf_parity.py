@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 import torch
 from dense_attention import logits_of
-from gguf import GGMLQuantizationType, quants
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, quants
+from gguf_mixtures import add_mixture
 from gguf_models import write_gguf
 from tiny_models import GEMMA, LLAMA3, SHAPE, TWO_BASES, hf_logits, make_model
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from engine.errors import UnsupportedModelError
 from engine.models.decoder import Decoder
@@ -88,6 +96,25 @@ def test_gemma_4_frequencies_that_are_divided_in_another_way_are_refused(tmp_pat
     path.write_bytes(whole.replace(huge, small))
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight must hold 1, then 1e30"):
         describe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("said", "served"), [(ExpertGatingFuncType.SIGMOID, True), (ExpertGatingFuncType.SOFTMAX, False)]
+)
+def test_a_file_whose_experts_are_scored_otherwise_is_refused(
+    said: ExpertGatingFuncType, served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
+        add_mixture(writer, config, head_dim)
+        writer.add_expert_gating_func(said)
+
+    monkeypatch.setattr("gguf_models.add_mixture", add)
+    path = write_gguf(make_model("glm4_moe"), tmp_path / "model.gguf")
+    if served:
+        assert describe(path).spec.layers[-1].experts.router.kind == "sigmoid"
+        return
+    with pytest.raises(UnsupportedModelError, match="expert_gating_func 1 is not supported; 2 is"):
+        describe(path)
 
 
 def gemma_model(kind: type[Gemma2Config] | type[Gemma3TextConfig], **options: object) -> PreTrainedModel:
