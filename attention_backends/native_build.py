@@ -6,6 +6,7 @@ Used by the paged attention here and by the engine's linear layers and sampling:
 
 from __future__ import annotations
 
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from attention_backends.toolchain import (
     run_all,
     version_hash,
 )
+
+logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 300
 
@@ -164,6 +167,7 @@ def _source_key(sources: NativeSources) -> str:
 
 
 def _compile(sources: NativeSources, compiler: str, namespace: str, scratch: Path) -> Path:
+    logger.info("compiling %s with %s, once on this machine", sources.folder, compiler)
     with ThreadPoolExecutor() as pool:
         known = pool.map(lambda flags: _accepts(compiler, flags), _isa_flags().values())
         flags_of = {isa: flags for (isa, flags), accepted in zip(_isa_flags().items(), known) if accepted}

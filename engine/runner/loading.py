@@ -31,6 +31,7 @@ from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_loader import load_fallback
+from engine.weights.forms import weight_forms
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
 
@@ -139,6 +140,8 @@ def load_parts(config: EngineConfig) -> RunnerParts:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
     model = _filled(config, description, () if draft is None else draft.shown_layers, packer)
+    how = "natively" if description.spec is not None else "through the transformers library's module"
+    logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     if isinstance(packer, Packer):
         choose_reading(packer.ops, weight_bytes(model), Path(config.compile.cache_dir))
     draft_parts = (

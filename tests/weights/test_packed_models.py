@@ -35,6 +35,7 @@ from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding,
 from engine.models.packed_experts import PackedExperts
 from engine.weights import loader
 from engine.weights.as_q8_0 import as_q8_0
+from engine.weights.forms import weight_forms
 from engine.weights.gguf_source import GgufSource
 from engine.weights.loader import load_weights, weight_bytes
 from engine.weights.packing import Packer
@@ -320,6 +321,17 @@ def test_parts_of_one_matrix_may_be_encoded_differently(tmp_path: Path, ops: Lin
     assert model.layers[0].gate_up_proj.format == Format.BFLOAT16
     exact = logits_of(dense(path, torch.float32), PROMPT)
     assert logprob_error(model, exact) <= 3 * logprob_error(dense(path), exact) + 0.01
+
+
+def test_the_log_of_the_start_tells_in_which_forms_weights_are_kept(tmp_path: Path, ops: LinearOps) -> None:
+    path = save(make_model("gpt_oss"), tmp_path)
+    for quantization, forms in (("none", {"bfloat16", "float32"}), ("int4", {"q4_1", "int8", "bfloat16", "float32"})):
+        model = packed(path, ops, quantization)
+        said = weight_forms(model)
+        assert {part.split()[-1] for part in said.split(", ")} == forms, said
+        units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+        total = sum(float(number) * units[unit] for number, unit, _ in (part.split() for part in said.split(", ")))
+        assert total == pytest.approx(weight_bytes(model), rel=0.05)
 
 
 def test_a_matrix_that_cannot_be_packed_stays_dense(tmp_path: Path, ops: LinearOps) -> None:
