@@ -23,14 +23,17 @@ pytestmark = [
     pytest.mark.timeout(2 * LIMIT_S),
 ]
 
-_BACKENDS = ("cuda", "flashinfer", "reference")
-_MODES = ("none", "none"), ("none", "pieces"), ("piecewise", "pieces"), ("full_decode", "none"), ("both", "pieces")
+_COMPILE = {"none": "none", "piecewise": "pieces", "full_decode": "none", "both": "pieces"}
+_BACKENDS = {
+    "cuda": ("none", "piecewise", "full_decode", "both"),
+    "flashinfer": ("none", "both"),
+    "reference": ("none", "piecewise"),
+}
 QUICK = [
     *(
-        f"greedy {backend} graphs={graphs} compile={compile}"
-        for backend in _BACKENDS
-        for graphs, compile in _MODES
-        if (graphs, compile) != ("none", "pieces") and (backend != "reference" or graphs in ("none", "piecewise"))
+        f"greedy {backend} graphs={graphs} compile={_COMPILE[graphs]}"
+        for backend, modes in _BACKENDS.items()
+        for graphs in modes
     ),
     "greedy bfloat16 cuda",
     "mixed equals the CPU, piecewise",
@@ -54,6 +57,7 @@ QUICK = [
     "experts of the library",
 ]
 EXHAUSTIVE = [
+    *(f"greedy flashinfer graphs={graphs} compile={_COMPILE[graphs]}" for graphs in ("piecewise", "full_decode")),
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),
     "greedy bfloat16 flashinfer",
     "mixed equals the CPU, eager",
