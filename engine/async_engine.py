@@ -14,11 +14,13 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient, ProcessClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
 from engine.errors import EngineError, InvalidRequestError, ShutDownError
-from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, Prompt, parse_prompt, spellings
+from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt, spellings
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -97,7 +99,9 @@ class AsyncEngine:
             self.check_health()
             if delta and final_only:
                 raise InvalidRequestError("delta and final_only exclude each other", "final_only")
-            admitted = await self._admit(engine, prompt, sampling_params, request_id, priority, cache_salt)
+            admitted = await self._admit(
+                engine, parse_prompt(prompt), sampling_params, request_id, priority, cache_salt
+            )
             if not delta and not final_only:
                 kind = admitted.params.output_kind
                 delta, final_only = kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
@@ -125,9 +129,9 @@ class AsyncEngine:
             self.check_health()
             pooling = engine.resolve_pooling(pooling_params)
             parsed = parse_prompt(prompt)
-            ids = await self.tokenize(parsed.text or "") if parsed.token_ids is None else parsed.token_ids
+            ids = await engine.token_ids(parsed, pooling_params or PoolingParams())
             salt = cache_salt if cache_salt is not None else parsed.cache_salt
-            given: Prompt = {"prompt": parsed.text, "prompt_token_ids": engine.truncated(ids, pooling_params)}
+            given = replace(parsed, token_ids=engine.truncated(ids, pooling_params))
             admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
             with engine.stream(admitted, arrival, final_only=True, watch=watch) as stream:
                 yield pooled_output(await stream.next(), pooling)
@@ -138,7 +142,7 @@ class AsyncEngine:
         self.check_health()
         engine.pinned.reserve(name)
         try:
-            admitted = await self._admit(engine, prefix, PROMPT_ONLY, None, 0, None, pin=name)
+            admitted = await self._admit(engine, parse_prompt(prefix), PROMPT_ONLY, None, 0, None, pin=name)
         except BaseException:
             engine.pinned.release(name)
             raise
@@ -191,7 +195,7 @@ class AsyncEngine:
         """Also of a text that is longer than a prompt may be. Raises `InvalidRequestError`."""
         engine = await self._started()
         contexts = engine.config.limits.contexts_translated
-        engine.tokenizer.check_length(text, contexts=contexts)
+        engine.tokenizer.bound.check(text, contexts=contexts)
         return await engine.tokenizer.encode_async(
             text, add_special_tokens=add_special_tokens, max_ids=contexts * self.max_model_len
         )
@@ -237,7 +241,7 @@ class AsyncEngine:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        tokenizer.check_length(text, "messages", contexts=contexts)
+        tokenizer.bound.check(text, "messages", contexts=contexts)
         max_ids = contexts * self.max_model_len
         return text, await tokenizer.encode_async(
             text, add_special_tokens=add_special_tokens, field="messages", max_ids=max_ids
@@ -356,7 +360,7 @@ class AsyncEngine:
     async def _admit(
         self,
         engine: Serving,
-        prompt: Prompt,
+        parsed: ParsedPrompt,
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
@@ -370,15 +374,10 @@ class AsyncEngine:
         given = params if params is not None else engine.default_sampling_params()
         checked = check_params(given)
         engine.admission.check_params(checked)
-        parsed = parse_prompt(prompt)
         salt = cache_salt if cache_salt is not None else parsed.cache_salt
         if salt is not None:
             check_text(salt, "cache_salt")
-        token_ids = parsed.token_ids
-        if token_ids is None:
-            text, contexts = parsed.text or "", engine.contexts_of(checked)
-            engine.tokenizer.check_length(text, contexts=contexts)
-            token_ids = await engine.tokenizer.encode_async(text, max_ids=contexts * self.max_model_len - 1)
+        token_ids = await engine.token_ids(parsed, checked)
         structured = checked.structured_outputs
         grammar = None if structured is None else await engine.grammars.check_async(structured)
         with fails_alone("admitting the request"):
@@ -395,4 +394,5 @@ class AsyncEngine:
                 bad_words=bad_words,
                 grammar=grammar,
                 pooling=pooling,
+                is_pair=parsed.is_pair,
             )

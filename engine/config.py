@@ -281,7 +281,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     them half"""
     preemption: Preemption = "auto"
     vocab_size: int = 2**31 - 1
-    """a token id is below it"""
+    """an id that the model is fed is below it: those of its vocabulary, times the kinds of tokens"""
     speculation: SpeculationConfig = SpeculationConfig()
     whole_prompts: bool = False
     """a prompt is computed in one step, or not yet"""

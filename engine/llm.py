@@ -18,6 +18,7 @@ from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.pooled_calls import PooledCalls
+from engine.pooling import PoolingParams
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.session import Session, open_session
 from engine.stepping import Stepper
@@ -93,7 +94,7 @@ class LLM(PooledCalls, NotHere):
         session.pinned.reserve(name)
         try:
             parsed = parse_prompt(prefix)
-            [ids] = self._token_ids([parsed])
+            [ids] = self._token_ids([parsed], [PROMPT_ONLY])
             admitted = session.admission.admit(
                 "pin", parsed.text, ids, PROMPT_ONLY, cache_salt=parsed.cache_salt, pin=name
             )
@@ -182,7 +183,7 @@ class LLM(PooledCalls, NotHere):
             for conversation in conversations
         ]
         for text in texts:
-            self._tokenizer.check_length(text, "messages")
+            self._tokenizer.bound.check(text, "messages")
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)  # the template wrote them out
         prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -264,15 +265,15 @@ class LLM(PooledCalls, NotHere):
                 self._stepper.drop(names)
         return [output for output in done.values() if output is not None]
 
-    def _token_ids(self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams] = ()) -> Iterator[list[int]]:
+    def _token_ids(
+        self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams | PoolingParams]
+    ) -> Iterator[list[int]]:
         """Of each, all texts at once. Raises `InvalidRequestError`."""
         texts = []
         for i, prompt in enumerate(prompts):
             if prompt.token_ids is None:
                 with naming_prompt(i, len(prompts)):
-                    contexts = self._session.contexts_of(params[i] if params else None)
-                    self._tokenizer.check_length(prompt.text or "", contexts=contexts)
-                texts.append(prompt.text or "")
+                    texts.append(self._session.text_of(prompt, params[i]))
         with fails_alone("tokenizing"):
             encoded = iter(self._tokenizer.encode_batch(texts))
         return (next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts)

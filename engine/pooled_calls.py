@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.errors import InvalidRequestError
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompts
-from engine.frontend.pairs import pair_ids
+from engine.frontend.pairs import pair_prompt
 from engine.frontend.texts import check_text
 from engine.pooling import (
     ClassificationRequestOutput,
@@ -28,7 +28,7 @@ from engine.pooling import (
     scores_pairs,
     similarity,
 )
-from engine.request import RequestOutput
+from engine.request import RequestOutput, SamplingParams
 from engine.session import Session
 
 
@@ -38,7 +38,9 @@ class PooledCalls(ABC):
     @abstractmethod
     def _number_call(self) -> int: ...
     @abstractmethod
-    def _token_ids(self, prompts: Sequence[ParsedPrompt]) -> Iterator[list[int]]: ...
+    def _token_ids(
+        self, prompts: Sequence[ParsedPrompt], params: Sequence[SamplingParams | PoolingParams]
+    ) -> Iterator[list[int]]: ...
     @abstractmethod
     def _run(self, admitted: list[AdmittedRequest], arrival: float, use_tqdm: bool) -> list[RequestOutput]: ...
 
@@ -58,13 +60,20 @@ class PooledCalls(ABC):
         pooling = session.resolve_pooling(pooling_params)
         parsed, call = parse_prompts(prompts), self._number_call()
         admitted = []
-        for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed), strict=True)):
+        params = [pooling_params or PoolingParams()] * len(parsed)
+        for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed, params), strict=True)):
             with naming_prompt(i, len(parsed)):
                 salt = None if prompt.cache_salt is None else check_text(prompt.cache_salt, "cache_salt")
                 kept = session.truncated(ids, pooling_params)
                 admitted.append(
                     session.admission.admit(
-                        f"{call}.{i}", prompt.text, kept, PROMPT_ONLY, cache_salt=salt, pooling=pooling.kind
+                        f"{call}.{i}",
+                        prompt.text,
+                        kept,
+                        PROMPT_ONLY,
+                        cache_salt=salt,
+                        pooling=pooling.kind,
+                        is_pair=prompt.is_pair,
                     )
                 )
         return [pooled_output(output, pooling) for output in self._run(admitted, arrival, use_tqdm)]
@@ -119,7 +128,7 @@ class PooledCalls(ABC):
         most = None if params is None else params.truncate_prompt_tokens
         model, config = session.model.facts, session.config
         prompts: list[Prompt] = [
-            {"prompt_token_ids": pair_ids(session.tokenizer, model, config, one, other, most)} for one, other in texts
+            pair_prompt(session.tokenizer, model, config, one, other, most) for one, other in texts
         ]
         return [
             PooledRequestOutput(

@@ -76,7 +76,7 @@ def resolve(
     a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
-    facts, vocab_size = model.facts, model.facts.num_token_ids
+    facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16

@@ -14,13 +14,14 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
 from engine.errors import CoreDiedError, EngineError, ShutDownError
-from engine.frontend.admission import AdmittedRequest
+from engine.frontend.admission import AdmittedRequest, ParsedPrompt
 from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
-from engine.request import RequestOutput
+from engine.pooling import PoolingParams
+from engine.request import RequestOutput, SamplingParams
 from engine.session import Session, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,15 @@ class Serving(Session):
         """Begins to be computed; leaving it as a context ends it. Raises `QueueFullError`, `CoreDiedError`."""
         self.submit(admitted, arrival, delta=delta, final_only=final_only)
         return Stream(self, admitted, watch)
+
+    async def token_ids(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> list[int]:
+        """Raises `InvalidRequestError`."""
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        text, longest = self.text_of(prompt, params), self.config.model.max_model_len
+        most = longest - 1 if isinstance(params, SamplingParams) else longest
+        max_ids = most if params.truncate_prompt_tokens is None else None
+        return await self.tokenizer.encode_async(text, max_ids=max_ids)
 
     async def pin(self, name: str, admitted: AdmittedRequest) -> int:
         """Its number of tokens. The name is reserved; whatever goes wrong, and whoever leaves, gives it back."""

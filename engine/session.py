@@ -42,6 +42,21 @@ def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     )
 
 
+def generates_not(model: ModelDescription) -> str:
+    """What a model is that generates nothing, and what to ask it; empty: it generates."""
+    if model.generates:
+        return ""
+    if model.head is None:
+        return "this is an embedding model, which generates nothing: use /v1/embeddings, or LLM.embed"
+    if model.head.form.pooled == "all":
+        what, use = "judges each token", "/pooling, or LLM.encode with pooling_task token_classify"
+    elif len(model.head.labels) == 1:
+        what, use = "gives texts a score", "/score, /rerank or /classify, or LLM.score"
+    else:
+        what, use = "judges texts", "/classify, or LLM.classify"
+    return f"this is a model that {what}, which generates nothing: use {use}"
+
+
 def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
     """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
     model, config = resolve_with_plan(args)
@@ -70,7 +85,7 @@ class Session:
         self.tokenizer = tokenizer
         self.client = client
         self.ready = ready
-        self.admission = Admission(config, tokenizer, generates=model.generates)
+        self.admission = Admission(config, tokenizer, generates_not=generates_not(model))
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
@@ -131,10 +146,12 @@ class Session:
             grammar=None if structured is None else self.grammars.check(structured),
         )
 
-    def contexts_of(self, params: SamplingParams | None) -> int:
-        """That a prompt's text may fill: more than one where only its end is kept."""
-        truncates = params is not None and getattr(params, "truncate_prompt_tokens", None) is not None
-        return self.config.limits.contexts_translated if truncates else 1
+    def text_of(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> str:
+        """What of a prompt's text is tokenized. Raises `InvalidRequestError`."""
+        text, generates = prompt.text or "", isinstance(params, SamplingParams)
+        if params.truncate_prompt_tokens is None:
+            return self.tokenizer.bound.check(text, generates=generates)
+        return self.tokenizer.bound.cut(text, keep_end=generates)
 
     def submit(
         self, admitted: AdmittedRequest, arrival: float, *, delta: bool = False, final_only: bool = False

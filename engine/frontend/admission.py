@@ -37,7 +37,14 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, object]
+class PairPrompt(msgspec.Struct, frozen=True):
+    """Two texts as `engine.frontend.pairs` joins them. A token of kind k is its id + k * the size of the vocabulary
+    (`ModelFacts.token_types`), which no other prompt may hold."""
+
+    token_ids: list[int]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | PairPrompt | Mapping[str, object]
 """a list holds token ids, a mapping what the typed dictionaries do; `parse_prompt` checks it"""
 PromptType = Prompt
 """vLLM's name"""
@@ -51,11 +58,12 @@ class ParsedPrompt(msgspec.Struct, frozen=True):
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None
+    is_pair: bool = False
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that can be served: `message` is what the core is told, `message.request_ids[i]` what it calls sample
-    `i`."""
+    `i`. `prompt_token_ids` are the tokenizer's, also of a pair."""
 
     request_id: str
     prompt: str | None
@@ -68,6 +76,8 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     """Sort out the accepted shapes. Raises `InvalidRequestError` for any other."""
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None, None)
+    if isinstance(prompt, PairPrompt):
+        return ParsedPrompt(None, prompt.token_ids, None, is_pair=True)
     if _are_token_ids(prompt):
         return ParsedPrompt(None, list(prompt), None)
     if not isinstance(prompt, Mapping) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
@@ -94,7 +104,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
     """One, or a list of them."""
-    if isinstance(prompts, str | Mapping) or (prompts and _are_token_ids(prompts)):
+    if isinstance(prompts, str | Mapping | PairPrompt) or (prompts and _are_token_ids(prompts)):
         return [parse_prompt(prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidRequestError(
@@ -140,11 +150,12 @@ class Admission:
     vLLM's does.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, *, generates: bool = True) -> None:
-        """`generates`: false for a model that has no head."""
-        self._generates = generates
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, *, generates_not: str = "") -> None:
+        """`generates_not`: why this model generates nothing; empty: it does."""
+        self._generates_not = generates_not
         self._tokenizer = tokenizer
         self._vocab_size = config.model.vocab_size
+        self._fed_ids = config.scheduler.vocab_size
         self._max_model_len = config.model.max_model_len
         self._max_logprobs = config.max_logprobs
         self._policy = config.scheduler.policy
@@ -170,18 +181,17 @@ class Admission:
         bad_words: list[list[int]] | None = None,
         grammar: str | None = None,
         pooling: Pooling | None = None,
+        is_pair: bool = False,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError` naming the field at fault; changes nothing then.
 
         `wait_s`: how long it may wait for its turn. `bad_words`: what `spellings` gives for them as token ids; None:
         they are tokenized here. `grammar`: what `GrammarChecks` makes of `structured_outputs`. `pooling`: what is
-        wanted in place of tokens.
+        wanted in place of tokens. `is_pair`: the ids are a `PairPrompt`'s.
         """
-        if not self._generates and pooling is None and pin is None:
-            raise InvalidRequestError(
-                "this is an embedding model, which generates nothing: use /v1/embeddings, or LLM.embed", "model"
-            )
-        self._check_prompt(prompt_token_ids, pooling is None)
+        if self._generates_not and pooling is None and pin is None:
+            raise InvalidRequestError(self._generates_not, "model")
+        self._check_prompt(prompt_token_ids, pooling is None, self._fed_ids if is_pair else self._vocab_size)
         self.check_params(params)
         self._check_place(request_id, priority, cache_salt)
         max_tokens = self._max_tokens(len(prompt_token_ids), params) if pooling is None else 1
@@ -192,9 +202,9 @@ class Admission:
             template = msgspec.structs.replace(template, pooling=pooling)
         base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
+        count = params.n if params.use_beam_search else params.num_samples
         first, *others = (
-            Follower(request_id=f"{request_id}:{serial}:{index}", seed=_seed_of(base, index))
-            for index in range(params.n if params.use_beam_search else params.num_samples)
+            Follower(request_id=f"{request_id}:{serial}:{i}", seed=_seed_of(base, i)) for i in range(count)
         )
         message = AddRequest(
             request_id=first.request_id,
@@ -212,7 +222,7 @@ class Admission:
         return AdmittedRequest(
             request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=[token % self._vocab_size for token in prompt_token_ids] if is_pair else prompt_token_ids,
             params=params,
             message=message,
         )
@@ -232,14 +242,15 @@ class Admission:
         kept = params.truncate_prompt_tokens
         return token_ids if kept is None else token_ids[-(self._max_model_len - 1 if kept == -1 else kept) :]
 
-    def _check_prompt(self, token_ids: list[int], generates: bool) -> None:
+    def _check_prompt(self, token_ids: list[int], generates: bool, size: int) -> None:
+        """`size`: ids are below it."""
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", "prompt")
         if len(token_ids) + generates > self._max_model_len:  # first: what is longer is not even looked at
             raise too_many_tokens(len(token_ids), self._max_model_len, "prompt", generates=generates)
         if not all(type(t) is int for t in token_ids):
             raise InvalidRequestError("prompt_token_ids must be integers", "prompt")
-        check_token_ids("prompt", token_ids, self._vocab_size)
+        check_token_ids("prompt", token_ids, size)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises `InvalidRequestError` for what this model or these limits do not allow."""

@@ -161,7 +161,7 @@ class FillIn:
         return Gap(before, behind, gap.files[max(len(gap.files) - left, 0) :])
 
     async def _encode(self, text: str, field: str) -> list[int]:
-        self._tokenizer.check_length(text, field, contexts=self._limits.contexts_translated)
+        self._tokenizer.bound.check(text, field, contexts=self._limits.contexts_translated)
         ids = await self._ids_of(self._tokenizer, text, field)
         if self._not_of_texts.isdisjoint(ids):
             return ids
@@ -182,7 +182,7 @@ class FillIn:
         if not files:
             return []
         told = [f"{name}{_LINE}{text}{_LINE}" for name, text in files]
-        self._tokenizer.check_length("".join(told), field, contexts=self._limits.contexts_translated)
+        self._tokenizer.bound.check("".join(told), field, contexts=self._limits.contexts_translated)
         if not self._file:
             return await self._encode("".join(told), field)
         pieces = [(self._file, text) for text in (*told, f"{_FILE}{_LINE}")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
+from engine.frontend.admission import PairPrompt
 from engine.frontend.tokenizer import Tokenizer
 from engine.models.facts import ModelFacts
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-def pair_ids(
+def pair_prompt(
     tokenizer: Tokenizer,
     model: ModelFacts,
     config: EngineConfig,
@@ -21,17 +22,19 @@ def pair_ids(
     most: int | None = None,
     most_of_other: int | None = None,
     fields: tuple[str, str] = ("data_1", "data_2"),
-) -> list[int]:
-    """As `encode_pair`; a token of the second text, where the model tells them apart, is its id behind all others
-    (`ModelFacts.token_types`). `most`: as `PoolingParams.truncate_prompt_tokens`. Raises `InvalidRequestError`
-    naming one of `fields` for a text that is too long to be looked at."""
-    cut = most is not None or most_of_other is not None
-    for text, field in zip((one, other), fields, strict=True):
-        tokenizer.check_length(text, field, contexts=config.limits.contexts_translated if cut else 1)
+) -> PairPrompt:
+    """As `encode_pair`; a token of the second text, where the model tells them apart, is of the second kind. `most`: as
+    `PoolingParams.truncate_prompt_tokens`. Raises `InvalidRequestError` naming one of `fields` for a text that is too
+    long to be looked at."""
+    bound, cut = tokenizer.bound, (most is not None, most is not None or most_of_other is not None)
+    one, other = (
+        bound.cut(text, field) if cuts else bound.check(text, field, generates=False)
+        for text, field, cuts in zip((one, other), fields, cut, strict=True)
+    )
     length = config.model.max_model_len if most == -1 else most
     ids, kinds = encode_pair(tokenizer.backend, one, other, length, most_of_other)
     size, last = model.vocab_size, model.token_types - 1 if tokenizer.tells_texts_apart else 0
-    return [token + size * min(kind, last) for token, kind in zip(ids, kinds, strict=True)]
+    return PairPrompt([token + size * min(kind, last) for token, kind in zip(ids, kinds, strict=True)])
 
 
 def encode_pair(

@@ -8,6 +8,9 @@ from engine.errors import TOO_LONG, InvalidRequestError
 from engine.limits import Limits
 from engine.request import SamplingParams
 
+SHORTENS = ", or let it be cut (truncate_prompt_tokens)"
+"""what is pooled"""
+
 
 def check_text(text: object, field: str) -> str:
     """Raises `InvalidRequestError` for what is no string, or holds half of a surrogate pair."""
@@ -25,11 +28,12 @@ def check_text(text: object, field: str) -> str:
 def too_many_tokens(
     count: int, max_model_len: int | None, field: str, *, generates: bool = True
 ) -> InvalidRequestError:
-    """Of a prompt. OpenAI's words, which clients look for."""
+    """Of a prompt. OpenAI's words, which clients look for. `generates`: tokens are wanted behind it, else it is
+    pooled."""
     most = f"; at most {(max_model_len or 0) - 1} leave room for one to generate" if generates else ""
     return InvalidRequestError(
         f"This model's maximum context length is {max_model_len} tokens (max_model_len). However, your {field} "
-        f"resulted in {count} tokens{most}. Please reduce the length of the {field}.",
+        f"resulted in {count} tokens{most}. Please reduce the length of the {field}{'' if generates else SHORTENS}.",
         field,
         TOO_LONG,
     )

@@ -11,7 +11,6 @@ takes too long or nobody waits for it any more.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from engine.frontend.conversation import ChatMessage, RenderAnswer
 from engine.frontend.failures import fails_alone
 from engine.frontend.helpers import HelperEndedError, Helpers
 from engine.frontend.long_texts import EncodeAnswer, EncodeQuestion
+from engine.frontend.text_bound import QUICK_CHARS, TextBound
 from engine.frontend.texts import check_text, too_many_counted, too_many_tokens
 from engine.frontend.tokenizer_source import TokenizerDescription, describe_tokenizer, load_with_transformers
 from engine.frontend.turns import Turns
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _INLINE_CHARS = 512
 """below this, encoding takes less time (about 0.1 ms) than the way to another thread and back"""
-_THREAD_CHARS = 65536
-"""up to this, a thread: a fifth of a second at worst, which nobody need interrupt; above, a helper process"""
+_THREAD_CHARS = QUICK_CHARS
+"""up to this, a thread; above, a helper process"""
 _THREADS = 2
 _CHARACTER_S = 1e-6
 """about, for a thread to tokenize"""
@@ -83,7 +83,7 @@ class Tokenizer:
         self._path = path
         self._limits = limits
         self._max_model_len = max_model_len
-        self._longest_token = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        self.bound = TextBound(self.backend, limits, max_model_len)
         self._token_texts: dict[int, str] = {}
         self._literal: Tokenizer | None = None
         self._literal_lock = threading.Lock()
@@ -160,24 +160,6 @@ class Tokenizer:
         starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
         return whole[starts[0] + len(plain) :] if starts else []
 
-    def check_length(self, text: str, field: str = "prompt", *, contexts: int = 1) -> None:
-        """Before it is tokenized: a token has at most so many characters, so a text that has more than a context's
-        worth of them is not looked at. Raises `InvalidRequestError` for it, and for what is no text.
-
-        (A normalizer may drop characters, so that a longer text would have fitted; it would be mostly nothing.)
-        """
-        limit = contexts * self._max_chars
-        if len(check_text(text, field)) > limit:
-            raise InvalidRequestError(
-                f"{field}: {len(text)} characters; at most {limit} are tokenized, since a token of this model has at "
-                f"most {self._longest_token} (max_model_len is {self._max_model_len})",
-                field,
-            )
-
-    @property
-    def _max_chars(self) -> int:
-        return sys.maxsize if self._max_model_len is None else self._max_model_len * self._longest_token
-
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt", max_ids: int | None = None
     ) -> list[int]:
@@ -230,8 +212,9 @@ class Tokenizer:
         """Raises `InvalidRequestError`."""
         if max_ids is None or count <= max_ids:
             return
-        if self._max_model_len is not None and max_ids < self._max_model_len:
-            raise too_many_tokens(count, self._max_model_len, field)
+        longest = self._max_model_len
+        if longest is not None and max_ids <= longest:
+            raise too_many_tokens(count, longest, field, generates=max_ids < longest)
         raise too_many_counted(count, max_ids, field, self._limits)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -363,7 +346,7 @@ class Tokenizer:
             special_tokens=self._special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            max_chars=min(sys.maxsize, self._limits.template_output_factor * self._max_chars),
+            max_chars=self.bound.chars(self._limits.template_output_factor),
             limits=self._limits,
         )
         return question, blamed

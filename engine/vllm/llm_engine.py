@@ -75,9 +75,9 @@ class LLMEngine:
         given = params if params is not None else session.default_sampling_params()
         token_ids = parsed.token_ids
         if token_ids is None:
-            session.tokenizer.check_length(parsed.text or "", contexts=session.contexts_of(given))
+            text = session.text_of(parsed, given)
             with fails_alone("tokenizing"):
-                token_ids = session.tokenizer.encode(parsed.text or "")
+                token_ids = session.tokenizer.encode(text)
         admitted = session.admit(name, parsed, token_ids, given, priority=priority)
         self._stepper.add(admitted, time.monotonic(), admitted.params.output_kind)
         return name

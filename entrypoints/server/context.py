@@ -18,6 +18,7 @@ from starlette.requests import HTTPConnection
 from engine import AsyncEngine, SamplingParams
 from engine.dialects.resolve import AUTO
 from engine.errors import ConfigError, InvalidRequestError
+from engine.frontend.admission import PairPrompt
 from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import RequestOutput
@@ -30,7 +31,7 @@ from entrypoints.server.speech import Speech
 from entrypoints.server.token_text import TokenTexts
 from entrypoints.server.tracing import Tracing
 
-EnginePrompt = str | Mapping[str, object]
+EnginePrompt = str | PairPrompt | Mapping[str, object]
 Outputs = AsyncGenerator[RequestOutput, None]
 
 IGNORED = "x-pageloom-ignored"

@@ -68,7 +68,10 @@ async def prompts_of(context: ServerContext, body: InputFields, before: str = ""
         if not isinstance(given, str):
             prompts.append({"prompt_token_ids": given})
         elif body.add_special_tokens is False:
-            prompts.append({"prompt_token_ids": await engine.tokenize(before + given, add_special_tokens=False)})
+            tokenizer, cuts = engine.tokenizer, body.truncate_prompt_tokens is not None
+            text = (tokenizer.bound.cut if cuts else tokenizer.bound.check)(before + given, "input")
+            ids = await tokenizer.encode_async(text, add_special_tokens=False, field="input")
+            prompts.append({"prompt_token_ids": ids})
         else:
             prompts.append(before + given)
     return prompts

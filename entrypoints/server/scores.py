@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
 from engine.errors import InvalidRequestError
-from engine.frontend.pairs import pair_ids
+from engine.frontend.pairs import pair_prompt
 from engine.pooling import PoolingParams, PoolingRequestOutput, pairs_of, scores_pairs, similarity
 from entrypoints.server.context import EnginePrompt, ServerContext
 from entrypoints.server.embeddings import EmbeddingUsage
@@ -157,8 +157,8 @@ async def _read_at_once(
     params = PoolingParams(task="classify", use_activation=body.use_activation, truncate_prompt_tokens=most)
     prompts: list[EnginePrompt] = []
     for first, second in pairs:
-        ids = await asyncio.to_thread(
-            pair_ids,
+        prompt = await asyncio.to_thread(
+            pair_prompt,
             engine.tokenizer,
             engine.model.facts,
             engine.config,
@@ -168,7 +168,7 @@ async def _read_at_once(
             other.most_tokens,
             (one.field, other.field),
         )
-        prompts.append({"prompt_token_ids": ids})
+        prompts.append(prompt)
 
     def place(index: int) -> str:
         return other.place(pairs[index][1])

@@ -107,6 +107,25 @@ def test_the_text_at_fault_is_named_by_its_place_in_the_body(base: str) -> None:
     assert told.startswith("input[1]: ")
 
 
+@pytest.mark.parametrize("extra", [{}, {"add_special_tokens": False}])
+@pytest.mark.parametrize("length", [300, 2000, 500_000])
+def test_texts_of_any_length_are_cut(base: str, length: int, extra: dict[str, Any]) -> None:
+    body = {"model": "embedder", "input": "ab" * (length // 2)}
+    for most in (32, -1):
+        asked = body | extra | {"truncate_prompt_tokens": most}
+        assert post(base, "/v1/embeddings", asked)["usage"]["prompt_tokens"] == (256 if most == -1 else most)
+    error = post(base, "/v1/embeddings", body | extra, 400)["error"]
+    assert error["param"] == "input" and "(max_model_len)" in error["message"]
+    if not extra:
+        assert "truncate_prompt_tokens" in error["message"]
+        assert post(base, "/api/embed", body)["prompt_eval_count"] == 256
+        assert "(max_model_len)" in post(base, "/api/embed", body | {"truncate": False}, 400)["error"]
+    texts = {"query": "a", "documents": ["c", "b" * length]}
+    error = post(base, "/rerank", texts, 400)["error"]
+    assert error["param"] == "documents" and "truncate_prompt_tokens" in error["message"]
+    assert len(post(base, "/rerank", texts | {"truncate_prompt_tokens": -1})["results"]) == 2
+
+
 def test_a_text_may_fill_the_whole_context(base: str) -> None:
     assert post(base, "/v1/embeddings", {"input": "a" * 256})["usage"]["prompt_tokens"] == 256
     error = post(base, "/v1/embeddings", {"input": "a" * 257}, 400)["error"]

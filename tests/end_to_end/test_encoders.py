@@ -153,8 +153,10 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path, family: str) -> None:
             "ab" * 150, "c" * 150, use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=99)
         )
         inputs = tokenizer("ab" * 150, "c" * 150, truncation=True, max_length=99)
-        size = llm._alive().model.facts.vocab_size
-        assert [token % size for token in cut.prompt_token_ids] == inputs["input_ids"]
+        assert cut.prompt_token_ids == inputs["input_ids"]
+        for wrong in (300, 300 + PROMPTS[1][0]):  # as a token of a pair's second text is fed
+            with pytest.raises(InvalidRequestError, match=r"outside the vocabulary \[0, 300\)"):
+                llm.encode([5, wrong], use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="tokens"):
             llm.score("ab" * 150, "c" * 150, use_tqdm=False)
 
@@ -186,6 +188,25 @@ def test_a_config_of_modernbert_as_it_was_published(tmp_path: Path) -> None:
         params = PoolingParams(pooling_type="mean", normalize=False)
         for ids, output in zip(PROMPTS, llm.encode(given(PROMPTS), params, use_tqdm=False), strict=True):
             np.testing.assert_allclose(output.outputs.data, states_of(model, ids).mean(axis=0), atol=1e-4, rtol=1e-4)
+
+
+def test_texts_of_any_length_are_cut(tmp_path: Path) -> None:
+    """By both doors, to what transformers cuts them to; what is not to be cut is refused in words that say how it
+    would be."""
+    save_encoder("Bert", tmp_path)
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    long = "word " * 100_000
+    with LLM(str(tmp_path), **{**SETTINGS, "max_model_len": 128}) as llm:
+        for most, text in ((32, long), (-1, long), (64, "word " * 300)):
+            [output] = llm.embed(text, PoolingParams(truncate_prompt_tokens=most), use_tqdm=False)
+            length = 128 if most == -1 else most
+            assert output.prompt_token_ids == tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        for text in ("word " * 26, "word " * 300, long):
+            with pytest.raises(InvalidRequestError, match=r"context length is 128 .*truncate_prompt_tokens") as caught:
+                llm.embed(text, use_tqdm=False)
+            assert "contexts_translated" not in str(caught.value)
 
 
 def test_settings_that_mean_nothing_here_are_refused(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from compilation.priority import LOWEST
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.frontend.helpers import Helper, Helpers
+from engine.frontend.text_bound import TextBound
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import Limits
 from engine.request import StructuredOutputsParams
@@ -306,7 +309,7 @@ def test_a_text_that_takes_too_long_is_ended(tokenizer: Tokenizer, tiny_model: P
     ("text", "reason"), [("\ud83d", "surrogate"), (5, "string"), (None, "string"), ("x" * 100_000, "max_model_len")]
 )
 def test_what_cannot_fit_is_refused_before_it_is_tokenized(tokenizer: Tokenizer, text: Any, reason: str) -> None:
-    error = refusal(lambda: tokenizer.check_length(text))
+    error = refusal(lambda: tokenizer.bound.check(text))
     assert reason in str(error) and error.field == "prompt"
 
 
@@ -314,7 +317,26 @@ def test_no_text_that_fits_is_too_long(tokenizer: Tokenizer) -> None:
     """The bound is sound where each character of a text is in a token: as many of the longest token as fit."""
     longest = max(tokenizer.backend.get_vocab(), key=len)
     text = tokenizer.decode([tokenizer.backend.token_to_id(longest)], skip_special_tokens=False) * 1024
-    tokenizer.check_length(text)
+    tokenizer.bound.check(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "length"),
+    [
+        (models.WordPiece({"[UNK]": 0, "ab": 1}, unk_token="[UNK]"), 65536),
+        (models.WordLevel({"[UNK]": 0, "ab": 1}, unk_token="[UNK]"), 65536),
+        (models.Unigram([("<unk>", 0.0), ("ab", -1.0)], 0, False), 65536),
+        (models.BPE({"[UNK]": 0, "a": 1}, [], unk_token="[UNK]", fuse_unk=True), 65536),
+        (models.BPE({"[UNK]": 0, "a": 1}, [], unk_token="[UNK]"), 5 * 16),
+    ],
+    ids=["WordPiece", "WordLevel", "Unigram", "fused", "BPE"],
+)
+def test_an_unknown_word_is_one_token_whatever_its_length(model: Any, length: int) -> None:
+    bound = TextBound(Backend(model), Limits(), max_model_len=16)
+    assert bound.check("z" * length) == "z" * length
+    with pytest.raises(InvalidRequestError, match="context length is 16 tokens"):
+        bound.check("z" * (length + 1))
+    assert len(bound.cut("z" * 10**6)) == 65536
 
 
 def test_a_closed_tokenizer_leaves_no_process_behind(tiny_model: Path) -> None:
