@@ -138,9 +138,8 @@ def _judged(given: PoolingParams, head: HeadSpec | None) -> ResolvedPooling:
         raise InvalidRequestError("this model has no classifier: use a checkpoint that has one", "model")
     each = head.form.pooled == "all"
     if given.task is not None and each != (given.task == "token_classify"):
-        raise InvalidRequestError(
-            f"this model judges {'each token: use token_classify' if each else 'whole texts: use classify'}", "task"
-        )
+        use = "use the task token_classify, at /pooling" if each else "use the task classify"
+        raise InvalidRequestError(f"this model judges {'each token' if each else 'whole texts'}: {use}", "task")
     if given.normalize is not None:
         raise InvalidRequestError("normalize is of embeddings, and this model judges: use the task embed", "normalize")
     function = "identity" if given.use_activation is False else head.function

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 
+from engine.errors import InvalidRequestError
 from engine.models.heads import HeadSpec
 from engine.pooling import PoolingParams, PoolingRequestOutput, PoolingTask
 from entrypoints.server.context import ServerContext
@@ -89,9 +90,10 @@ class PooledListSchema(PooledList):
 
 async def create_classes(context: ServerContext, body: ClassifyRequest) -> Classes:
     """Raises what `vectors_of` raises."""
-    name = new_id("classify")
+    name, head = new_id("classify"), context.engine.model.head
+    if head is not None and head.form.pooled == "all":
+        raise InvalidRequestError(f'this model judges each token: {POOLING} says how (task "token_classify")', "model")
     outputs = await _outputs(context, body, body.params(), name)
-    head = context.engine.model.head
     assert head is not None  # or nothing came
     data = [_classified(index, each, head) for index, each in enumerate(outputs)]
     return Classes(name, now(), context.served_name, data, _usage(outputs))

@@ -46,6 +46,17 @@ def test_classes(tmp_path: Any) -> None:
         assert post(base, "/pooling", {"input": "a", "normalize": True}, 400)["error"]["param"] == "normalize"
         wrong = {"input": "a", "task": "token_classify"}
         assert post(base, "/pooling", wrong, 400)["error"]["param"] == "task"
+        assert "model that judges texts" in post(base, "/v1/completions", {"prompt": "a"}, 400)["error"]["message"]
+
+
+def test_each_token_is_judged_at_pooling(tmp_path: Any) -> None:
+    path = tmp_path / "judge"
+    save_judge("Qwen2", path, "TokenClassification", num_labels=5)
+    with serving(str(path), "--dtype", "float32", "--compile", "none", *OPTIONS) as base:
+        error = post(base, "/classify", {"input": "a"}, 400)["error"]
+        assert error["param"] == "model" and "/pooling" in error["message"]
+        assert np.array(post(base, "/pooling", {"input": "ab"})["data"][0]["data"]).shape == (2, 5)
+        assert "judges each token" in post(base, "/v1/completions", {"prompt": "a"}, 400)["error"]["message"]
 
 
 def test_a_cross_encoder_ranks(tmp_path: Any) -> None:
@@ -69,7 +80,13 @@ def test_a_cross_encoder_ranks(tmp_path: Any) -> None:
             wrong = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": number}
             assert post(base, "/score", wrong, 400)["error"]["param"] == "truncate_prompt_tokens"
         for side in ("query", "documents"):
-            wrong = {"query": "a", "documents": ["b"]} | {side: "c" * 10**5 if side == "query" else ["c" * 10**5]}
-            assert post(base, "/rerank", wrong, 400)["error"]["param"] == side
+            for length in (300, 10**5):
+                long = "c" * length
+                wrong = {"query": "a", "documents": ["b"]} | {side: long if side == "query" else [long]}
+                error = post(base, "/rerank", wrong, 400)["error"]
+                assert error["param"] == side or length == 300, "a pair that is too long has a document"
+                assert "truncate_prompt_tokens" in error["message"]
+                cut = post(base, "/rerank", wrong | {"truncate_prompt_tokens": -1})
+                assert cut["usage"]["prompt_tokens"] == 256
         error = post(base, "/score", {"text_1": "a", "text_2": ["b", "c" * 300]}, 400)["error"]
         assert error["message"].startswith("text_2[1]: ")
