@@ -18,7 +18,7 @@ from engine.frontend.given_template import given_template
 from engine.frontend.grammars import GrammarChecks
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.pins import PinnedPrefixes
-from engine.frontend.texts import check_params, check_text
+from engine.frontend.texts import check_params, check_text, no_tokenizer
 from engine.frontend.tokenizer import Tokenizer
 from engine.grammars.vocabularies import ModelVocabulary
 from engine.models.description import ModelDescription
@@ -33,13 +33,16 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     """Raises `ConfigError`."""
-    return Tokenizer.load(
+    tokenizer = Tokenizer.load(
         config.model.tokenizer,
         Path(config.compile.cache_dir),
         limits=config.limits,
         max_model_len=config.model.max_model_len,
         chat_template=None if args.chat_template is None else given_template(args.chat_template, config.limits),
     )
+    if not tokenizer.bound.reads_texts:
+        logger.warning("%s; prompts of token ids are served", no_tokenizer(config.model.tokenizer))
+    return tokenizer
 
 
 def generates_not(model: ModelDescription) -> str:
@@ -148,8 +151,8 @@ class Session:
 
     def text_of(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> str:
         """What of a prompt's text is tokenized. Raises `InvalidRequestError`."""
-        text, generates = prompt.text or "", isinstance(params, SamplingParams)
-        if params.truncate_prompt_tokens is None:
+        text, generates = prompt.text or "", not isinstance(params, PoolingParams)
+        if getattr(params, "truncate_prompt_tokens", None) is None:  # what are no parameters is refused later
             return self.tokenizer.bound.check(text, generates=generates)
         return self.tokenizer.bound.cut(text, keep_end=generates)
 

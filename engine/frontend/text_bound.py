@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine.errors import TOO_LONG, InvalidRequestError
-from engine.frontend.texts import SHORTENS, check_text
+from engine.frontend.texts import SHORTENS, check_text, no_tokenizer
 from engine.limits import Limits
 
 if TYPE_CHECKING:
@@ -22,11 +22,15 @@ class TextBound:
     not fit. (A normalizer may drop characters, so that a longer text would have fitted; it would be mostly nothing.)
     Where one unknown token stands for any number of characters, `QUICK_CHARS` may always come."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, limits: Limits, max_model_len: int | None) -> None:
-        """`max_model_len` None: nothing bounds texts."""
+    def __init__(self, backend: tokenizers.Tokenizer, path: str, limits: Limits, max_model_len: int | None) -> None:
+        """`path`: where it came from. `max_model_len` None: nothing bounds texts."""
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.reads_texts = _has_words(backend, vocabulary)
+        """else transformers made an empty one of a config alone"""
+        self._path = path
         self._limits = limits
         self._max_model_len = max_model_len
-        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        longest = max(map(len, vocabulary), default=1)
         self._context = sys.maxsize if max_model_len is None else max_model_len * longest
         self._least = QUICK_CHARS if _joins_unknown(backend) else 0
 
@@ -38,7 +42,7 @@ class TextBound:
         """The text. Raises `InvalidRequestError` for one that is too long, and for what is none. `generates`: as of
         `too_many_tokens`."""
         limit = self.chars(contexts)
-        if len(check_text(text, field)) <= limit:
+        if len(self._read(text, field)) <= limit:
             return text
         if contexts > 1:
             flag = f"--limit contexts_translated={self._limits.contexts_translated}"
@@ -55,14 +59,23 @@ class TextBound:
         """Of a text whose tokens are truncated to a context at most, whatever its length: what is tokenized, several
         contexts' worth from its start or its end. Raises `InvalidRequestError` for what is no text."""
         limit = max(self.chars(self._limits.contexts_translated), QUICK_CHARS)
-        if len(check_text(text, field)) <= limit:
+        if len(self._read(text, field)) <= limit:
             return text
         return text[-limit:] if keep_end else text[:limit]
 
+    def _read(self, text: str, field: str) -> str:
+        if not self.reads_texts:
+            raise InvalidRequestError(f"{field}: {no_tokenizer(self._path)}; give token ids", field)
+        return check_text(text, field)
+
+
+def _has_words(backend: tokenizers.Tokenizer, vocabulary: Iterable[str]) -> bool:
+    """Whether there is a token that is not special. Unigram's empty ones have the mark of a space."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values()} | {"\u2581"}
+    return any(word not in special and word[:1] + word[-1:] not in ("<>", "[]") for word in vocabulary)
+
 
 def _joins_unknown(backend: tokenizers.Tokenizer) -> bool:
-    """Whether one token stands for a word, or a run of characters, that the vocabulary does not have."""
-    model = json.loads(backend.to_str())["model"]
-    if model.get("type") == "Unigram":
-        return not model.get("byte_fallback")
-    return model.get("type") in ("WordPiece", "WordLevel") or bool(model.get("fuse_unk"))
+    """Whether one token may stand for a word, or a run of characters, that the vocabulary does not have."""
+    kind = type(backend.model).__name__
+    return kind in ("WordPiece", "WordLevel", "Unigram") or (kind == "BPE" and bool(backend.model.fuse_unk))

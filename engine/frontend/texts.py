@@ -8,6 +8,13 @@ from engine.errors import TOO_LONG, InvalidRequestError
 from engine.limits import Limits
 from engine.request import SamplingParams
 
+
+def no_tokenizer(where: str) -> str:
+    """Of a model that transformers makes an empty one for, by its config alone."""
+    files = "no tokenizer.json, nor other files of one (--tokenizer names another place)"
+    return f"this model has no tokenizer: {where} has {files}"
+
+
 SHORTENS = ", or let it be cut (truncate_prompt_tokens)"
 """what is pooled"""
 

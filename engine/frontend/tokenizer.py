@@ -83,7 +83,7 @@ class Tokenizer:
         self._path = path
         self._limits = limits
         self._max_model_len = max_model_len
-        self.bound = TextBound(self.backend, limits, max_model_len)
+        self.bound = TextBound(self.backend, path, limits, max_model_len)
         self._token_texts: dict[int, str] = {}
         self._literal: Tokenizer | None = None
         self._literal_lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -89,6 +90,22 @@ def test_what_are_no_prompts_or_parameters_is_refused_by_name(llm: LLM, prompts:
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate(prompts, params, use_tqdm=False)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "bert", "roberta", "xlm-roberta", "gemma3_text"])
+def test_without_a_tokenizer_prompts_are_ids(
+    tiny_model: Path, tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers makes an empty one, of the config alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with make(tiny_model, tokenizer=str(tmp_path)) as llm:
+        [told] = [record.message for record in caplog.records if "tokenizer.json" in record.message]
+        assert "--tokenizer" in told and str(tmp_path) in told
+        for call in (llm.generate, llm.embed):
+            with pytest.raises(InvalidRequestError, match=r"no tokenizer.json.*--tokenizer.*token ids"):
+                call("hello", use_tqdm=False)
+        [output] = llm.generate([[5, 6]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
 
 
 def test_more_prompts_than_the_queue_holds_are_fed_as_room_appears(tiny_model: Path) -> None:

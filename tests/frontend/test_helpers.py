@@ -332,7 +332,7 @@ def test_no_text_that_fits_is_too_long(tokenizer: Tokenizer) -> None:
     ids=["WordPiece", "WordLevel", "Unigram", "fused", "BPE"],
 )
 def test_an_unknown_word_is_one_token_whatever_its_length(model: Any, length: int) -> None:
-    bound = TextBound(Backend(model), Limits(), max_model_len=16)
+    bound = TextBound(Backend(model), "", Limits(), max_model_len=16)
     assert bound.check("z" * length) == "z" * length
     with pytest.raises(InvalidRequestError, match="context length is 16 tokens"):
         bound.check("z" * (length + 1))
