@@ -89,6 +89,8 @@ class Session:
         self.client = client
         self.ready = ready
         self.admission = Admission(config, tokenizer, generates_not=generates_not(model))
+        if model.pooling.unsupported:
+            logger.warning("embeddings of this model are not supported: %s", model.pooling.unsupported)
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)

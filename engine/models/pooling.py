@@ -65,10 +65,10 @@ def pooling_of(directory: Path) -> PoolingDefaults:
     if [kind for kind, _ in kinds] != sorted((kind for kind, _ in kinds), key=_KNOWN.index):
         return PoolingDefaults(declared=True, unsupported="its modules come in another order than is known here")
     folders = dict(kinds)
-    given = _pooling(directory / folders["Pooling"] / "config.json") if "Pooling" in folders else "last"
+    given, found = _pooling(directory / folders["Pooling"] / "config.json") if "Pooling" in folders else ("last", "")
     if given is None:
         known = ", ".join(_MODES.values())
-        return PoolingDefaults(declared=True, unsupported=f"its pooling is not one of {known}")
+        return PoolingDefaults(declared=True, unsupported=f"its pooling, {found}, is not one of {known}")
     return PoolingDefaults(
         pooling_type=given,
         dense=tuple(_dense(directory / folder) for kind, folder in kinds if kind == "Dense"),
@@ -98,15 +98,16 @@ def _dense(directory: Path) -> DenseSpec:
     return DenseSpec(directory=str(directory), activation=activation)
 
 
-def _pooling(file: Path) -> PoolingType | None:
-    """None for what is not known here, or several at once."""
+def _pooling(file: Path) -> tuple[PoolingType | None, str]:
+    """None for what is not known here, or several at once; and what the file says."""
     config = read_json_object(file, CONFIG_BYTES)
     if config.get("include_prompt") is False:
-        return None
+        return None, "include_prompt false"
     asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if not asked:
-        return _MODES.get(str(config.get("pooling_mode")))
-    return _TYPES.get(asked[0]) if len(asked) == 1 else None
+        mode = config.get("pooling_mode")
+        return _MODES.get(str(mode)), f"pooling_mode {shown(mode)}"
+    return _TYPES.get(asked[0]) if len(asked) == 1 else None, " and ".join(asked)
 
 
 def _max_length(directory: Path) -> int | None:

@@ -102,7 +102,9 @@ def test_compiled_bfloat16_is_close(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "activation"), [("pooling_mode_cls_token", "Tanh"), ("pooling_mode_mean_tokens", "Identity")]
 )
-def test_sentence_transformers_modules(tmp_path: Path, mode: str, activation: str) -> None:
+def test_sentence_transformers_modules(
+    tmp_path: Path, mode: str, activation: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = save_encoder("Bert", tmp_path)
     sentence_transformer(tmp_path, mode, normalize=True)
     torch.manual_seed(2)
@@ -127,6 +129,7 @@ def test_sentence_transformers_modules(tmp_path: Path, mode: str, activation: st
             llm.embed("a", PoolingParams(dimensions=25), use_tqdm=False)
     file.write_text(json.dumps([modules[0], modules[3], modules[1]]))
     with LLM(str(tmp_path), **SETTINGS) as llm, pytest.raises(InvalidRequestError, match="order"):
+        assert any(record.levelname == "WARNING" and "another order" in record.message for record in caplog.records)
         llm.embed("a", use_tqdm=False)
 
 

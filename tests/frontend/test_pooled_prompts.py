@@ -108,13 +108,15 @@ def test_what_files_say_of_pooling(tmp_path: Path) -> None:
         file.write_text(f'{{"max_seq_length": {length}, "do_lower_case": false}}')
         assert pooling_of(tmp_path).max_length == (int(length) if length.isdigit() else None)
         file.unlink()
-    for config in (
-        {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True},
-        {"pooling_mode": "weightedmean"},
-        {"pooling_mode_lasttoken": True, "include_prompt": False},
+    for config, named in (
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "_mean_tokens and pooling_mode_lasttoken"),
+        ({"pooling_mode_weightedmean_tokens": True, "pooling_mode_mean_tokens": False}, "weightedmean_tokens, "),
+        ({"pooling_mode": "weightedmean"}, "'weightedmean'"),
+        ({"pooling_mode_lasttoken": True, "include_prompt": False}, "include_prompt"),
     ):
         pooling(**config)
-        assert "not one of" in pooling_of(tmp_path).unsupported
+        told = pooling_of(tmp_path).unsupported
+        assert "not one of" in told and named in told
     for kind in ("cls", "max"):
         pooling(pooling_mode=kind)
         assert pooling_of(tmp_path).pooling_type == kind
