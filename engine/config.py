@@ -116,8 +116,12 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     kv_cache_memory: Annotated[int | str | None, _about("memory of the KV cache, as 4GiB", **_SIZE)] = None
     memory_fraction: Annotated[float, _about("share of the device's memory to use")] = 0.9
     enable_prefix_caching: Annotated[
-        bool, _about("keep what was computed for prompts that begin alike", flag="prefix-caching enable-prefix-caching")
-    ] = True
+        bool | None,
+        _about(
+            "keep what was computed for prompts that begin alike; default: yes, but for encoders",
+            flag="prefix-caching enable-prefix-caching",
+        ),
+    ] = None
     swap_space: Annotated[
         int | str,
         _about(

@@ -247,7 +247,7 @@ def _max_model_len(args: EngineArgs, max_position: int, sizes: SequenceSizes) ->
 
 def _encoder_step(args: EngineArgs, tokens: int, max_model_len: int) -> int:
     """Tokens of a step of an encoder, which computes prompts whole and keeps nothing of them."""
-    unused = ("kv_cache_memory", "swap_space", "speculative_config")
+    unused = ("kv_cache_memory", "swap_space", "speculative_config", "enable_prefix_caching")
     given = [name for name in unused if getattr(args, name)] + ["kv_cache_dtype"] * (args.kv_cache_dtype != "auto")
     if given:
         raise ConfigError(f"{given[0]} has no effect here: the model is an encoder, which keeps no KV; leave it out")
@@ -270,7 +270,7 @@ def _cache(
         dtype=dtype,
         kv_cache_memory=wanted,
         memory_fraction=args.memory_fraction,
-        enable_prefix_caching=args.enable_prefix_caching and facts.keeps_kv,
+        enable_prefix_caching=args.enable_prefix_caching is not False and facts.keeps_kv,
         swap_space=_swap_space(args, machine),
     )
 

@@ -97,14 +97,15 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        engine, ready = self._engine, self._engine.ready
+        engine, ready, keeps_kv = self._engine, self._engine.ready, self._engine.model.facts.keeps_kv
         logger.info(
-            "ready: %s serves %s; context %d tokens, KV cache %d blocks of %d tokens, attention %s; started in %.1f s",
+            "ready: %s serves %s; context %d tokens, %s, attention %s; started in %.1f s",
             ", ".join(url_of(s, "https" if self.config.is_ssl else "http") for s in sockets or ()),
             engine.served_name,
             engine.max_model_len,
-            ready.num_blocks,
-            ready.block_size,
+            f"KV cache {ready.num_blocks} blocks of {ready.block_size} tokens"
+            if keeps_kv
+            else "an encoder: no KV cache",
             ready.attention_backend,
             ready.startup_seconds,
         )

@@ -218,6 +218,7 @@ def test_settings_that_mean_nothing_here_are_refused(tmp_path: Path) -> None:
         ({"max_num_batched_tokens": 256}, "max_model_len"),
         ({"kv_cache_memory": 1 << 20}, "kv_cache_memory"),
         ({"attention_backend": "cpu"}, "attention_backend"),
+        ({"enable_prefix_caching": True}, "enable_prefix_caching"),
     ):
         with pytest.raises(ConfigError, match=told):
             LLM(str(tmp_path), **{**SETTINGS, **wrong})

@@ -124,6 +124,19 @@ def test_the_ready_line_says_what_is_served(tiny_server_model: Path) -> None:
         assert all(part in ready[0] for part in (base, "tiny", "256 tokens", "64 blocks of 16"))
 
 
+def test_the_ready_line_of_an_encoder_tells_of_no_kv_cache(tiny_server_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "encoder"
+    shutil.copytree(tiny_server_model, model)
+    config = json.loads((model / "config.json").read_text())
+    for name in ("head_dim", "num_key_value_heads"):
+        config.pop(name, None)
+    config |= {"architectures": ["BertModel"], "model_type": "bert"}
+    (model / "config.json").write_text(json.dumps(config))
+    with process(model) as (_, _, log):
+        [ready] = [line for line in log if "ready:" in line]
+        assert "no KV cache" in ready and "blocks" not in ready
+
+
 def test_a_broken_connection_frees_its_request(tiny_server_model: Path) -> None:
     """Over real TCP: the socket closes, the engine's gauge of unfinished requests returns to none."""
     with process(tiny_server_model, "stall_at=0") as (_, base, _log):
