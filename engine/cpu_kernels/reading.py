@@ -35,7 +35,7 @@ LEAST_BYTES = 128 << 20
 _PAST_IF = 0.97
 """of the speed through the caches that reading past them must reach"""
 _SHAPES = ((32_768, 576), (8192, 1536), (8192, 4096))
-"""[n, k] of what is read: 126 MiB"""
+"""[n, k] of what is read: 124 MiB"""
 _CACHES = 4
 """times the last level of the caches, at least, is what is read, so that it does not hold it"""
 _MOST_BYTES = 1 << 30

@@ -178,6 +178,8 @@ class _Parser:
         for name, shape, encoding, offset in infos:
             if name in header.tensors:
                 raise self.fail(f"two tensors are named {name}")
+            if offset % alignment:
+                raise self.fail(f"tensor {name} lies at {offset} of the data, no multiple of {alignment}")
             header.tensors[name] = self.extent(name, shape, encoding, data_start + offset)
         return header
 

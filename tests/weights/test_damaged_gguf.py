@@ -120,16 +120,19 @@ def test_a_changed_byte_never_escapes_as_another_exception(at: int, value: int, 
         assert str(error)
 
 
-def test_an_offset_beyond_the_file_is_refused_naming_the_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("offset", "says"), [(1 << 40, "file ends"), (33, "no multiple of 32")])
+def test_an_offset_beyond_the_file_or_between_places_is_refused_naming_the_tensor(
+    tmp_path: Path, offset: int, says: str
+) -> None:
     path = write(tmp_path / "m.gguf")
     content = bytearray(path.read_bytes())
     name = b"blk.0.attn_v.weight"
     after_name = content.index(name) + len(name)
     num_dims = struct.unpack_from("<I", content, after_name)[0]
     offset_at = after_name + 4 + 8 * num_dims + 4
-    struct.pack_into("<Q", content, offset_at, 1 << 40)
+    struct.pack_into("<Q", content, offset_at, offset)
     path.write_bytes(bytes(content))
-    with pytest.raises(WeightsError, match=r"blk\.0\.attn_v\.weight.*file ends"):
+    with pytest.raises(WeightsError, match=rf"blk\.0\.attn_v\.weight.*{says}"):
         describe(str(path))
 
 
