@@ -99,6 +99,7 @@ def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
     import msgspec
 
     from engine.config import EngineArgs
+    from engine.vllm_names import SHORT
 
     group = parser.add_argument_group("engine") if isinstance(parser, argparse.ArgumentParser) else parser
     hints = get_type_hints(EngineArgs, include_extras=True)
@@ -109,7 +110,7 @@ def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
         how = about.extra or {}
         if not how.get("hidden"):
             names = str(how.get("flag", field.name)).split()
-            flags = ["--" + name.replace("_", "-") for name in names]
+            flags = [*SHORT.get(field.name, "").split(), *("--" + name.replace("_", "-") for name in names)]
             settings = _option_of(kind, bool(how.get("size")), field.name)
             group.add_argument(*flags, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
     _add_vllms_options(parser, prefix)

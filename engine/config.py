@@ -144,6 +144,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     cores: Annotated[
         tuple[int, ...] | None, _about("logical CPUs that the compute threads are bound to (CPU), as 0,1 or 0-3")
     ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        _about("ranks that compute a model together, each with its part of every matrix; on a CPU with threads each"),
+    ] = 1
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -320,6 +324,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """a hidden synchronisation in a steady decode step is an error (CUDA)"""
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    tensor: int = 1
+    """ranks, each with its part of every matrix"""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
@@ -328,3 +337,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceConfig
     max_logprobs: int
     limits: Limits = Limits()
+    parallel: ParallelConfig = ParallelConfig()

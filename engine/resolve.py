@@ -23,7 +23,7 @@ Defaults that are choices
 - async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and
   who arrives would wait for one step more.
 - served_model_name: the directory's name, or the file's without ".gguf".
-- threads: physical cores, since a second hyper-thread shares the vector units of the first.
+- threads: physical cores, since a second hyper-thread shares the vector units of the first; ranks divide them.
 - who computes on which core: each compute thread has one while a step computes, where there are as many; else it runs
   wherever the operating system puts it. `cores` names the CPUs of as many threads, also for what is between steps.
   The front end is never bound. It works in one burst a step, and gives way through the scheduler's fairness alone.
@@ -45,6 +45,7 @@ from engine.config import (
     EngineConfig,
     GraphMode,
     ModelConfig,
+    ParallelConfig,
     Quantization,
     SchedulerConfig,
     SpeculationConfig,
@@ -128,6 +129,7 @@ def resolve(
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,
+        parallel=ParallelConfig(tensor=args.tensor_parallel_size),
     )
 
 
@@ -156,7 +158,9 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
 def _threads(args: EngineArgs, machine: Machine) -> int:
     if args.threads is not None:
         return args.threads
-    return len(args.cores) if args.cores is not None else machine.physical_cores
+    if args.cores is not None:
+        return len(args.cores)
+    return max(machine.physical_cores // args.tensor_parallel_size, 1)
 
 
 def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:

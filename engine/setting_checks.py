@@ -14,6 +14,7 @@ from engine.sizes import setting_bytes
 Kind = Literal["cpu", "cuda"]
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_RANKS = 64
 
 
 def check_settings(args: EngineArgs, machine: Machine) -> Kind:
@@ -45,11 +46,22 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
         why = f" ({machine.cuda_problem})" if machine.cuda_problem else ""
         raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
     _check_cores(args, machine)
+    _check_ranks(args, kind, machine)
     if kind == "cuda" and args.cores is not None:
         raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     if kind == "cuda" and args.threads is not None:
         raise ConfigError("threads sets the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     return kind
+
+
+def _check_ranks(args: EngineArgs, kind: Kind, machine: Machine) -> None:
+    ranks = args.tensor_parallel_size
+    if kind == "cuda" and ranks > len(machine.cuda):
+        raise ConfigError(f"tensor_parallel_size ({ranks}) exceeds the {len(machine.cuda)} CUDA devices that are here")
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
+    if ranks > 1 and args.cores is not None:
+        raise ConfigError(f"cores binds the threads of one rank, and tensor_parallel_size is {ranks}: leave it out")
 
 
 def _check_cores(args: EngineArgs, machine: Machine) -> None:
@@ -76,6 +88,7 @@ def _check_ranges(args: EngineArgs) -> None:
         "max_waiting",
         "threads",
         "kv_cache_memory",
+        "tensor_parallel_size",
     ):
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:
