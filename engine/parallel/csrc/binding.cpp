@@ -1,0 +1,156 @@
+// The only unit that sees torch: groups by their names, and operators that check tensors.
+#include <map>
+#include <mutex>
+#include <numeric>
+
+#include "shared_group.h"
+#include "torch_string.h"
+
+namespace pageloom {
+namespace {
+
+// Of this process. Who is in a collective, or stops it, keeps its group while somebody closes it.
+class OpenGroups {
+ public:
+  void add(const std::string& name, std::shared_ptr<SharedGroup> group) {
+    const std::lock_guard lock(mutex_);
+    PAGELOOM_CHECK(groups_.emplace(name, std::move(group)).second, "a group named ", name, " is open already");
+  }
+  void remove(const std::string& name) {
+    std::shared_ptr<SharedGroup> last;  // unmapped without the lock
+    const std::lock_guard lock(mutex_);
+    if (const auto found = groups_.find(name); found != groups_.end()) {
+      last = std::move(found->second);
+      groups_.erase(found);
+    }
+  }
+  std::shared_ptr<SharedGroup> find(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    const auto found = groups_.find(name);
+    PAGELOOM_CHECK(found != groups_.end(), "no group named ", name, " is open");
+    return found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<SharedGroup>> groups_;
+};
+
+OpenGroups& open_groups() {
+  static OpenGroups groups;
+  return groups;
+}
+
+Float float_of(ScalarType type, const char* op) {
+  switch (type) {
+    case ScalarType::Float: return Float::k32;
+    case ScalarType::BFloat16: return Float::kBrain16;
+    case ScalarType::Half: return Float::kHalf16;
+    default: refuse(op, ": sums are made of float32, bfloat16 and float16, not of torch's type ", static_cast<int>(type));
+  }
+}
+
+uint32_t extent(int64_t size, const char* op) {
+  PAGELOOM_CHECK(size >= 0 && size <= UINT32_MAX, op, ": ", size, " rows or columns are too many");
+  return static_cast<uint32_t>(size);
+}
+
+// What one rank is refused, the others would wait for.
+template <class Call>
+Tensor stopping_where_refused(SharedGroup& group, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    group.stop("rank " + std::to_string(group.rank()) + ": " + error.what());
+    throw;
+  }
+}
+
+Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::string name) {
+  static constexpr const char* kOp = "all_reduce";
+  const std::shared_ptr<SharedGroup> group = open_groups().find(name);
+  return stopping_where_refused(*group, [&] {
+    const ScalarType type = x.scalar_type(), out_type = static_cast<ScalarType>(dtype);
+    ReduceCall call{};
+    call.type = float_of(type, kOp);
+    call.out_type = float_of(out_type, kOp);
+    PAGELOOM_CHECK(type == ScalarType::Float || type == out_type, kOp, ": x must be float32, or of the result's dtype");
+    PAGELOOM_CHECK(x.dim() == 2 && x.is_contiguous(), kOp, ": x must be contiguous [rows, columns]");
+    const int64_t rows = x.size(0), columns = x.size(1);
+    if (residual.has_value()) {
+      PAGELOOM_CHECK(residual->on_cpu() && residual->scalar_type() == out_type && residual->dim() == 2 &&
+                         residual->size(0) == rows && residual->size(1) == columns && residual->is_contiguous(),
+                     kOp, ": the residual must be contiguous [", rows, ", ", columns, "] of the result's dtype");
+      call.residual = static_cast<const char*>(residual->data_ptr());
+    }
+    call.tag = {residual.has_value() ? Kind::kAllReduceAdd : Kind::kAllReduce, static_cast<uint8_t>(type),
+                static_cast<uint8_t>(out_type), 0, extent(rows, kOp), extent(columns, kOp), extent(columns, kOp)};
+    call.x = static_cast<const char*>(x.data_ptr());
+    call.count = rows * columns;
+    Tensor out = Tensor::empty({rows, columns}, out_type);
+    call.out = static_cast<char*>(out.data_ptr());
+    group->all_reduce(call);
+    return out;
+  });
+}
+
+Tensor all_gather(Tensor x, std::vector<int64_t> columns, std::string name) {
+  static constexpr const char* kOp = "all_gather";
+  const std::shared_ptr<SharedGroup> group = open_groups().find(name);
+  return stopping_where_refused(*group, [&] {
+    PAGELOOM_CHECK(static_cast<int64_t>(columns.size()) == group->size(), kOp, ": columns of ", columns.size(),
+                   " ranks are given, of ", group->size(), " that there are");
+    for (const int64_t each : columns) extent(each, kOp);
+    PAGELOOM_CHECK(x.dim() == 2 && x.size(1) == columns[group->rank()], kOp, ": x of rank ", group->rank(),
+                   " must be [rows, ", columns[group->rank()], "]");
+    PAGELOOM_CHECK(x.size(1) <= 1 || x.stride(1) == 1, kOp, ": a row's columns must lie side by side");
+    const int64_t rows = x.size(0), total = std::accumulate(columns.begin(), columns.end(), int64_t{0});
+    GatherCall call{.columns = columns};
+    const ScalarType type = x.scalar_type();
+    call.element_size = x.element_size();
+    call.tag = {Kind::kAllGather, static_cast<uint8_t>(type), static_cast<uint8_t>(type), 0, extent(rows, kOp),
+                extent(total, kOp), extent(x.size(1), kOp)};
+    call.x = static_cast<const char*>(x.data_ptr());
+    call.x_stride = x.stride(0) * call.element_size;
+    call.rows = rows;
+    Tensor out = Tensor::empty({rows, total}, type);
+    call.out = static_cast<char*>(out.data_ptr());
+    group->all_gather(call);
+    return out;
+  });
+}
+
+void open_group(int64_t fd, std::string name, int64_t rank, int64_t size) {
+  open_groups().add(name, std::make_shared<SharedGroup>(static_cast<int>(fd), rank, size));
+}
+
+void close_group(std::string name) { open_groups().remove(name); }
+
+void stop_group(std::string name, std::string reason) { open_groups().find(name)->stop(reason); }
+
+void stop_memory(int64_t fd, std::string reason) { SharedMemory(static_cast<int>(fd)).stop(reason); }
+
+// The namespace holds the build's key, so that two builds fit in one process.
+const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
+  m.define("all_reduce(Tensor x, Tensor? residual, ScalarType dtype, str group) -> Tensor");
+  m.define("all_gather(Tensor x, int[] columns, str group) -> Tensor");
+  m.define("open_group(int fd, str name, int rank, int size) -> ()");
+  m.define("close_group(str name) -> ()");
+  m.define("stop_group(str name, str reason) -> ()");
+  m.define("stop_memory(int fd, str reason) -> ()");
+});
+
+const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
+  m.implement<all_reduce>("all_reduce");
+  m.implement<all_gather>("all_gather");
+});
+
+const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
+  m.implement<open_group>("open_group");
+  m.implement<close_group>("close_group");
+  m.implement<stop_group>("stop_group");
+  m.implement<stop_memory>("stop_memory");
+});
+
+}  // namespace
+}  // namespace pageloom

@@ -1,0 +1,226 @@
+#include "shared_group.h"
+
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+namespace pageloom {
+namespace {
+
+constexpr int64_t kAtOnceBytes = 64 << 10;  // of x, up to which every rank sums everything
+constexpr int64_t kShareUnit = 64;          // elements: shares begin at lines of the caches
+
+const SumKernels& kernels_of_this_cpu() {
+#if defined(__x86_64__)
+#if defined(PAGELOOM_HAVE_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return kernels_avx512::kSums;
+#endif
+#if defined(PAGELOOM_HAVE_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2::kSums;
+#endif
+#endif
+  return kernels_portable::kSums;
+}
+
+// A rank that waits: hot for some microseconds, then it lends its core to others, then it leaves it.
+class Patience {
+ public:
+  void wait() {
+    if (++looks_ <= kHotLooks) return pause();
+    const int64_t now = now_ns();
+    if (cold_at_ns_ == 0) cold_at_ns_ = now + kYieldNs;
+    if (now < cold_at_ns_) {
+      sched_yield();
+    } else {
+      nanosleep(&kNap, nullptr);
+    }
+  }
+
+ private:
+  static constexpr int kHotLooks = 200;
+  static constexpr int64_t kYieldNs = 20'000'000;
+  static constexpr timespec kNap = {0, 50'000};
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
+  static int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+  }
+
+  int looks_ = 0;
+  int64_t cold_at_ns_ = 0;
+};
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::kAllReduce: return "all_reduce";
+    case Kind::kAllReduceAdd: return "all_reduce with a residual";
+    case Kind::kAllGather: return "all_gather";
+  }
+  return "nothing that is known";
+}
+
+std::string name_of(uint8_t type) {
+  switch (type) {
+    case 0: return "uint8";
+    case 1: return "int8";
+    case 2: return "int16";
+    case 3: return "int32";
+    case 4: return "int64";
+    case 5: return "float16";
+    case 6: return "float32";
+    case 7: return "float64";
+    case 11: return "bool";
+    case 15: return "bfloat16";
+    default: return "type " + std::to_string(type);
+  }
+}
+
+std::string describe(const Tag& tag) {
+  std::ostringstream text;
+  text << name_of(tag.kind) << " of [" << tag.rows << ", " << tag.own_columns << "] " << name_of(tag.type);
+  if (tag.out_type != tag.type) text << " to " << name_of(tag.out_type);
+  if (tag.kind == Kind::kAllGather) text << " to " << tag.columns << " columns";
+  return text.str();
+}
+
+// Copies bytes [begin, end) of rows that are thought of as following one another; either side may lie apart.
+void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t row_bytes, int64_t begin,
+               int64_t end) {
+  for (int64_t at = begin; at < end;) {
+    const int64_t row = at / row_bytes, within = at % row_bytes, n = std::min(row_bytes - within, end - at);
+    memcpy(to + row * to_stride + within, from + row * from_stride + within, n);
+    at += n;
+  }
+}
+
+}  // namespace
+
+SharedGroup::SharedGroup(int fd, int64_t rank, int64_t size)
+    : memory_(fd), rank_(rank), kernels_(kernels_of_this_cpu()), parts_(memory_.size()) {
+  if (size != memory_.size() || rank < 0 || rank >= size) {
+    std::ostringstream text;
+    text << "rank " << rank << " of " << size << " does not fit a memory of " << memory_.size() << " ranks";
+    throw std::runtime_error(text.str());
+  }
+  if (memory_.line(rank).taken.exchange(1) != 0)
+    throw std::runtime_error("rank " + std::to_string(rank) + " of this memory has been taken before");
+  for (int64_t at = 0; at < 2 * memory_.slot_bytes(); at += kPage) memory_.slot(rank, 0)[at] = 0;  // near this rank
+}
+
+void SharedGroup::publish(const Tag& tag) {
+  if (memory_.stopped()) memory_.throw_reason();
+  RankLine& own = memory_.line(rank_);
+  own.tags[++round_ % 2] = tag;
+  own.published.store(round_, std::memory_order_release);
+}
+
+// A slot, and a tag, of round r is written again in round r + 2: its rank has then seen the others publish r + 1, which
+// they do after they have read what they wanted of r. So no rank waits at the end of a collective.
+void SharedGroup::wait_for_all(const Tag& tag, const std::vector<int64_t>* columns) {
+  for (int64_t rank = 0; rank < size(); ++rank) {
+    if (rank == rank_) continue;
+    wait_for(rank);
+    Tag expected = tag;
+    if (columns != nullptr) expected.own_columns = static_cast<uint32_t>((*columns)[rank]);
+    const Tag& called = memory_.line(rank).tags[round_ % 2];
+    if (memcmp(&called, &expected, sizeof called) == 0) continue;
+    std::ostringstream text;
+    text << "rank " << rank << " called " << describe(called) << " where rank " << rank_ << " called " << describe(tag);
+    memory_.stop(text.str());
+    memory_.throw_reason();
+  }
+}
+
+void SharedGroup::wait_for(int64_t rank) {
+  const RankLine& other = memory_.line(rank);
+  Patience patience;
+  while (other.published.load(std::memory_order_acquire) < round_) {
+    if (memory_.stopped()) memory_.throw_reason();
+    patience.wait();
+  }
+}
+
+void SharedGroup::all_reduce(const ReduceCall& call) {
+  const int64_t bytes = call.count * size_of(call.type), most = memory_.slot_bytes() / size_of(call.type);
+  if (bytes <= std::min(kAtOnceBytes, memory_.slot_bytes())) return reduce_at_once(call);
+  for (int64_t at = 0; at < call.count; at += most) reduce_by_shares(call, at, std::min(most, call.count - at));
+}
+
+// Every rank sums everything.
+void SharedGroup::reduce_at_once(const ReduceCall& call) {
+  memcpy(next_slot(), call.x, call.count * size_of(call.type));
+  publish(call.tag);
+  wait_for_all(call.tag);
+  sum_slots(call, call.x, 0, call.count, call.residual, call.out);
+}
+
+// Every rank sums a share of the elements, rounds it, and reads the others'.
+void SharedGroup::reduce_by_shares(const ReduceCall& call, int64_t begin, int64_t count) {
+  const int64_t type_bytes = size_of(call.type), out_bytes = size_of(call.out_type);
+  const int64_t lines = (count + kShareUnit - 1) / kShareUnit, share = (lines + size() - 1) / size() * kShareUnit;
+  const auto start = [&](int64_t rank) { return std::min(rank * share, count); };
+  const char* const x = call.x + begin * type_bytes;
+  const int64_t own = start(rank_), end = start(rank_ + 1);
+  memcpy(next_slot(), x, own * type_bytes);
+  memcpy(next_slot() + end * type_bytes, x + end * type_bytes, (count - end) * type_bytes);
+  publish(call.tag);
+  wait_for_all(call.tag);
+  sum_slots(call, x + own * type_bytes, own, end - own, nullptr, next_slot() + own * out_bytes);
+  publish(call.tag);
+  for (int64_t i = 0; i < size(); ++i) {
+    const int64_t rank = (rank_ + i) % size(), at = start(rank), n = start(rank + 1) - at;  // its own share first
+    if (i == 1) wait_for_all(call.tag);
+    const void* const sum = slot_of(rank) + at * out_bytes;
+    const char* const residual = call.residual == nullptr ? nullptr : call.residual + (begin + at) * out_bytes;
+    kernels_.sum(&sum, 1, call.out_type, residual, call.out + (begin + at) * out_bytes, call.out_type, n);
+  }
+}
+
+void SharedGroup::sum_slots(const ReduceCall& call, const char* own, int64_t at, int64_t count, const char* residual,
+                            char* out) {
+  for (int64_t rank = 0; rank < size(); ++rank)
+    parts_[rank] = rank == rank_ ? own : slot_of(rank) + at * size_of(call.type);
+  kernels_.sum(parts_.data(), size(), call.type, residual, out, call.out_type, count);
+}
+
+void SharedGroup::all_gather(const GatherCall& call) {
+  int64_t total = 0, widest = 0;  // bytes of a row
+  for (const int64_t columns : call.columns) {
+    total += columns * call.element_size;
+    widest = std::max(widest, columns * call.element_size);
+  }
+  for (int64_t begin = 0; begin == 0 || begin < call.rows * widest; begin += memory_.slot_bytes()) {
+    const auto copy = [&](int64_t rank, const char* from, int64_t from_stride, char* to, int64_t to_stride) {
+      const int64_t row = call.columns[rank] * call.element_size;
+      const int64_t end = std::min(begin + memory_.slot_bytes(), call.rows * row);
+      copy_rows(from, from_stride, to, to_stride, row, begin, end);
+    };
+    const int64_t own = call.columns[rank_] * call.element_size;
+    copy(rank_, call.x, call.x_stride, next_slot() - begin, own);
+    publish(call.tag);
+    wait_for_all(call.tag, &call.columns);
+    char* to = call.out;
+    for (int64_t rank = 0; rank < size(); ++rank) {
+      const int64_t row = call.columns[rank] * call.element_size;
+      const bool here = rank == rank_;
+      copy(rank, here ? call.x : slot_of(rank) - begin, here ? call.x_stride : row, to, total);
+      to += row;
+    }
+  }
+}
+
+}  // namespace pageloom

@@ -1,0 +1,126 @@
+"""Collectives of processes on one host, through memory that they share (`csrc/`; the protocol is in README.md)."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from attention_backends.native_build import build_for_this_cpu
+from engine.parallel.build import sources
+
+MAX_RANKS = 64
+_MAGIC = b"plgroup1"
+_PAGE = 4096
+_loading = threading.Lock()
+
+
+def allocate(size: int, slot_bytes: int) -> int:
+    """The memory of one group of `size` ranks, each of which has two slots of `slot_bytes` (rounded up to pages), as
+    the descriptor of a file without a name: it is gone when no process has it open or mapped.
+
+    The caller closes it; workers inherit it (`subprocess.Popen(pass_fds=...)`). Each rank can be taken once: ranks
+    that begin anew need a new memory. Raises ValueError; OSError where there is no memory.
+    """
+    if not 1 <= size <= MAX_RANKS or slot_bytes < 1:
+        raise ValueError(f"a group has 1 to {MAX_RANKS} ranks and slots of bytes, not {size} ranks, {slot_bytes} bytes")
+    slot = -(-slot_bytes // _PAGE) * _PAGE
+    fd = os.memfd_create("pageloom-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, _PAGE + size * (_PAGE + 2 * slot))
+        os.pwrite(fd, struct.pack("=8sQQ", _MAGIC, size, slot), 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def abort(fd: int, reason: str, cache_dir: Path) -> None:
+    """As `Group.abort`, by a process that has the memory's descriptor and is no rank: one that watches the ranks."""
+    _load(cache_dir).stop_memory(fd, reason)
+
+
+class SharedGroup:
+    """A rank of a group (see `Group`). One thread calls its collectives at a time.
+
+    `name`: under which this process's operators find it. The descriptor is not needed after the constructor, which
+    builds (once per machine, seconds) and loads the library. Raises BuildError; RuntimeError where the memory is not of
+    `size` ranks, the rank has been taken before, or this process has a group of this name.
+    """
+
+    def __init__(self, fd: int, name: str, rank: int, size: int, cache_dir: Path) -> None:
+        self._ops = _load(cache_dir)
+        self._ops.open_group(fd, name, rank, size)
+        self._closing = threading.Lock()
+        self._open = True
+        self._name, self._rank, self._size = name, rank, size
+        self._all_reduce: OpOverload = self._ops.all_reduce.default
+        self._all_gather: OpOverload = self._ops.all_gather.default
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def all_reduce(self) -> OpOverload:
+        """See `AllReduce`; the residual is contiguous, too."""
+        return self._all_reduce
+
+    @property
+    def all_gather(self) -> OpOverload:
+        """See `AllGather`; x is of any dtype, its rows may lie apart."""
+        return self._all_gather
+
+    def abort(self, reason: str) -> None:
+        """See `Group.abort`. Nothing once this rank is closed."""
+        with self._closing:
+            if self._open:
+                self._ops.stop_group(self._name, reason)
+
+    def close(self) -> None:
+        """Unmap the memory. The other ranks are not told: they wait for this one if they call a collective."""
+        with self._closing:
+            if self._open:
+                self._open = False
+                self._ops.close_group(self._name)
+
+
+def _load(cache_dir: Path) -> Any:
+    with _loading:
+        return _load_once(cache_dir)
+
+
+@functools.cache
+def _load_once(cache_dir: Path) -> Any:
+    library = build_for_this_cpu(sources(), cache_dir)
+    ops = getattr(torch.ops, library.namespace)
+    if not hasattr(ops, "all_reduce"):  # found in another cache before
+        torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.library.register_fake(f"{library.namespace}::all_reduce", _fake_all_reduce)
+        torch.library.register_fake(f"{library.namespace}::all_gather", _fake_all_gather)
+    return ops
+
+
+def _fake_all_reduce(x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype, group: str) -> torch.Tensor:
+    return x.new_empty((x.size(0), x.size(1)), dtype=dtype)
+
+
+def _fake_all_gather(x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+    return x.new_empty((x.size(0), sum(columns)))
