@@ -29,6 +29,7 @@ DESCRIPTIONS = (
     "engine.cpu_kernels.build",
     "engine.sampling_sources",
     "engine.draft_sources",
+    "engine.parallel.build",
 )
 Settings = dict[str, Any] | None
 

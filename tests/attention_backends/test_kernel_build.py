@@ -127,16 +127,20 @@ def test_what_came_with_the_package_is_taken_before_cache_and_compiler(
 def test_what_is_declared_of_torchs_abi_is_what_torch_declares(tmp_path: Path) -> None:
     """Two declarations of a C function that differ do not compile."""
     unit = tmp_path / "both.cpp"
-    unit.write_text('#include <torch/csrc/stable/c/shim.h>\n#include "torch_abi.h"\n')
+    unit.write_text('#include <torch/csrc/stable/c/shim.h>\n#include "torch_string.h"\n')
     compiler = find_compiler()
     assert compiler is not None
     command = [compiler, "-std=c++20", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{CSRC}"]
     run([*command, *TORCH_INCLUDE, str(unit)], 120)
-    text = (CSRC / "torch_abi.h").read_text()
-    other = text.replace("TorchError torch_get_num_threads(", "int64_t torch_get_num_threads(")
-    (tmp_path / "torch_abi.h").write_text(other)
-    with pytest.raises(BuildError, match="torch_get_num_threads"):
-        run([*command[:-1], f"-I{tmp_path}", *TORCH_INCLUDE, str(unit)], 120)
+    headers = {"torch_abi.h": "torch_get_num_threads", "torch_string.h": "torch_string_length"}
+    for changed, function in headers.items():
+        for header in headers:
+            text = (CSRC / header).read_text()
+            other = text.replace(f"TorchError {function}(", f"int64_t {function}(")
+            assert (other != text) == (header == changed)
+            (tmp_path / header).write_text(other)
+        with pytest.raises(BuildError, match=function):
+            run([*command[:-1], f"-I{tmp_path}", *TORCH_INCLUDE, str(unit)], 120)
 
 
 @pytest.mark.slow
