@@ -9,6 +9,7 @@ from attention_backends.native_build import NativeSources, Unit
 from attention_backends.toolchain import CSRC as SHARED_CSRC
 
 CSRC = Path(__file__).parent / "csrc"
+_SHARED = ("simd.h", "torch_abi.h", "torch_string.h")
 
 
 def sources() -> NativeSources:
@@ -21,6 +22,6 @@ def sources() -> NativeSources:
             Unit(CSRC / "shared_group.cpp", optimise="-O2"),
             Unit(CSRC / "shared_memory.cpp", optimise="-O2"),
         ),
-        headers=(*sorted(CSRC.glob("*.h")), SHARED_CSRC / "torch_abi.h", SHARED_CSRC / "torch_string.h"),
+        headers=(*sorted(CSRC.glob("*.h")), *(SHARED_CSRC / name for name in _SHARED)),
         include=(SHARED_CSRC,),
     )

@@ -106,11 +106,11 @@ def test_what_one_rank_is_refused_the_others_do_not_wait_for(workers: Workers) -
         first.result()
 
 
-def test_compiled_functions_of_any_number_of_rows_call_the_same_collectives(workers: Workers) -> None:
+def test_a_function_compiled_once_calls_the_same_collectives_for_any_number_of_rows(workers: Workers) -> None:
     ranks = workers.group(2)
     rows, columns = [3, 7, 200, 2], [4, 3]
     for unbacked in (True, False):
-        got = ranks.all("compiled", rows, columns, unbacked)
+        got = ranks.all("compute_both", rows, columns, unbacked)
         for at, count in enumerate(rows):
             x = torch.arange(count * 4, dtype=torch.float32).view(count, 4)
             doubled = (x + (x + 1)).to(torch.bfloat16) * 2

@@ -55,7 +55,7 @@ class SharedGroup {
   char* next_slot() const { return memory_.slot(rank_, round_ + 1); }
   const char* slot_of(int64_t rank) const { return memory_.slot(rank, round_); }
 
-  void reduce_at_once(const ReduceCall& call);
+  void reduce_at_once(const ReduceCall& call, int64_t begin, int64_t count);
   void reduce_by_shares(const ReduceCall& call, int64_t begin, int64_t count);
   // Elements [at, at + count) of what lies in this round's slots; of this rank's they are at `own`.
   void sum_slots(const ReduceCall& call, const char* own, int64_t at, int64_t count, const char* residual, char* out);

@@ -10,7 +10,7 @@ enum class Float : int32_t { k32 = 0, kBrain16 = 1, kHalf16 = 2 };
 
 struct SumKernels {
   // out[i] = parts[0][i] + parts[1][i] + ..., in float32 and in this order, rounded once to out_type; with a residual of
-  // out_type, that plus residual[i], rounded again.
+  // out_type, that plus residual[i], rounded again. Parts are float32 or of out_type.
   void (*sum)(const void* const* parts, int64_t num_parts, Float part_type, const void* residual, void* out,
               Float out_type, int64_t count);
 };

@@ -1,124 +1,104 @@
 #include "sums.h"
 
-#include <string.h>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 namespace pageloom {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // numbers that are added up at a time, in the first level of the caches
+// Numbers of a kind, VW at a time or the first `n`, as float32: `load` widens them, `rounded` is what `store` keeps.
+struct Wide {
+  using Storage = float;
+  PAGELOOM_INLINE vf load(const float* from, int64_t n) {
+    if (n == VW) return loadf(from);
+    vf x{};
+    memcpy(&x, from, n * sizeof *from);
+    return x;
+  }
+  PAGELOOM_INLINE vf rounded(vf x) { return x; }
+  PAGELOOM_INLINE void store(float* to, vf x, int64_t n) { memcpy(to, &x, n * sizeof *to); }
+};
 
-inline float bits_to_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
+typedef uint16_t Halves __attribute__((vector_size(PAGELOOM_VECTOR_BYTES / 2)));
+
+PAGELOOM_INLINE Halves load_halves(const uint16_t* from, int64_t n) {
+  if (n == VW) return load_as<Halves>(from);
+  Halves x{};
+  memcpy(&x, from, n * sizeof *from);
   return x;
 }
 
-inline uint32_t float_to_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-struct Float32 {
-  using Storage = float;
-  static void widen(const float* from, float* to, int64_t n) { memcpy(to, from, n * 4); }
-  static void add(const float* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-  }
-  static void round(const float* from, float* to, int64_t n) { memcpy(to, from, n * 4); }
-};
-
-struct Brain16 {
+struct Brain {
   using Storage = uint16_t;
-  static void widen(const uint16_t* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = bits_to_float(uint32_t{from[i]} << 16);
-  }
-  static void add(const uint16_t* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] += bits_to_float(uint32_t{from[i]} << 16);
+  PAGELOOM_INLINE vf load(const uint16_t* from, int64_t n) {
+    return (vf)(__builtin_convertvector(load_halves(from, n), vu) << 16);
   }
   // Not the CPU's own conversion, which makes zeros of subnormals.
-  static void round(const float* from, uint16_t* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t bits = float_to_bits(from[i]);
-      const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, nan = bits >> 16 | 0x40u;
-      to[i] = static_cast<uint16_t>(from[i] != from[i] ? nan : nearest);
-    }
+  PAGELOOM_INLINE vf rounded(vf x) {
+    const vu bits = (vu)x, nearest = bits + 0x7fffu + (bits >> 16 & 1u);
+    return (vf)((x != x ? bits | 0x400000u : nearest) & 0xffff0000u);
+  }
+  PAGELOOM_INLINE void store(uint16_t* to, vf x, int64_t n) {
+    const Halves kept = __builtin_convertvector((vu)rounded(x) >> 16, Halves);
+    memcpy(to, &kept, n * sizeof *to);
   }
 };
 
-struct Half16 {
+struct Half {
   using Storage = uint16_t;
-  static float widen_one(uint16_t bits) {
-    _Float16 x;
-    memcpy(&x, &bits, 2);
-    return static_cast<float>(x);
+  PAGELOOM_INLINE vf load(const uint16_t* from, int64_t n) { return widen(load_halves(from, n)); }
+  PAGELOOM_INLINE vf rounded(vf x) { return widen(narrow(x)); }
+  PAGELOOM_INLINE void store(uint16_t* to, vf x, int64_t n) {
+    const Halves kept = narrow(x);
+    memcpy(to, &kept, n * sizeof *to);
   }
-  static void widen(const uint16_t* from, float* to, int64_t n) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+
+ private:
+  PAGELOOM_INLINE vf widen(Halves x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)x);
+#else
+    return Float16::widen(__builtin_convertvector(x, vu));
 #endif
-    for (; i < n; ++i) to[i] = widen_one(from[i]);
   }
-  static void add(const uint16_t* from, float* to, int64_t n) {
-    float wide[kBlock];
-    widen(from, wide, n);
-    Float32::add(wide, to, n);
-  }
-  static void round(const float* from, uint16_t* to, int64_t n) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  PAGELOOM_INLINE Halves narrow(vf x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    Halves kept;
+    for (int i = 0; i < VW; ++i) kept[i] = Float16::from_float(x[i]);
+    return kept;
 #endif
-    for (; i < n; ++i) {
-      const _Float16 x = static_cast<_Float16>(from[i]);
-      memcpy(to + i, &x, 2);
-    }
   }
 };
 
 template <class Part, class Out>
-void sum_of(const void* const* parts, int64_t num_parts, const void* residual, void* out, int64_t count) {
-  alignas(64) float sums[kBlock];
-  auto* const to = static_cast<typename Out::Storage*>(out);
-  const auto* const rest = static_cast<const typename Out::Storage*>(residual);
-  for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t n = count - at < kBlock ? count - at : kBlock;
-    Part::widen(static_cast<const typename Part::Storage*>(parts[0]) + at, sums, n);
-    for (int64_t i = 1; i < num_parts; ++i)
-      Part::add(static_cast<const typename Part::Storage*>(parts[i]) + at, sums, n);
-    if (rest != nullptr) {
-      Out::round(sums, to + at, n);
-      Out::widen(to + at, sums, n);
-      Out::add(rest + at, sums, n);
-    }
-    Out::round(sums, to + at, n);
-  }
+PAGELOOM_INLINE void sum_some(const void* const* parts, int64_t num_parts, const void* residual, void* out, int64_t at,
+                              int64_t n) {
+  vf sum = Part::load(static_cast<const typename Part::Storage*>(parts[0]) + at, n);
+  for (int64_t i = 1; i < num_parts; ++i) sum += Part::load(static_cast<const typename Part::Storage*>(parts[i]) + at, n);
+  if (residual != nullptr)
+    sum = Out::rounded(sum) + Out::load(static_cast<const typename Out::Storage*>(residual) + at, n);
+  Out::store(static_cast<typename Out::Storage*>(out) + at, sum, n);
 }
 
-template <class Part>
-void sum_to(const void* const* parts, int64_t num_parts, const void* residual, void* out, Float out_type,
-            int64_t count) {
-  switch (out_type) {
-    case Float::k32: return sum_of<Part, Float32>(parts, num_parts, residual, out, count);
-    case Float::kBrain16: return sum_of<Part, Brain16>(parts, num_parts, residual, out, count);
-    case Float::kHalf16: return sum_of<Part, Half16>(parts, num_parts, residual, out, count);
-  }
+template <class Part, class Out>
+void sum_of(const void* const* parts, int64_t num_parts, const void* residual, void* out, int64_t count) {
+  int64_t at = 0;
+  for (; at + VW <= count; at += VW) sum_some<Part, Out>(parts, num_parts, residual, out, at, VW);
+  if (at < count) sum_some<Part, Out>(parts, num_parts, residual, out, at, count - at);
 }
 
 void sum(const void* const* parts, int64_t num_parts, Float part_type, const void* residual, void* out, Float out_type,
          int64_t count) {
-  switch (part_type) {
-    case Float::k32: return sum_to<Float32>(parts, num_parts, residual, out, out_type, count);
-    case Float::kBrain16: return sum_of<Brain16, Brain16>(parts, num_parts, residual, out, count);
-    case Float::kHalf16: return sum_of<Half16, Half16>(parts, num_parts, residual, out, count);
-  }
+  if (part_type == Float::kBrain16) return sum_of<Brain, Brain>(parts, num_parts, residual, out, count);
+  if (part_type == Float::kHalf16) return sum_of<Half, Half>(parts, num_parts, residual, out, count);
+  if (out_type == Float::kBrain16) return sum_of<Wide, Brain>(parts, num_parts, residual, out, count);
+  if (out_type == Float::kHalf16) return sum_of<Wide, Half>(parts, num_parts, residual, out, count);
+  return sum_of<Wide, Wide>(parts, num_parts, residual, out, count);
 }
 
 }  // namespace
