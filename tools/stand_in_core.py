@@ -15,7 +15,7 @@ from attention_backends.reference import ReferenceBackend
 from engine.config import EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.mailbox import Mailbox
-from engine.executor.inline import make_executor
+from engine.executor.inline import local_executor
 from engine.executor.interface import Executor
 from engine.models.description import describe
 from engine.runner.batch import BatchBuilder
@@ -171,4 +171,4 @@ def timed_executor(config: EngineConfig) -> Executor:
         mark_end_of(runner._step_sampler, "run", marks)
         return runner
 
-    return make_executor(config, load)
+    return local_executor(config, load)

@@ -68,19 +68,20 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
-    _write_log(start)
+    write_log("core", start.log_level, start.log_mark)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _run(start)
 
 
-def _write_log(start: CoreStart) -> None:
+def write_log(process: str, level: int, mark: str) -> None:
+    """To stderr, as whoever started this process asks for. What this one starts marks its entries alike."""
     handler = logging.StreamHandler()
-    if start.log_mark:
-        handler.setFormatter(JsonFormatter("core", mark=start.log_mark))
+    if mark:
+        handler.setFormatter(JsonFormatter(process, mark=mark, child_mark=mark))
         log_uncaught()
     else:
-        handler.setFormatter(TextFormatter(TEXT.replace("%(name)s", "core")))
-    logging.basicConfig(level=start.log_level, handlers=[handler])
+        handler.setFormatter(TextFormatter(TEXT.replace("%(name)s", process)))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _run(start: CoreStart) -> NoReturn:

@@ -22,7 +22,7 @@ from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_EXECUTOR = "engine.executor.inline:make_executor"
+DEFAULT_EXECUTOR = "engine.executor.default:make_executor"
 
 
 def load_executor(name: str, config: EngineConfig) -> Executor:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-from collections import deque
 
 import msgspec
 
+from engine.child import ChildOutput, exit_cause, python_command
 from engine.config import EngineConfig
 from engine.core.process import STACK_DUMP_SIGNAL, CoreStart
 from engine.errors import ConfigError
-from engine.observability.logs import last_words
 
-TAIL_LINES = 40
 MAX_ADDRESS_BYTES = 100
 """of the 107 that a Unix socket's path may have"""
-
-# The child imports from where the parent does, and not from the directory the user happens to be in (-P).
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:]; "
-    "from engine.core.process import main; main()"
-)
 
 
 class SocketDirectory:
@@ -77,7 +66,7 @@ class CoreHandle:
         # Linux shares the CPUs out by session first: whatever the parent's session does, half of them is the core's.
         # Its stdout goes where its stderr goes: the parent's stdout belongs to the user.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
+            python_command("engine.core.process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,12 +75,9 @@ class CoreHandle:
         self.pid = self._process.pid
         self.sentinel = os.pidfd_open(self.pid)
         """readable when the process has ended"""
-        self._log_mark = log_mark
         self._destroyed = False
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._pump = threading.Thread(target=self._pump_output, name="core-stderr", daemon=True)
-        self._pump.start()
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._output = ChildOutput(self._process.stdout, "core-stderr", log_mark)
         # A core that died at once is reported by the sentinel, not by this pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -122,38 +108,18 @@ class CoreHandle:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-            self._pump.join(timeout=1.0)  # a descendant that left the group may hold the pipe open
+            self._output.close()
             os.close(self.sentinel)
-            if self._process.stdout is not None and not self._pump.is_alive():
-                self._process.stdout.close()
         return self._process.returncode
 
     def report(self, cause: str) -> str:
         """An error message whose last line is `cause`; before it, the last lines of the core's stderr."""
         lines = [f"the engine core (process {self.pid}) died"]
-        if self._tail:
-            lines += ["its last output:", *(f"  {line}" for line in list(self._tail))]
+        if self._output.tail:
+            lines += ["its last output:", *(f"  {line}" for line in list(self._output.tail))]
         return "\n".join([*lines, cause])
 
     def exit_cause(self) -> str:
         """Why a core that sent no reason is gone, in a line. Call `destroy` first."""
-        status = self._process.returncode
-        if status < 0:
-            name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"
-            hint = " (the out-of-memory killer does this: lower --kv-cache-memory)" if name == "SIGKILL" else ""
-            return f"killed by signal {-status} ({name}){hint}"
-        if status == 0:
-            return "exited with status 0, unasked: SIGTERM ends a core in this way"
-        last = f": {self._tail[-1].strip()}" if self._tail else ""
-        return f"exited with status {status}{last}"
-
-    def _pump_output(self) -> None:
-        assert self._process.stdout is not None
-        passes = True
-        for line in self._process.stdout:
-            self._tail += last_words(line.decode(errors="replace").rstrip(), self._log_mark)
-            if passes:
-                try:
-                    os.write(2, line)
-                except OSError:
-                    passes = False  # the parent's stderr is closed; the tail is still kept
+        cause = exit_cause(self._process.returncode, self._output.tail)
+        return cause if self._process.returncode else f"{cause}: SIGTERM ends a core in this way"

@@ -36,6 +36,15 @@ def bind_thread(cores: Sequence[int]) -> None:
         raise ConfigError(f"cores: of CPUs {list(cores)} this process may run on {sorted(bound)} only")
 
 
+def share_of_cores(rank: int, ranks: int, threads: int) -> tuple[int, ...] | None:
+    """The logical CPUs of the physical cores of one of `ranks` ranks, each with `threads` compute threads. None: there
+    are not exactly as many cores as threads, and the system places them better."""
+    cores = _cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) != ranks * threads:
+        return None
+    return tuple(sorted(cpu for core in cores[rank * threads : (rank + 1) * threads] for cpu in core))
+
+
 class Places:
     """A core for each compute thread, where there are as many cores as threads; a context in which a step computes.
 

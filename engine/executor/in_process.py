@@ -260,7 +260,8 @@ class InProcessExecutor:
         if (cores := self._config.device.cores) is not None:
             bind_thread(cores)
         self._prepare_thread()
-        if self._config.device.kind == "cpu":
+        alone = self._config.parallel.tensor == 1  # other ranks without cores of their own compute on all of them, too
+        if self._config.device.kind == "cpu" and (alone or cores is not None):
             self._give_up_places()
             self._places = Places(self._config.device.threads, Path(self._config.compile.cache_dir))
 

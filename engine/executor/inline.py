@@ -19,7 +19,6 @@ from typing import TypeVar
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
-from engine.executor.interface import Executor
 from engine.executor.team import Team, team_of
 from engine.runner.model_runner import ModelRunner
 from engine.step import StepMasks, StepPlan, StepResult
@@ -81,8 +80,14 @@ class InlineExecutor(InProcessExecutor):
             return function()
 
 
-def make_executor(config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> Executor:
-    """The executor that suits the device: inline where steps are neither queued nor planned ahead."""
-    if config.device.kind == "cpu" and config.scheduler.steps_in_flight == 1:
-        return InlineExecutor(config, load_runner)
-    return InProcessExecutor(config, load_runner)
+def computes_inline(config: EngineConfig) -> bool:
+    """Where steps are neither queued nor planned ahead."""
+    return config.device.kind == "cpu" and config.scheduler.steps_in_flight == 1
+
+
+def local_executor(
+    config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load
+) -> InProcessExecutor:
+    """An executor in this process that suits the device."""
+    kind = InlineExecutor if computes_inline(config) else InProcessExecutor
+    return kind(config, load_runner)

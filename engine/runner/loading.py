@@ -27,6 +27,7 @@ from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
+from engine.parallel.group import Group
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
@@ -120,8 +121,9 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig) -> RunnerParts:
-    """Read the model's description, build it, fill it, choose its attention backend.
+def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
+    """Read the model's description, build it, fill it, choose its attention backend. `group`: of which this is one
+    rank, with its part of the model.
 
     Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
     also what the preflight finds missing, before anything else takes time.

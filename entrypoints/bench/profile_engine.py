@@ -15,7 +15,7 @@ from torch import nn
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import InProcessClient
 from engine.errors import EngineError
-from engine.executor.inline import make_executor
+from engine.executor.inline import local_executor
 from engine.kv_budget import kv_bytes_per_token
 from engine.llm import LLM
 from engine.models.facts import ModelFacts
@@ -104,7 +104,7 @@ class ProfiledEngine:
         self.recorder = Recorder(device=CudaClock() if config.device.kind == "cuda" else None)
         self.recorder.on_first_call = self._examine
         self._client = InProcessClient(
-            config, executor=lambda config: make_executor(config, self._load), observer=self.recorder
+            config, executor=lambda config: local_executor(config, self._load), observer=self.recorder
         )
         return self._client
 

@@ -18,8 +18,9 @@ from engine.config import EngineConfig
 from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
 from engine.executor.affinity import Places, _cores, bind_thread
+from engine.executor.default import make_executor
 from engine.executor.in_process import InProcessExecutor
-from engine.executor.inline import InlineExecutor, make_executor
+from engine.executor.inline import InlineExecutor
 from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult

@@ -1,0 +1,144 @@
+"""What the executor and the processes of its other ranks say to each other, over one Unix stream socket each.
+
+A frame is a header, the kind and a body: a step's plan or masks as bytes (`engine.step.encode_step`), or a message as
+msgpack. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.wire import CoreFailed
+from engine.executor.interface import CompileState
+from engine.reports import LoadReport, WarmUpReport
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker needs to know; one line of JSON on its stdin."""
+
+    config: EngineConfig
+    """its own: the device and the cores are those of its rank"""
+    rank: int
+    size: int
+    driver_pid: int
+    socket_fd: int
+    group_fd: int
+    """the memory that the group's ranks share"""
+    group_name: str
+    make_group: str
+    """"module:callable": a `rank.MakeGroup`"""
+    executor: str
+    """"module:callable": a `rank.MakeExecutor`"""
+    log_level: int
+    log_mark: str = ""
+    """as `CoreStart.log_mark`"""
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Answered by `Loaded`."""
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """Answered by `Allocated`."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
+    """Answered by `WarmedUp`."""
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The worker leaves."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    report: LoadReport
+
+
+class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
+    pass
+
+
+class WarmedUp(msgspec.Struct, frozen=True, tag="warmed_up"):
+    report: WarmUpReport
+    compile_state: CompileState
+
+
+class CompilationEnded(msgspec.Struct, frozen=True, tag="compilation_ended"):
+    """Unasked, once, of a worker that was warmed up while it compiled."""
+
+    compile_state: CompileState
+
+
+Command = Load | Allocate | WarmUp | Close
+Answer = Loaded | Allocated | WarmedUp
+Message = Answer | CompilationEnded | CoreFailed
+"""of a worker. `CoreFailed`: it leaves"""
+
+
+class Kind(IntEnum):
+    MESSAGE = 0
+    PLAN = 1
+    MASKS = 2
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    number: int
+    """of a plan: how many have been sent before it"""
+    body: bytes
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(len(self.body), self.kind, self.number) + self.body
+
+
+_HEADER = struct.Struct("<IBQ")
+
+
+def encode_message(message: Command | Message) -> bytes:
+    """The whole frame."""
+    return Frame(Kind.MESSAGE, 0, _ENCODER.encode(message)).encode()
+
+
+def decode_command(frame: Frame) -> Command:
+    """Raises `msgspec.DecodeError` for what is none."""
+    return _COMMANDS.decode(frame.body)
+
+
+def decode_message(frame: Frame) -> Message:
+    """As `decode_command`."""
+    return _MESSAGES.decode(frame.body)
+
+
+class FrameBuffer:
+    """Bytes as they come, and the frames that are complete among them."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._bytes += data
+
+    def next(self) -> Frame | None:
+        """None: the next one is not complete."""
+        if len(self._bytes) < _HEADER.size:
+            return None
+        size, kind, number = _HEADER.unpack_from(self._bytes)
+        end = _HEADER.size + size
+        if len(self._bytes) < end:
+            return None
+        body = bytes(memoryview(self._bytes)[_HEADER.size : end])
+        del self._bytes[:end]
+        return Frame(Kind(kind), number, body)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_MESSAGES: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -1,0 +1,147 @@
+"""What a worker does: the driver's commands in their order, on its own part of the model.
+
+On a CPU steps are computed in the thread that reads the socket, as the driver's are; on a GPU a thread of its own
+launches them, and this one takes the next plan meanwhile. Results are dropped: every rank draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.executor.frames import (
+    Allocate,
+    Allocated,
+    Close,
+    CompilationEnded,
+    Frame,
+    Kind,
+    Load,
+    Loaded,
+    WarmedUp,
+    WarmUp,
+    WorkerStart,
+    decode_command,
+)
+from engine.executor.interface import Executor
+from engine.executor.worker import DriverLeftError, DriverLink
+from engine.step import StepMasks, decode_masks, decode_plan
+
+if TYPE_CHECKING:
+    from engine.parallel.shared_memory import SharedGroup  # a worker tells what fails before it imports torch
+
+MakeGroup = Callable[[int, str, int, int, Path], "SharedGroup"]
+"""(descriptor of what they share, name, rank, size, cache directory)"""
+MakeExecutor = Callable[[EngineConfig, "SharedGroup", Callable[[], StepMasks] | None], Executor]
+"""(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
+
+
+def named(name: str) -> object:
+    """What "module:callable" stands for."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Rank:
+    def __init__(self, start: WorkerStart, link: DriverLink) -> None:
+        self._link = link
+        config = start.config
+        make_group, make_executor = cast(MakeGroup, named(start.make_group)), cast(MakeExecutor, named(start.executor))
+        group = make_group(start.group_fd, start.group_name, start.rank, start.size, Path(config.compile.cache_dir))
+        os.close(start.group_fd)
+        self._local = make_executor(config, group, self._receive_masks)
+        self._home = threading.get_ident()
+        self._steps = 0
+        """taken"""
+        self._done: deque[None] = deque()
+        """of them, those to be collected"""
+        self._done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(link, select.POLLIN)
+        self._poll.register(self._done_fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Until `Close`. What a command or a step raises passes through."""
+        while True:
+            frame = self._next()
+            if frame.kind is Kind.PLAN:
+                self._submit(frame)
+            elif frame.kind is Kind.MASKS:
+                self._local.sample(decode_masks(frame.body))
+            elif not self._obey(frame):
+                return
+
+    def _next(self) -> Frame:
+        """Collects what is done while it waits."""
+        while (frame := self._link.next()) is None:
+            ready = dict(self._poll.poll())
+            if self._done_fd in ready:
+                os.eventfd_read(self._done_fd)
+                self._collect()
+            if self._link.fileno() in ready:
+                self._link.read()
+        return frame
+
+    def _submit(self, frame: Frame) -> None:
+        if frame.number != self._steps:
+            raise EngineError(f"the driver's step {frame.number} came in the place of its step {self._steps}")
+        self._steps += 1
+        self._local.submit(decode_plan(frame.body), self._step_done)
+        self._collect()
+
+    def _step_done(self) -> None:
+        """From any thread; at once where `collect` is what computes."""
+        self._done.append(None)
+        if threading.get_ident() != self._home:
+            os.eventfd_write(self._done_fd, 1)
+
+    def _collect(self) -> None:
+        while self._done:
+            self._done.popleft()
+            self._local.collect()
+
+    def _receive_masks(self) -> StepMasks:
+        """In the middle of a step: nothing else can come."""
+        frame = self._link.receive()
+        if frame.kind is Kind.MESSAGE and isinstance(decode_command(frame), Close):
+            raise DriverLeftError
+        if frame.kind is not Kind.MASKS:
+            raise EngineError(f"the step waits for its masks, and a frame of kind {frame.kind.name} came")
+        return decode_masks(frame.body)
+
+    def _obey(self, frame: Frame) -> bool:
+        """False: leave."""
+        command = decode_command(frame)
+        match command:
+            case Load():
+                self._link.tell(Loaded(self._local.load()))
+            case Allocate():
+                self._local.allocate(command.num_blocks, command.num_host_blocks)
+                self._link.tell(Allocated())
+            case WarmUp():
+                self._warm_up()
+            case Close():
+                return False
+        return True
+
+    def _warm_up(self) -> None:
+        report = self._local.warm_up()
+        gc.collect()
+        gc.freeze()  # what the start made stays
+        state = self._local.compile_state()
+        self._link.tell(WarmedUp(report, state))
+        if state == "running":
+            self._local.watch_compilation(self._compilation_ended)
+
+    def _compilation_ended(self) -> None:
+        """From any thread."""
+        self._link.tell(CompilationEnded(self._local.compile_state()))
