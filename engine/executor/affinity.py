@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,9 +13,8 @@ import torch
 from attention_backends.crew import helpers_of_this_thread
 from attention_backends.toolchain import BuildError
 from engine.errors import ConfigError
+from engine.executor.cores import cores_of
 from engine.executor.team import team_of
-
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def bind_thread(cores: Sequence[int]) -> None:
@@ -36,15 +35,6 @@ def bind_thread(cores: Sequence[int]) -> None:
         raise ConfigError(f"cores: of CPUs {list(cores)} this process may run on {sorted(bound)} only")
 
 
-def share_of_cores(rank: int, ranks: int, threads: int) -> tuple[int, ...] | None:
-    """The logical CPUs of the physical cores of one of `ranks` ranks, each with `threads` compute threads. None: there
-    are not exactly as many cores as threads, and the system places them better."""
-    cores = _cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) != ranks * threads:
-        return None
-    return tuple(sorted(cpu for core in cores[rank * threads : (rank + 1) * threads] for cpu in core))
-
-
 class Places:
     """A core for each compute thread, where there are as many cores as threads; a context in which a step computes.
 
@@ -61,7 +51,7 @@ class Places:
         self._everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._before: set[int] | None = None
         """where the calling thread may run when it does not compute; None: it has not been bound"""
-        self._places = _cores(self._everywhere)
+        self._places = cores_of(self._everywhere)
         self._helpers: list[int] = []
         self._bystanders: Bystanders | None = None
         if not len(self._places) == threads > 1 or not self._bind_helpers(cache_dir):
@@ -141,15 +131,3 @@ def _bind(thread: int, cpus: set[int]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _cores(cpus: Iterable[int]) -> list[set[int]]:
-    """Logical CPUs by the physical cores that they are threads of."""
-    cores: dict[str, set[int]] = {}
-    for cpu in sorted(cpus):
-        try:
-            name = Path(_SIBLINGS.format(cpu)).read_text()
-        except OSError:
-            name = str(cpu)
-        cores.setdefault(name, set()).add(cpu)
-    return list(cores.values())

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.affinity import share_of_cores
+from engine.executor.cores import share_of_cores
 from engine.executor.frames import (
     Allocate,
     Answer,

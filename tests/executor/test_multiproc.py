@@ -285,9 +285,7 @@ def test_an_idle_group_uses_no_processor_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["LoadingForEver", "Light", "OthersHanging"])
 def test_workers_end_with_a_driver_that_is_killed_wherever_they_are(kind: str, tmp_path: Path) -> None:
     config = msgspec.json.encode(group_config(tiny_config(async_scheduling=False), 3, tmp_path)).decode()
-    call = (
-        f"import sys; sys.path[:] = {sys.path!r}; import fake_ranks; fake_ranks.drive('fake_ranks:{kind}', {config!r})"
-    )
+    call = f"import sys; sys.path[:] = {sys.path!r}; from fake_ranks import drive; drive({kind!r}, {config!r})"
     there = {"LoadingForEver": "loading", "Light": "step 3", "OthersHanging": "hanging"}[kind]
     driver = subprocess.Popen([sys.executable, "-c", call], start_new_session=True)
     try:
@@ -306,7 +304,7 @@ def test_whenever_a_worker_is_killed_nobody_hangs_and_nothing_is_left(tmp_path: 
         where = tmp_path / str(trial)
         where.mkdir()
         with group("Light", where) as executor:
-            after = random.uniform(0.0, 0.9)
+            after = random.uniform(0.0, 0.7)
             killer = threading.Timer(after, kill_a_child)
             killer.start()
             with pytest.raises(EngineError, match=r"rank 1 .* died: killed by signal 9"):

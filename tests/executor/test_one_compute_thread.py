@@ -17,7 +17,8 @@ from attention_backends.toolchain import default_cache_dir
 from engine.config import EngineConfig
 from engine.core.start import DEFAULT_EXECUTOR, load_executor
 from engine.errors import ConfigError, EngineError
-from engine.executor.affinity import Places, _cores, bind_thread
+from engine.executor.affinity import Places, bind_thread
+from engine.executor.cores import cores_of
 from engine.executor.default import make_executor
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor
@@ -242,10 +243,10 @@ def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(
         bind_thread([ALLOWED[0], 100_000])
 
 
-@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+@pytest.mark.skipif(len(cores_of(ALLOWED)) < 2, reason="one core")
 def test_each_compute_thread_has_a_core_of_its_own_while_it_computes() -> None:
     """And whoever starts in between may run everywhere."""
-    cores = _cores(ALLOWED)
+    cores = cores_of(ALLOWED)
     seen: list[set[int]] = []
 
     def run() -> None:
@@ -264,7 +265,7 @@ def test_each_compute_thread_has_a_core_of_its_own_while_it_computes() -> None:
     assert seen == [cores[0], set(ALLOWED), *cores[1:]]
 
 
-@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+@pytest.mark.skipif(len(cores_of(ALLOWED)) < 2, reason="one core")
 @pytest.mark.parametrize("error", [PermissionError, OSError(errno.EINVAL, "not in the cpuset")])
 def test_no_step_fails_where_threads_may_not_be_bound(
     monkeypatch: pytest.MonkeyPatch, error: type[OSError] | OSError
@@ -273,10 +274,10 @@ def test_no_step_fails_where_threads_may_not_be_bound(
         raise error
 
     def run() -> None:
-        torch.set_num_threads(len(_cores(ALLOWED)))
-        before = places_of(len(_cores(ALLOWED)))
+        torch.set_num_threads(len(cores_of(ALLOWED)))
+        before = places_of(len(cores_of(ALLOWED)))
         monkeypatch.setattr(os, "sched_setaffinity", refuse)
-        for places in (before, places_of(len(_cores(ALLOWED)))):
+        for places in (before, places_of(len(cores_of(ALLOWED)))):
             with places:
                 done.append(os.sched_getaffinity(0))
         monkeypatch.undo()
@@ -289,32 +290,32 @@ def test_no_step_fails_where_threads_may_not_be_bound(
     assert done == [set(ALLOWED)] * 2
 
 
-@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+@pytest.mark.skipif(len(cores_of(ALLOWED)) < 2, reason="one core")
 def test_what_a_caller_says_of_its_own_thread_stays() -> None:
     def run() -> None:
-        torch.set_num_threads(len(_cores(ALLOWED)))
-        places = places_of(len(_cores(ALLOWED)))
-        last = _cores(ALLOWED)[-1]
+        torch.set_num_threads(len(cores_of(ALLOWED)))
+        places = places_of(len(cores_of(ALLOWED)))
+        last = cores_of(ALLOWED)[-1]
         os.sched_setaffinity(0, last)
         with places:
             seen.append(os.sched_getaffinity(0))
         seen.append(os.sched_getaffinity(0))
-        assert last == _cores(ALLOWED)[-1]
+        assert last == cores_of(ALLOWED)[-1]
 
     seen: list[set[int]] = []
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
-    assert seen == [_cores(ALLOWED)[-1]] * 2
+    assert seen == [cores_of(ALLOWED)[-1]] * 2
 
 
 def test_fewer_threads_than_cores_are_left_to_the_system() -> None:
     before = os.sched_getaffinity(0)
-    with places_of(len(_cores(ALLOWED)) + 1), places_of(1):
+    with places_of(len(cores_of(ALLOWED)) + 1), places_of(1):
         assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.skipif(len(_cores(ALLOWED)) < 2, reason="one core")
+@pytest.mark.skipif(len(cores_of(ALLOWED)) < 2, reason="one core")
 def test_torchs_own_threads_do_not_spin_where_others_compute() -> None:
     """GNU's OpenMP: 7 ms of a core after each parallel region otherwise."""
     schedstat = Path("/proc/self/task")
@@ -329,8 +330,8 @@ def test_torchs_own_threads_do_not_spin_where_others_compute() -> None:
         return found
 
     def run() -> None:
-        torch.set_num_threads(len(_cores(ALLOWED)))
-        places = places_of(len(_cores(ALLOWED)))
+        torch.set_num_threads(len(cores_of(ALLOWED)))
+        places = places_of(len(cores_of(ALLOWED)))
         x = torch.zeros(2000, 2000)
         x.sin_()
         here = str(threading.get_native_id())
