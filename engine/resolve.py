@@ -99,9 +99,7 @@ def resolve(
         model=ModelConfig(
             path=_absolute(args.model, machine),
             tokenizer=_absolute(args.tokenizer if args.tokenizer is not None else args.model, machine),
-            served_name=args.served_model_name
-            if args.served_model_name is not None
-            else _base_name(args.model, machine),
+            served_name=args.served_model_name or _base_name(args.model, machine),
             dtype=dtype,
             max_model_len=max_model_len,
             vocab_size=vocab_size,

@@ -270,7 +270,8 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.shown_layers = tuple(shown_layers)
         hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
-        self.embed_tokens = Embedding(spec.vocab_size, width, dtype, device)
+        table_rows = spec.table_rows or spec.vocab_size
+        self.embed_tokens = Embedding(table_rows, width, dtype, device)
         self.embedding_scale = None
         if spec.embedding_scale is not None:
             self.embedding_scale = spec.embedding_scale
@@ -290,7 +291,7 @@ class Decoder(nn.Module):
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
         self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
         self.lm_head = Linear(
-            width, spec.vocab_size, spec.head_bias, dtype, torch.device("meta") if spec.tie_embeddings else device
+            width, table_rows, spec.head_bias, dtype, torch.device("meta") if spec.tie_embeddings else device
         )
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -184,6 +184,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     tie_embeddings: bool = False
     head_bias: bool = False
+    table_rows: int | None = None
+    """of embedding and unembedding, of a rank's part of a model; None: vocab_size"""
     embedding_size: int | None = None
     """of a token in the table, projected to and from hidden_size (OPT-350m); None: hidden_size"""
     embedding_scale: float | None = None

@@ -18,7 +18,7 @@ from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.reading import choose_reading
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
@@ -27,6 +27,9 @@ from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
+from engine.models.parallel import join
+from engine.models.sharding import Shard, sharded
+from engine.models.spec import DecoderSpec
 from engine.parallel.group import Group
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
@@ -122,8 +125,8 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
-    """Read the model's description, build it, fill it, choose its attention backend. `group`: of which this is one
-    rank, with its part of the model.
+    """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
+    the model together, each its part.
 
     Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
     also what the preflight finds missing, before anything else takes time.
@@ -132,7 +135,12 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     if device.type == "cuda":
         check_device(config, device)
     description = describe(config.model.path, config.model.model_impl)
-    facts = description.facts
+    spec, facts = description.spec, description.facts
+    if group is not None:
+        if spec is None:
+            raise UnsupportedModelError("tensor_parallel_size: a model that runs through the library is not divided")
+        spec = sharded(spec, Shard(group.rank, group.size))
+        facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
@@ -141,8 +149,12 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
-    model = _filled(config, description, () if draft is None else draft.shown_layers, packer)
-    how = "natively" if description.spec is not None else "through the transformers library's module"
+    shown_layers = () if draft is None else draft.shown_layers
+    if spec is None:
+        model: Decoder | FallbackModel = _library_model(config, description, packer)
+    else:
+        model = _filled(config, description, spec, shown_layers, packer, group)
+    how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     if isinstance(packer, Packer):
         choose_reading(packer.ops, weight_bytes(model), Path(config.compile.cache_dir))
@@ -193,29 +205,39 @@ def _backend(
     return selection.backend
 
 
+def _library_model(
+    config: EngineConfig, description: ModelDescription, packer: Packer | DevicePacker | None
+) -> FallbackModel:
+    assert not isinstance(packer, DevicePacker)  # resolving refuses it
+    settings = config.model
+    return load_fallback(
+        description,
+        dtype=getattr(torch, settings.dtype),
+        device=device_of(config),
+        max_position=settings.max_model_len,
+        dummy=settings.load_format == "dummy",
+        seed=settings.seed,
+        packer=packer,
+    )
+
+
 def _filled(
     config: EngineConfig,
     description: ModelDescription,
+    spec: DecoderSpec,
     shown_layers: Sequence[int],
     packer: Packer | DevicePacker | None,
-) -> Decoder | FallbackModel:
-    """The model with its weights."""
+    group: Group | None,
+) -> Decoder:
+    """The model with its weights; of the described one the part that is `spec`, where there is a group."""
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
-    dummy = settings.load_format == "dummy"
-    if description.spec is None:
-        assert not isinstance(packer, DevicePacker)  # resolving refuses it
-        return load_fallback(
-            description,
-            dtype=dtype,
-            device=device,
-            max_position=length,
-            dummy=dummy,
-            seed=settings.seed,
-            packer=packer,
-        )
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
-    model = Decoder(description.spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer)
+    model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
+    shard = None if group is None else Shard(group.rank, group.size)
+    load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer, shard=shard)
+    if group is not None:
+        assert description.spec is not None
+        join(model, description.spec, group)
     return model

@@ -24,11 +24,13 @@ from engine.models.head import Head
 from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
+from engine.models.sharding import Shard, shard_rows
 from engine.models.spec import DecoderSpec
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.quantized_source import QuantizedSource
 from engine.weights.safetensors_source import SafetensorsSource
+from engine.weights.sharded_source import ShardedSource
 from engine.weights.source import Part, WeightSource
 
 if TYPE_CHECKING:
@@ -50,34 +52,42 @@ def load_weights(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     packer: AnyPacker | None = None,
+    shard: Shard | None = None,
 ) -> int:
     """Load the described checkpoint into `model`, converting to the model's dtype; returns the model's weight bytes.
 
+    `shard`: `model` is that part of the described one.
     `load_format="dummy"` reads nothing and draws small weights from `seed` instead (benchmarks). `packer`: puts packed
     layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
     """
-    family = family_named(model.spec.family)
-    rows = _rows_of(model.spec, family.weight_rows)
+    spec = description.spec
+    assert spec is not None
+    family = family_named(spec.family)
+    rows = _rows_of(spec, family.weight_rows)
     if load_format == "dummy":
+        rows = rows if shard is None else shard_rows(spec, shard, rows)[0]
         fill_randomly(model, seed)
         if packer is not None:
             _pack(model, None, rows, packer)
     else:
         source: WeightSource
         if description.source == "gguf":
-            rows = stacked_rows(_rows_of(model.spec, family.gguf_rows or family.weight_rows))
-            source = GgufSource(description.path, model.spec.facts, list(rows))
+            rows = stacked_rows(_rows_of(spec, family.gguf_rows or family.weight_rows))
+            source = GgufSource(description.path, spec.facts, list(rows))
         else:
             source = SafetensorsSource(description.path)
             if description.quantized is not None:
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
-            arranged = ArrangedSource(source, rows, _left_out(family, model.spec))
-            _fill(model, arranged, rows, packer)
+            source = ArrangedSource(source, rows, _left_out(family, spec))
+            if shard is not None:
+                rows, parts = shard_rows(spec, shard, rows)
+                source = ShardedSource(source, parts)
+            _fill(model, source, rows, packer)
             if description.generates:
-                _check_tied_copy(model, arranged, rows)
+                _check_tied_copy(model, source, rows)
     return weight_bytes(model)
 
 

@@ -1,0 +1,210 @@
+"""A rank's part of a model whose matrices are divided (Shoeybi et al., Megatron-LM, 2019). Torch-free.
+
+Heads are divided with their keys and values, MLPs and experts by their inner units, tables by tokens: a rank makes its
+own heads and units whole, and of what they are brought together to a part of a sum. Norms, routers and tables of
+positions every rank has.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from engine.cpu_kernels.formats import PANEL
+from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.families.rows import Rows
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
+
+_UNITS = (256, 128, 64, 32, 16)
+"""inner units that stay together: whole blocks of quantised matrices, and with their gates whole panels"""
+_MANY = 8
+"""units of a rank, of which one more or less makes no great difference"""
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_TABLES = frozenset({"embed_tokens.weight", "lm_head.weight", "lm_head.bias"})
+_SUMMED_BIASES = frozenset({"o_proj.bias", "down_proj.bias", "experts.down_bias"})
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """Which of how many parts."""
+
+    rank: int
+    size: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def times(self, factor: int, ahead: int = 0) -> Span:
+        return Span(ahead + self.first * factor, self.count * factor)
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What a rank takes of a parameter, or of a tensor that holds rows of it."""
+
+    rows: tuple[Span, ...] | None = None
+    """None: all"""
+    columns: Span | None = None
+    is_zero: bool = False
+    """another rank's alone, because parts of a sum are added up: zeros here"""
+
+    @property
+    def is_all(self) -> bool:
+        return self.rows is None and self.columns is None and not self.is_zero
+
+
+def divided(count: int, shard: Shard) -> Span:
+    """Of `count` things, the first ranks have one more where they do not divide."""
+    each, more = divmod(count, shard.size)
+    return Span(shard.rank * each + min(shard.rank, more), each + (shard.rank < more))
+
+
+def queries_of(mixer: MixerSpec, shard: Shard) -> Span:
+    """Query heads: whole groups that share keys, where there are as many; else some of one group."""
+    if shard.size <= mixer.num_kv_heads:
+        return divided(mixer.num_kv_heads, shard).times(mixer.num_heads // mixer.num_kv_heads)
+    kv, sharers = keys_of(mixer, shard).first, sharers_of(mixer, shard)
+    group = mixer.num_heads // mixer.num_kv_heads
+    part = divided(group, Shard(sharers.index(shard.rank), len(sharers)))
+    return Span(kv * group + part.first, part.count)
+
+
+def keys_of(mixer: MixerSpec, shard: Shard) -> Span:
+    """Heads of keys and values; ranks have one in common where there are more ranks."""
+    if shard.size <= mixer.num_kv_heads:
+        return divided(mixer.num_kv_heads, shard)
+    return Span(_group_of(mixer, shard.rank, shard.size), 1)
+
+
+def sharers_of(mixer: MixerSpec, shard: Shard) -> list[int]:
+    """Ranks that have the same heads of keys and values."""
+    if shard.size <= mixer.num_kv_heads:
+        return [shard.rank]
+    own = _group_of(mixer, shard.rank, shard.size)
+    return [rank for rank in range(shard.size) if _group_of(mixer, rank, shard.size) == own]
+
+
+def _group_of(mixer: MixerSpec, rank: int, size: int) -> int:
+    return rank * mixer.num_kv_heads // size
+
+
+def units_of(inner: int, shard: Shard) -> Span:
+    """Of an MLP's inner units. Raises ConfigError."""
+    even = (unit for unit in _UNITS if inner % (unit * shard.size) == 0)
+    uneven = (unit for unit in _UNITS if inner % unit == 0 and inner // unit >= _MANY * shard.size)
+    unit = [*even, *uneven, _UNITS[-1]][0]
+    if inner % unit or inner // unit < shard.size:
+        raise ConfigError(
+            f"tensor_parallel_size ({shard.size}): an MLP of {inner} units is divided in multiples of {unit}"
+        )
+    return divided(inner // unit, shard).times(unit)
+
+
+def tokens_of(vocab_size: int, shard: Shard) -> Span:
+    """Rows of the embedding and the unembedding."""
+    part = divided(-(-vocab_size // PANEL), shard).times(PANEL)
+    return Span(part.first, min(part.end, vocab_size) - part.first)
+
+
+def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
+    """The model that a rank computes. Raises ConfigError for one that has less than a part for each rank,
+    UnsupportedModelError for what is not divided."""
+    if spec.head is not None and spec.head.token_ids:
+        raise UnsupportedModelError("tensor_parallel_size: a head made of rows of the unembedding is not divided")
+    if spec.vocab_size < PANEL * shard.size:
+        raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
+    return msgspec.structs.replace(
+        spec,
+        layers=tuple(_layer(layer, shard) for layer in spec.layers),
+        table_rows=tokens_of(spec.vocab_size, shard).count,
+    )
+
+
+def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
+    if mixer.num_heads < shard.size:
+        raise ConfigError(f"tensor_parallel_size ({shard.size}) exceeds the {mixer.num_heads} heads of a layer")
+    mixer = msgspec.structs.replace(
+        mixer, num_heads=queries_of(mixer, shard).count, num_kv_heads=keys_of(mixer, shard).count
+    )
+    if mlp is not None:
+        mlp = msgspec.structs.replace(mlp, intermediate_size=units_of(mlp.intermediate_size, shard).count)
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, inner_size=units_of(experts.inner_size, shard).count)
+    return msgspec.structs.replace(layer, mixer=mixer, mlp=mlp, experts=experts)
+
+
+def taken(spec: DecoderSpec, shard: Shard, parameter: str) -> Taken:
+    """Of a parameter of the whole model, `spec`."""
+    if parameter in _TABLES:
+        return Taken((tokens_of(spec.vocab_size, shard),))
+    found = _LAYER.fullmatch(parameter)
+    return Taken() if found is None else _of_layer(spec.layers[int(found[1])], shard, found[2])
+
+
+def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
+    mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
+    module = name.partition(".")[0]
+    if name in _SUMMED_BIASES:
+        return Taken(is_zero=shard.rank > 0)
+    if module == "qkv_proj":
+        return Taken(_heads(mixer, shard))
+    if mixer.qk_norm == "row" and module in ("q_norm", "k_norm"):
+        heads = queries_of(mixer, shard) if module == "q_norm" else keys_of(mixer, shard)
+        return Taken((heads.times(mixer.head_dim),))
+    if module == "sinks":
+        return Taken((queries_of(mixer, shard),))
+    if module == "o_proj":
+        return Taken(columns=queries_of(mixer, shard).times(mixer.head_dim))
+    if module in ("gate_up_proj", "down_proj") and mlp is not None:
+        units = units_of(mlp.intermediate_size, shard)
+        return Taken(_first_rows(mlp, units)) if module == "gate_up_proj" else Taken(columns=units)
+    if module == "experts" and experts is not None:
+        units = units_of(experts.inner_size, shard)
+        return Taken(columns=units) if name == "experts.down" else Taken(_first_rows(experts, units))
+    return Taken()
+
+
+def _heads(mixer: MixerSpec, shard: Shard) -> tuple[Span, ...]:
+    spans = [queries_of(mixer, shard).times(mixer.head_dim)]
+    if mixer.shares is None:
+        keys = keys_of(mixer, shard)
+        starts = [mixer.q_size, mixer.q_size + mixer.kv_size]
+        spans += [keys.times(mixer.head_dim, start) for start in starts[: 1 if mixer.values == "normed_keys" else 2]]
+    return tuple(spans)
+
+
+def _first_rows(mlp: MlpSpec | ExpertsSpec, units: Span) -> tuple[Span, ...]:
+    if isinstance(mlp, MlpSpec) and not mlp.gated:
+        return (units,)
+    inner = mlp.intermediate_size if isinstance(mlp, MlpSpec) else mlp.inner_size
+    return (units, units.times(1, inner))
+
+
+def shard_rows(
+    spec: DecoderSpec, shard: Shard, rows: dict[str, Rows]
+) -> tuple[dict[str, Rows], dict[str, tuple[Taken, int]]]:
+    """Where the tensors of a whole model's checkpoint go in a rank's; and what is taken of those of which that is not
+    all, once they are arranged, with the axis of their rows."""
+    placed, parts = {}, {}
+    for name, row in rows.items():
+        of_parameter = taken(spec, shard, row.parameter)
+        if of_parameter.is_all:
+            placed[name] = row
+            continue
+        start, spans = row.start, None
+        count = row.count
+        if of_parameter.rows is not None:
+            end = row.start + row.count
+            start = sum(max(min(span.end, row.start) - span.first, 0) for span in of_parameter.rows)
+            cut = [(max(span.first, row.start), min(span.end, end)) for span in of_parameter.rows]
+            spans = tuple(Span(first - row.start, last - first) for first, last in cut if last > first)
+            count = sum(span.count for span in spans)
+        placed[name] = Rows(row.parameter, start, count, expert=row.expert)
+        parts[name] = msgspec.structs.replace(of_parameter, rows=spans), row.axis
+    return placed, parts

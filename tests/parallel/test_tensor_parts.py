@@ -1,0 +1,77 @@
+"""A model in parts, one for each rank, computes what the whole computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from dense_attention import greedy, logits_of
+from thread_group import ThreadGroup, in_ranks
+from tiny_models import CASES, make_model, save
+
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.models.parallel import join
+from engine.models.sharding import Shard, keys_of, queries_of, sharded
+from engine.models.spec import MixerSpec, MlpSpec
+from engine.weights.loader import load_weights
+
+PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def part_of(path: str, group: ThreadGroup) -> Decoder:
+    description = describe(path)
+    assert description.spec is not None
+    shard = Shard(group.rank, group.size)
+    model = Decoder(sharded(description.spec, shard), dtype=torch.float32)
+    load_weights(model, description, shard=shard)
+    join(model, description.spec, group)
+    return model
+
+
+@pytest.mark.parametrize(("case", "size"), [(case, 2 + index % 2) for index, case in enumerate(CASES)])
+def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp_path: Path) -> None:
+    path = save(make_model(case), tmp_path)
+    description = describe(path)
+    whole = Decoder(description.spec, dtype=torch.float32)
+    load_weights(whole, description)
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, list[int]]:
+        model = part_of(path, group)
+        return logits_of(model, PROMPT, (1, 17, 3)), greedy(model, PROMPT, 16)
+
+    parts = in_ranks(size, work)
+    for logits, tokens in parts:
+        torch.testing.assert_close(logits, logits_of(whole, PROMPT), rtol=1e-4, atol=1e-4)
+        assert tokens == greedy(whole, PROMPT, 16)
+        assert torch.equal(logits, parts[0][0])
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(5, "exceeds the 4 heads of a layer"), (7, "199 tokens are too few"), (4, "an MLP of 48 units is divided in")],
+)
+def test_a_model_that_has_no_part_for_each_rank_is_refused(size: int, message: str, tmp_path: Path) -> None:
+    spec = describe(save(make_model("llama_biases"), tmp_path)).spec
+    assert spec is not None
+    layer = msgspec.structs.replace(spec.layers[0], mlp=MlpSpec(intermediate_size=48 if size == 4 else 1600))
+    with pytest.raises(ConfigError, match=message):
+        sharded(msgspec.structs.replace(spec, layers=(layer,)), Shard(0, size))
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (12, 4), (12, 3), (12, 1), (15, 5)])
+def test_ranks_have_every_query_head_once_with_its_keys(heads: int, kv_heads: int, size: int) -> None:
+    mixer = MixerSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=8, scale=1.0)
+    found: list[int] = []
+    for rank in range(size):
+        queries, keys = queries_of(mixer, Shard(rank, size)), keys_of(mixer, Shard(rank, size))
+        assert queries.count % keys.count == 0
+        own = list(range(queries.first, queries.end))
+        assert own
+        assert {head * kv_heads // heads for head in own} == set(range(keys.first, keys.end))
+        found += own
+    assert found == list(range(heads))
