@@ -24,8 +24,10 @@ NONE = -1
 _INPUT, _RESULT, _SCRATCH = range(3)
 _ATTENTION = 0
 _ROTATION = 2
-_OPERATORS = {"packed_linear": 1, "rotate_heads": _ROTATION, "route": 3, "packed_experts": 4}
+_SUM = 5
+_OPERATORS = {"packed_linear": 1, "rotate_heads": _ROTATION, "route": 3, "packed_experts": 4, "all_reduce": _SUM}
 """numbers as in `csrc/tape_binding.cpp`"""
+_NAMESPACES = ("pageloom_linear", "pageloom_parallel")
 _SIZES = {torch.bfloat16: 2, torch.float32: 4, torch.int32: 4}
 """bytes of what values are made of"""
 _LINE = 64
@@ -44,7 +46,7 @@ class NotNativeError(Exception):
 def native_name(node: fx.Node) -> str:
     """ "" where it is no operator that a tape has."""
     target = node.target
-    if not isinstance(target, OpOverload) or not target.namespace.startswith("pageloom_linear"):
+    if not isinstance(target, OpOverload) or not target.namespace.startswith(_NAMESPACES):
         return ""
     name = str(target._schema.name).partition("::")[2]
     return name if name in _OPERATORS else ""
@@ -153,8 +155,11 @@ class TapeProgram:
 
     def _operator(self, node: fx.Node, sources: Mapping[fx.Node, fx.Node]) -> None:
         assert isinstance(node.target, OpOverload)
-        self.namespace = node.target.namespace
         call = _Call(_OPERATORS[native_name(node)], [])
+        if call.kind == _SUM:
+            self._sum(node, node.target, call, sources)
+            return
+        self.namespace = node.target.namespace
         for argument, declared in zip(node.args, node.target._schema.arguments, strict=True):
             if declared.name in _ROWS:
                 columns = [NONE, 0, 0] if argument is None else self._columns_of(argument, sources)
@@ -174,6 +179,16 @@ class TapeProgram:
             if join is not None and is_join(join):
                 value, offset = self._part(node, join)
             call.numbers += [self._new(result) if value is None else value, offset, _columns(result)]
+        self._calls.append(call)
+
+    def _sum(self, node: fx.Node, operator: OpOverload, call: _Call, sources: Mapping[fx.Node, fx.Node]) -> None:
+        x, residual, _, group = node.args
+        call.numbers += getattr(torch.ops, operator.namespace).native_all_reduce(group)
+        for argument in (x, residual):
+            call.numbers += [NONE, 0, 0] if argument is None else self._columns_of(argument, sources)
+        columns = _columns(_tensor_at(node))
+        call.numbers += [self._new(_tensor_at(node)), 0, columns]
+        call.shape.append(columns)
         self._calls.append(call)
 
     def _part(self, node: fx.Node, join: fx.Node) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <vector>
 
 namespace pageloom {
@@ -52,6 +53,43 @@ void fill_in(ExpertsProblem& p, const TapeExperts& t, const Values& values, int6
   p.out = values.at(t.out), p.out_stride = values.stride(t.out);
   if (t.residual.value >= 0) p.residual = values.at(t.residual), p.residual_stride = values.stride(t.residual);
 }
+
+// Of one unit: whoever takes it waits for the other ranks, and this rank's other threads for him.
+struct SumStage : Stage {
+  NativeAllReduce function;
+  void* group;
+  NativeSumRows rows;
+
+  static bool sum(Stage& stage, int64_t, Turn&) {
+    auto& self = static_cast<SumStage&>(stage);
+    if (self.next.fetch_add(1, std::memory_order_relaxed) != 0) return true;
+    if (const char* error = self.function(self.group, self.rows)) self.error.store(error, std::memory_order_relaxed);
+    self.finish(1);
+    return true;
+  }
+};
+
+// Stages of a run's sums.
+class SumStages {
+ public:
+  explicit SumStages(int64_t count) : stages_(std::make_unique<SumStage[]>(count)) {}
+
+  // Null, or why it is refused.
+  const char* add(const TapeSum& sum, const Values& values, int64_t rows, std::vector<Stage*>& stages) {
+    SumStage& stage = stages_[added_++];
+    const bool adds = sum.residual.value >= 0;
+    if (adds && rows > 1 && values.stride(sum.residual) != sum.columns) return "rows of a sum's residual lie apart";
+    stage.function = sum.function, stage.group = sum.group;
+    stage.rows = {values.at(sum.x), adds ? values.at(sum.residual) : nullptr, values.at(sum.out), rows, sum.columns};
+    stage.work = SumStage::sum, stage.units = 1;
+    stages.push_back(&stage);
+    return nullptr;
+  }
+
+ private:
+  std::unique_ptr<SumStage[]> stages_;
+  int64_t added_ = 0;
+};
 
 // What a run's threads share; kept, so that a steady state allocates nothing.
 struct Shared {
@@ -129,8 +167,10 @@ const TapeRoute* routes_of(const Tape& tape) { return after<TapeRoute>(layers_of
 const TapeExperts* experts_of(const Tape& tape) { return after<TapeExperts>(routes_of(tape), tape.routes); }
 const TapeAttention* attentions_of(const Tape& tape) { return after<TapeAttention>(experts_of(tape), tape.experts); }
 
+const TapeSum* sums_of(const Tape& tape) { return after<TapeSum>(attentions_of(tape), tape.attentions); }
+
 int64_t bytes_of(const Tape& tape) {
-  return reinterpret_cast<const char*>(attentions_of(tape) + tape.attentions) - reinterpret_cast<const char*>(&tape);
+  return reinterpret_cast<const char*>(sums_of(tape) + tape.sums) - reinterpret_cast<const char*>(&tape);
 }
 
 const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const Rows* results, char* scratch,
@@ -147,6 +187,7 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
   LinearStages linears(tape.layers, threads.count);
   RouteStages routes(tape.routes, threads.count);
   ExpertStages experts(shared.experts.data(), tape.experts, threads.count);
+  SumStages sums(tape.sums);
   char* memory = shared.call_memory(tape.call_bytes);
   for (int64_t i = 0; i < tape.steps; ++i) {
     const TapeStep& step = steps_of(tape)[i];
@@ -156,9 +197,12 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
       if (call.kind == TapeKind::kLayer) shared.stages.push_back(linears.add(shared.layers[call.index]));
       if (call.kind == TapeKind::kRoute) shared.stages.push_back(routes.add(shared.routes[call.index]));
       if (call.kind == TapeKind::kExperts) experts.add(call.index, shared.stages);
-      if (call.kind != TapeKind::kAttention) continue;
-      const TapeAttention& attention = attentions_of(tape)[call.index];
-      const char* error = prepare(attention, shared, rows, attention_steps[attention.step], threads.count, memory);
+      const char* error = nullptr;
+      if (call.kind == TapeKind::kSum) error = sums.add(sums_of(tape)[call.index], shared.values, rows, shared.stages);
+      if (call.kind == TapeKind::kAttention) {
+        const TapeAttention& attention = attentions_of(tape)[call.index];
+        error = prepare(attention, shared, rows, attention_steps[attention.step], threads.count, memory);
+      }
       if (error != nullptr) return error;
     }
   }

@@ -6,6 +6,7 @@
 #include "experts_schedule.h"
 #include "linear_schedule.h"
 #include "native_call.h"
+#include "native_sum.h"
 
 namespace pageloom {
 
@@ -29,6 +30,14 @@ struct TapeExperts {
   Ref x, ids, weights, residual, out;
 };
 
+// Ranks add up what each has made of all rows.
+struct TapeSum {
+  NativeAllReduce function;
+  void* group;
+  int64_t columns;
+  Ref x, residual, out;
+};
+
 struct TapeAttention {
   const NativeAttention* functions;
   const void* layer;
@@ -36,7 +45,7 @@ struct TapeAttention {
   Ref q, k, v, out;
 };
 
-enum class TapeKind : int64_t { kLayer = 0, kRoute = 1, kExperts = 2, kAttention = 3 };
+enum class TapeKind : int64_t { kLayer = 0, kRoute = 1, kExperts = 2, kAttention = 3, kSum = 4 };
 
 // Number `index` of its kind.
 struct TapeCall {
@@ -59,9 +68,10 @@ struct TapeValue {
   int64_t index;
 };
 
-// Followed in memory by its values, steps, calls, layers, routes, experts and attentions. Trivially copyable, all of it.
+// Followed in memory by its values, steps, calls, layers, routes, experts, attentions and sums. Trivially copyable, all
+// of it.
 struct Tape {
-  int64_t bytes, inputs, results, values, steps, calls, layers, routes, experts, attentions;
+  int64_t bytes, inputs, results, values, steps, calls, layers, routes, experts, attentions, sums;
   int64_t attention_steps;  // as many has a run
   int64_t call_bytes;       // memory of all calls of attentions, 64-byte aligned
   int64_t scratch_bytes;    // a row
@@ -74,6 +84,7 @@ const TapeLayer* layers_of(const Tape& tape);
 const TapeRoute* routes_of(const Tape& tape);
 const TapeExperts* experts_of(const Tape& tape);
 const TapeAttention* attentions_of(const Tape& tape);
+const TapeSum* sums_of(const Tape& tape);
 int64_t bytes_of(const Tape& tape);
 
 // Rows of a value during a run.

@@ -173,6 +173,22 @@ TapeAttention read_attention(Reader& r) {
   return a;
 }
 
+TapeSum read_sum(Reader& r) {
+  TapeSum s{};
+  s.function = reinterpret_cast<NativeAllReduce>(r.next());
+  s.group = reinterpret_cast<void*>(r.next());
+  PAGELOOM_CHECK(s.function != nullptr && s.group != nullptr, kMake, ": a sum without its group");
+  const Reader::Columns x = r.needed_columns();
+  s.columns = x.count;
+  s.x = x.ref;
+  PAGELOOM_CHECK(r.values[s.x.value].columns == s.columns, kMake, ": a sum of ", s.columns, " columns of more");
+  s.residual = r.ref(s.columns);
+  PAGELOOM_CHECK(s.residual.value < 0 || r.values[s.residual.value].columns == s.columns, kMake,
+                 ": a sum's residual has more than ", s.columns, " columns");
+  s.out = r.whole(s.columns, 2);
+  return s;
+}
+
 // The calls of a program, each kind by itself.
 struct Calls {
   std::vector<TapeStep> steps;
@@ -181,6 +197,7 @@ struct Calls {
   std::vector<TapeRoute> routes;
   std::vector<TapeExperts> experts;
   std::vector<TapeAttention> attentions;
+  std::vector<TapeSum> sums;
 
   template <class T>
   void add(TapeKind kind, std::vector<T>& of_kind, const T& call) {
@@ -196,6 +213,7 @@ struct Calls {
       case 2: return add(TapeKind::kLayer, layers, read_rotation(r));
       case 3: return add(TapeKind::kRoute, routes, read_route(r));
       case 4: return add(TapeKind::kExperts, experts, read_experts(r));
+      case 5: return add(TapeKind::kSum, sums, read_sum(r));
       default: refuse(kMake, ": no call is of kind ", kind);
     }
   }
@@ -249,12 +267,13 @@ Tensor make_tape(std::vector<Tensor> tensors, std::vector<int64_t> program, std:
   }
   tape.steps = read.steps.size(), tape.calls = read.calls.size(), tape.layers = read.layers.size();
   tape.routes = read.routes.size(), tape.experts = read.experts.size(), tape.attentions = read.attentions.size();
+  tape.sums = read.sums.size();
   tape.bytes = bytes_of(tape);
   Tensor made = new_bytes(tape.bytes);
   char* at = static_cast<char*>(made.data_ptr());
   std::memcpy(at, &tape, sizeof tape);
   at = append(append(append(at + sizeof tape, r.values), read.steps), read.calls);
-  append(append(append(append(at, read.layers), read.routes), read.experts), read.attentions);
+  append(append(append(append(append(at, read.layers), read.routes), read.experts), read.attentions), read.sums);
   return made;
 }
 

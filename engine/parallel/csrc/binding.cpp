@@ -3,6 +3,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "native_sum.h"
 #include "shared_group.h"
 #include "torch_string.h"
 
@@ -120,6 +121,33 @@ Tensor all_gather(Tensor x, std::vector<int64_t> columns, std::string name) {
   });
 }
 
+const char* sum_rows(void* address, const NativeSumRows& rows) {
+  auto& group = *static_cast<SharedGroup*>(address);
+  constexpr auto kType = static_cast<uint8_t>(ScalarType::BFloat16);
+  const auto columns = static_cast<uint32_t>(rows.columns);
+  ReduceCall call{};
+  call.type = call.out_type = Float::kBrain16;
+  call.tag = {rows.residual != nullptr ? Kind::kAllReduceAdd : Kind::kAllReduce, kType, kType, 0,
+              static_cast<uint32_t>(rows.rows), columns, columns};
+  call.x = reinterpret_cast<const char*>(rows.x);
+  call.residual = reinterpret_cast<const char*>(rows.residual);
+  call.out = reinterpret_cast<char*>(rows.out);
+  call.count = rows.rows * rows.columns;
+  try {
+    group.all_reduce(call);
+    return nullptr;
+  } catch (const std::exception& error) {
+    group.failure = error.what();
+    return group.failure.c_str();
+  }
+}
+
+// Addresses of a `NativeAllReduce` and of its group, which must stay open.
+std::vector<int64_t> native_all_reduce(std::string name) {
+  constexpr NativeAllReduce kFunction = sum_rows;
+  return {reinterpret_cast<int64_t>(kFunction), reinterpret_cast<int64_t>(open_groups().find(name).get())};
+}
+
 void open_group(int64_t fd, std::string name, int64_t rank, int64_t size) {
   open_groups().add(name, std::make_shared<SharedGroup>(static_cast<int>(fd), rank, size));
 }
@@ -138,6 +166,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("close_group(str name) -> ()");
   m.define("stop_group(str name, str reason) -> ()");
   m.define("stop_memory(int fd, str reason) -> ()");
+  m.define("native_all_reduce(str group) -> int[]");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
@@ -150,6 +179,7 @@ const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Op
   m.implement<close_group>("close_group");
   m.implement<stop_group>("stop_group");
   m.implement<stop_memory>("stop_memory");
+  m.implement<native_all_reduce>("native_all_reduce");
 });
 
 }  // namespace

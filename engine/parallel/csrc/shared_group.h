@@ -46,6 +46,9 @@ class SharedGroup {
   void all_reduce(const ReduceCall& call);
   void all_gather(const GatherCall& call);
 
+  // Where the last one that failed in native code says why.
+  std::string failure;
+
  private:
   // Tells the others that this rank's part of the next round lies in its slot.
   void publish(const Tag& tag);
