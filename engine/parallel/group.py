@@ -7,6 +7,7 @@ on the transport: sums are made in float32, in the order of ranks, and rounded o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -49,6 +50,11 @@ class Group(Protocol):
 
     @property
     def all_gather(self) -> AllGather: ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it the calling thread's collectives are with nobody and return zeros: for compilers, which try code
+        whose results nobody reads, while other threads compute."""
+        ...
 
     def abort(self, reason: str) -> None:
         """From any thread: whoever waits in a collective of this group, or will, gets a RuntimeError with `reason`;

@@ -7,7 +7,8 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ class SharedGroup:
         with self._closing:
             if self._open:
                 self._ops.stop_group(self._name, reason)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `Group.alone`."""
+        self._ops.be_alone(True)
+        try:
+            yield
+        finally:
+            self._ops.be_alone(False)
 
     def close(self) -> None:
         """Unmap the memory. The other ranks are not told: they wait for this one if they call a collective."""

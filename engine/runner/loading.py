@@ -116,6 +116,8 @@ class RunnerParts:
     draft: DraftParts | None = None
     head: Head | None = None
     """of a model that judges prompts"""
+    group: Group | None = None
+    """of ranks, of whose model this is a part"""
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -173,6 +175,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         sinks=model.sinks,
         draft=draft_parts,
         head=model.head if isinstance(model, Decoder) else None,
+        group=group,
     )
 
 

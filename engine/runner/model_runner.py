@@ -76,7 +76,7 @@ class ModelRunner:
         self._config = config
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
-        self._model = parts.model
+        self._model, self._group = parts.model, parts.group
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
@@ -356,7 +356,8 @@ class ModelRunner:
         example = torch.arange(_EXAMPLE_TOKENS, dtype=torch.int64, device=self._device)
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
         settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
-        with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules):
+        alone = nullcontext() if self._group is None else self._group.alone()
+        with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:
             return compile_model(
                 twin,
                 (example, example.clone()),

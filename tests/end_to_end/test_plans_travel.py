@@ -14,8 +14,8 @@ from tiny_families import save_tiny
 from engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from engine.config import EngineConfig
 from engine.core.client import InProcessClient
-from engine.executor.in_process import InProcessExecutor
 from engine.executor.default import make_executor
+from engine.executor.in_process import InProcessExecutor
 from engine.executor.interface import Executor
 from engine.step import StepMasks, StepPlan, StepResult, decode_masks, decode_plan, encode_step
 

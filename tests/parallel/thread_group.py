@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -47,6 +48,9 @@ class ThreadGroup:
     def all_gather(self, x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
         assert x.shape[1] == columns[self.rank]
         return torch.cat(self._met(x), dim=1)
+
+    def alone(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("nothing is compiled in these threads")
 
     def abort(self, reason: str) -> None:
         self._meeting.barrier.abort()
