@@ -5,4 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels")]
+sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels", "end_to_end")]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 PATIENCE_S = 120.0
 
 
-class _Meeting:
+class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.parts: list[torch.Tensor | None] = [None] * size
@@ -25,7 +25,7 @@ class ThreadGroup:
 
     name = "threads"
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, len(meeting.parts)
         self._meeting = meeting
 
@@ -58,7 +58,7 @@ class ThreadGroup:
 
 def in_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     """What `work` returns in each rank's thread. Where one fails, the others do, and its error is raised."""
-    meeting = _Meeting(size)
+    meeting = Meeting(size)
 
     def run(rank: int) -> T:
         try:
