@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ import torch
 from rank_cases import draw_case, hash_of
 from rank_processes import Workers
 
+from engine.executor import kernels_ahead
 from engine.parallel import build, shared_memory
 from engine.parallel.shared_memory import SharedGroup, allocate
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,15 @@ def workers(native_cache: Path) -> Iterator[Workers]:
 def test_the_build_key_covers_every_source() -> None:
     described = build.sources()
     assert set(build.CSRC.iterdir()) <= {unit.source for unit in described.units} | set(described.headers)
+
+
+def test_the_library_is_built_with_the_package_and_ahead_where_there_are_ranks() -> None:
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "tools" / "build_backend.py")
+    assert spec is not None and spec.loader is not None
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    assert build.__name__ in backend.DESCRIPTIONS
+    assert backend.DESCRIPTIONS == kernels_ahead.DESCRIPTIONS_OF_RANKS
 
 
 @pytest.mark.parametrize(("size", "slot_bytes"), [(2, 1 << 19), (2, 1 << 14), (3, 1 << 14), (4, 1)])
@@ -63,6 +76,15 @@ def test_whoever_waits_is_stopped_by_a_third_party_and_by_another_thread(workers
     waiting.send("reduce_and_abort", "enough")
     with pytest.raises(RuntimeError, match=r"^enough$"):
         waiting.result()
+
+
+def test_a_rank_that_waits_long_leaves_its_core_to_others(workers: Workers) -> None:
+    waiting, late = workers.group(2).processes
+    waiting.send("reduce_and_measure")
+    assert not waiting.answers(0.6)
+    late.send("reduce", 1, 8, torch.float32)
+    late.result()
+    assert waiting.result() < 0.3
 
 
 @pytest.mark.parametrize(
