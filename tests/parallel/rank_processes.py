@@ -21,7 +21,7 @@ class RankProcess:
 
     def __init__(self) -> None:
         ours, its = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, str(HERE / "rank_worker.py"), str(its.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[its.fileno()], env=environment)
         its.close()
