@@ -60,10 +60,10 @@ class Rank:
         os.close(start.group_fd)
         self._local = make_executor(config, group, self._receive_masks)
         self._home = threading.get_ident()
-        self._steps = 0
-        """taken"""
+        self._steps = self._collected = 0
+        """taken, and of them those whose end was seen"""
         self._done: deque[None] = deque()
-        """of them, those to be collected"""
+        """those to be collected"""
         self._done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
@@ -82,6 +82,8 @@ class Rank:
 
     def _next(self) -> Frame:
         """Collects what is done while it waits."""
+        if self._steps == self._collected:
+            return self._link.receive()
         while (frame := self._link.next()) is None:
             ready = dict(self._poll.poll())
             if self._done_fd in ready:
@@ -108,6 +110,7 @@ class Rank:
         while self._done:
             self._done.popleft()
             self._local.collect()
+            self._collected += 1
 
     def _receive_masks(self) -> StepMasks:
         """In the middle of a step: nothing else can come."""

@@ -5,6 +5,7 @@ What happens in each rank is written to its file in the cache directory.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +24,9 @@ from engine.errors import ConfigError, EngineError, WeightsError
 from engine.executor.interface import CompileState
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.executor.multiproc import MultiprocExecutor
 
 _REASON = 1024
 PAGE = 1 << 12
@@ -102,6 +107,7 @@ class Light:
             notes.write(what + "\n")
 
     def load(self) -> LoadReport:
+        logging.getLogger(__name__).info("loading\nrank %d's part", self.rank)
         self.note("load")
         return report(self.rank)
 
@@ -127,7 +133,10 @@ class Light:
             masks = self._receive_masks() if self._receive_masks else self._masks.popleft()
             self.note(f"masks {masks.step_id} {masks.bits.sum()}")
         self.note(f"step {plan.step_id}")
-        return StepResult(step_id=plan.step_id, token_ids=[self.rank])
+        return StepResult(step_id=plan.step_id, token_ids=self.tokens(plan))
+
+    def tokens(self, plan: StepPlan) -> list[int]:
+        return [self.rank]
 
     def step(self, plan: StepPlan) -> None:
         self.group.meet()
@@ -236,6 +245,14 @@ class OthersCompiling(Light):
         changed()
 
 
+class Sampling(Light):
+    """One token for each position that samples, as a core expects."""
+
+    def tokens(self, plan: StepPlan) -> list[int]:
+        time.sleep(0.002)
+        return [7 + self.rank] * int(plan.rows.samples.sum())
+
+
 def no_group(fd: int, name: str, rank: int, size: int, cache_dir: Path) -> FakeGroup:
     if rank:
         raise EngineError("the memory of the group is not of this size")
@@ -244,9 +261,7 @@ def no_group(fd: int, name: str, rank: int, size: int, cache_dir: Path) -> FakeG
 
 def drive(kind: str, config: str) -> None:
     """In a process of its own: a driver that waits for ever, wherever `kind` lets it."""
-    from engine.executor.multiproc import MultiprocExecutor, Parts
-
-    made = MultiprocExecutor(msgspec.json.decode(config, type=EngineConfig), Parts(f"fake_ranks:{kind}", *FAKE_GROUP))
+    made = executor_of_ranks(msgspec.json.decode(config, type=EngineConfig), kind)
     made.load()
     made.warm_up()
     for step in range(4):
@@ -256,3 +271,18 @@ def drive(kind: str, config: str) -> None:
 
 
 FAKE_GROUP = ("fake_ranks:allocate", "fake_ranks:FakeGroup")
+
+
+def executor_of_ranks(config: EngineConfig, kind: str) -> MultiprocExecutor:
+    from engine.executor.multiproc import MultiprocExecutor, Parts
+
+    return MultiprocExecutor(config, Parts(f"fake_ranks:{kind}", *FAKE_GROUP))
+
+
+def sampling_ranks(config: EngineConfig) -> MultiprocExecutor:
+    """For a core process."""
+    return executor_of_ranks(config, "Sampling")
+
+
+def ranks_without_room(config: EngineConfig) -> MultiprocExecutor:
+    return executor_of_ranks(config, "OthersNotFitting")
