@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -48,8 +49,7 @@ def until(holds: Callable[[], object]) -> None:
 @contextmanager
 def group(kind: str, where: Path, ranks: int = 2, parts: tuple[str, str] = FAKE_GROUP) -> Iterator[MultiprocExecutor]:
     """An executor that has not loaded; afterwards nothing of it is left: processes, threads, descriptors."""
-    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    others = psutil.Process().children(recursive=True)
+    descriptors = open_descriptors()
     config = group_config(tiny_config(async_scheduling=False), ranks, where)
     executor = MultiprocExecutor(config, Parts(f"fake_ranks:{kind}", *parts))
     try:
@@ -57,11 +57,21 @@ def group(kind: str, where: Path, ranks: int = 2, parts: tuple[str, str] = FAKE_
     finally:
         executor.close()
         executor.close()
-        assert set(psutil.Process().children(recursive=True)) <= set(others), "neither orphans nor zombies"
-        assert set(threading.enumerate()) <= threads
-        assert set(os.listdir("/proc/self/fd")) <= descriptors
-        for rank in range(1, ranks):
-            assert not any(psutil.pid_exists(pid) for pid in pids(where, rank))
+        started = executor._workers.pids if executor._workers else []
+        assert not any(psutil.pid_exists(pid) for pid in started), "neither orphans nor zombies"
+        assert not any(thread.name.startswith(("workers", "rank-")) for thread in threading.enumerate())
+        assert open_descriptors() == descriptors
+
+
+def open_descriptors() -> Counter[str]:
+    """Of the kinds that a group needs, how many there are."""
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            found[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
+    return Counter(
+        {kind: count for kind, count in found.items() if kind.startswith(("anon_inode", "socket", "/memfd"))}
+    )
 
 
 def pids(where: Path, rank: int) -> list[int]:

@@ -11,12 +11,13 @@ from core_fakes import tiny_config
 from fake_ranks import group_config
 
 from engine.config import DeviceConfig
-from engine.core.start import DEFAULT_EXECUTOR, load_executor
+from engine.core.start import DEFAULT_EXECUTOR
 from engine.executor import cores
 from engine.executor.cores import share_of_cores
 from engine.executor.default import make_executor
 from engine.executor.inline import InlineExecutor
 from engine.executor.multiproc import MultiprocExecutor, rank_config
+from engine.executor.rank import named
 
 
 @pytest.fixture
@@ -46,10 +47,8 @@ def test_a_rank_computes_on_its_own_cores_or_its_own_gpu(tmp_path: Path) -> None
 
 def test_several_ranks_get_processes_and_one_gets_none(tmp_path: Path) -> None:
     config = tiny_config(async_scheduling=False)
-    for made, kind in (
-        (make_executor(config), InlineExecutor),
-        (make_executor(group_config(config, 2, tmp_path)), MultiprocExecutor),
-        (load_executor(DEFAULT_EXECUTOR, group_config(config, 2, tmp_path)), MultiprocExecutor),
-    ):
+    assert named(DEFAULT_EXECUTOR) is make_executor
+    for given, kind in ((config, InlineExecutor), (group_config(config, 2, tmp_path), MultiprocExecutor)):
+        made = make_executor(given)
         assert type(made) is kind
         made.close()
