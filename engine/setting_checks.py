@@ -46,7 +46,7 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
         why = f" ({machine.cuda_problem})" if machine.cuda_problem else ""
         raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
     _check_cores(args, machine)
-    _check_ranks(args, kind, machine)
+    _check_ranks(args, kind)
     if kind == "cuda" and args.cores is not None:
         raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     if kind == "cuda" and args.threads is not None:
@@ -54,10 +54,10 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
     return kind
 
 
-def _check_ranks(args: EngineArgs, kind: Kind, machine: Machine) -> None:
+def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     ranks = args.tensor_parallel_size
-    if kind == "cuda" and ranks > len(machine.cuda):
-        raise ConfigError(f"tensor_parallel_size ({ranks}) exceeds the {len(machine.cuda)} CUDA devices that are here")
+    if kind == "cuda" and ranks > 1:
+        raise ConfigError(f"tensor_parallel_size must be 1 on device='cuda', got {ranks}: several GPUs come later")
     if ranks > MAX_RANKS:
         raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if ranks > 1 and args.cores is not None:

@@ -85,7 +85,9 @@ def save_gemma3(path: Path) -> None:
     save_tokenizer(path)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe", "Gemma3"])
+@pytest.mark.parametrize(
+    "family", ["Gemma3", "Qwen3Moe", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("Llama", "Qwen3"))]
+)
 def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(family: str, tmp_path: Path) -> None:
     save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path)
     args = args_of(tmp_path)
@@ -99,7 +101,7 @@ def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(fami
             assert step == pytest.approx(of_step, abs=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param("auto", marks=pytest.mark.exhaustive), "int8"])
 def test_packed_weights_have_the_same_bits_whoever_computes_the_parts(quantization: str) -> None:
     """Nine query heads and three of keys: two ranks have six and three. The file's own blocks, and int8."""
     args = args_of(smollm2_path(), dtype="bfloat16", quantization=quantization)

@@ -16,7 +16,11 @@ constexpr int64_t kTogether = PAGELOOM_NATIVE_BF16 ? 2 : 1;
 constexpr int64_t kMaxPanels = 8;  // that one row may meet: how many streams of weights are best depends on the machine
 #else
 constexpr int kTileRows = 5, kVectors = 2;
+#if defined(__AVX2__)
+constexpr int64_t kTogether = 1, kMaxPanels = 2;
+#else
 constexpr int64_t kTogether = 1, kMaxPanels = 1;
+#endif
 #endif
 constexpr int64_t kPanels = PAGELOOM_NATIVE_BF16 ? 2 : 4;  // that a tile's rows meet in turn, once they are widened
 constexpr int64_t kRowBytes = kPanel * 4;    // of a panel: two inputs of 32 outputs
@@ -25,13 +29,14 @@ constexpr int64_t kHeldRows = 512;           // rows whose sums wait for the nex
 constexpr int64_t kUnroll = 4;               // pairs of inputs between two looks at what to prefetch
 constexpr int64_t kAheadBytes = 4096;        // of a stream of weights that come straight from memory
 
+PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // Panels that a tile of `rows` meets where it is the only one.
 PAGELOOM_INLINE int64_t streams_of(const LinearProblem& p, int64_t rows) {
   if (kMaxPanels == 1 || rows > 2) return kPanels;
-  return rows == 1 ? p.reading.streams : (p.reading.streams + 1) / 2;
+  const int64_t streams = min64(p.reading.streams, kMaxPanels);
+  return rows == 1 ? streams : (streams + 1) / 2;
 }
-
-PAGELOOM_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cache lines to ask for while a tile computes: `lines` of each panel's stream for kUnroll pairs of inputs. Passed by
 // reference: a copy of words that have just been written waits until every store before them is in the cache.
@@ -149,6 +154,10 @@ constexpr Multiply kWhole[kTileRows][kMaxPanels] = {
 constexpr Multiply kPart[kTileRows] = {multiply_tile<1, kVectors>, multiply_tile<2, kVectors>,
                                        multiply_tile<3, kVectors>, multiply_tile<4, kVectors>,
                                        multiply_tile<5, kVectors>};
+#if defined(__AVX2__)
+// One row or two, which only wait for memory: they read whole lines, once.
+constexpr Multiply kFew[2][kMaxPanels] = {{multiply_tile<1, 4>, multiply_tile<1, 8>}, {multiply_tile<2, 4>, nullptr}};
+#endif
 #endif
 
 // One tile of rows against `panels` panels from `w` on, in register tiles one after the other.
@@ -162,6 +171,12 @@ void multiply(const Input* x, int64_t stride, int64_t rows, int64_t pairs, const
 #if defined(__AVX512F__)
     kWhole[rows - 1][count - 1](x, stride, pairs, from, panel_bytes, prefetch, skip, count, to, width, more);
 #else
+#if defined(__AVX2__)
+    if (rows <= 2) {
+      kFew[rows - 1][count - 1](x, stride, pairs, from, panel_bytes, prefetch, skip, count, to, width, more);
+      continue;
+    }
+#endif
     for (int64_t column = 0; column < kPanel; column += kVectors * VW)
       kPart[rows - 1](x, stride, pairs, from + column * 4, panel_bytes, prefetch, skip, column == 0 ? count : 0,
                       to + column, width, more);
