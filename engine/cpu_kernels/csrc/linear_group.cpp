@@ -98,17 +98,24 @@ void tile(const LinearProblem& p, const Operand& operand, int64_t row, int64_t p
     GroupRows x = {(const int8_t*)operand.data + row * operand.stride, operand.stride, operand.scales + row * groups,
                    operand.sums + row * groups, groups};
     const auto next = [&] { x.x += kGroup, ++x.scales, ++x.sums; };
+    // Of a panel that is read at once what lies ahead; else each pass asks for its part of the next panel, so that memory
+    // works in all of them.
+    const auto ask = [&](const uint8_t* from, int64_t bytes) __attribute__((always_inline)) {
+      constexpr int64_t kPasses = kPanel / kTileOutputs;
+      if (kPasses == 1) return prefetch(from + kAhead, bytes, past);
+      prefetch(from + p.panel_bytes + lane / kTileOutputs * (bytes / kPasses), bytes / kPasses, past);
+    };
     Sums<R> acc = {};
     const uint8_t* const end = weight + p.k / F::kInputs * F::kBytes;
     for (const uint8_t* group = weight; group < end; group += F::kBytes) {
       if constexpr (F::kInputs == kGroup) {
-        if (first_rows && lane == 0) prefetch(group + kAhead, F::kBytes, past);
+        if (first_rows) ask(group, F::kBytes);
         F::template add<R, 0>(group, 0, lane, x, acc);
         next();
       } else {
         for (int64_t sub = 0; sub < F::kInputs / kGroup; sub += 2) {
           constexpr int64_t kPart = F::kBytes * 2 / (F::kInputs / kGroup);
-          if (first_rows && lane == 0) prefetch(group + sub / 2 * kPart + kAhead, kPart, past);
+          if (first_rows) ask(group + sub / 2 * kPart, kPart);
           F::template add<R, 0>(group, sub, lane, x, acc);
           next();
           F::template add<R, 1>(group, sub + 1, lane, x, acc);

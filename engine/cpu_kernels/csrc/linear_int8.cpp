@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kVectors = 2;                        // of outputs: what a tile holds of a panel for each of its rows
 constexpr int64_t kTileOutputs = kVectors * VW;        // 32 with AVX-512
+constexpr int64_t kPasses = kPanel / kTileOutputs;     // that it takes over a panel
 constexpr int64_t kOnlyRows = VW == 16 ? 12 : 4;       // of a tile that meets a panel alone: 24 of 32 registers, or 8 of 16
 constexpr int64_t kTogether = VW == 16 ? 2 : 1;        // panels that each of several tiles meets
 constexpr int64_t kTileRows = kOnlyRows / kTogether;   // of each of them
@@ -27,6 +28,7 @@ struct Prefetch {
   const uint8_t* ahead;
   int64_t lines;
   bool past;  // around the caches: nothing of it is read twice
+  int64_t turn;  // bytes farther with each pass over a panel; 0: only the first one asks
 };
 
 PAGELOOM_INLINE vi dot(vi acc, vi w, vi x) {
@@ -94,7 +96,9 @@ void tile(const LinearProblem& p, const Operand& x, int64_t row, int64_t panel, 
       scale[v] = load_as<vf>(scales);
       offset[v] = kVnni ? -(load_as<vi>(scales + kPanel * 4) << 7) : vi{};
     }
-    const Prefetch asked{prefetch.ahead, o == 0 ? prefetch.lines : 0, prefetch.past};
+    const int64_t pass = o / kTileOutputs;
+    const int64_t lines = pass == 0 || prefetch.turn > 0 ? prefetch.lines : 0;
+    const Prefetch asked{prefetch.ahead + pass * prefetch.turn, lines, prefetch.past, 0};
     constexpr int kInFlight = R == 1 ? 4 : R <= 3 ? 2 : 1;
     multiply<R, P, kInFlight>(weight + o * 4, p.panel_bytes, data, x.stride, p.k, asked, offset, total);
 #pragma GCC unroll 12
@@ -130,10 +134,12 @@ size_t scratch_bytes(const LinearProblem&) { return 0; }
 void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_t row_end, int64_t panel_begin,
              int64_t panel_end, void*) {
   const int64_t rows = row_end - row_begin;
-  if (rows <= kOnlyRows) {  // asks for what it reads itself
-    const bool past = p.reading.past != 0 && kTileOutputs == kPanel;
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-      kOnly[rows - 1](p, x, row_begin, panel, {p.weight + panel * p.panel_bytes + kAhead, kLines, past});
+  if (rows <= kOnlyRows) {
+    const bool past = p.reading.past != 0 && kPasses == 1;
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {  // asks for what it reads itself, or in turns reads next
+      const uint8_t* const ahead = p.weight + panel * p.panel_bytes + (kPasses == 1 ? kAhead : p.panel_bytes);
+      kOnly[rows - 1](p, x, row_begin, panel, {ahead, kLines / kPasses, past, p.k / 4 / kUnroll * (kLines / kPasses) * 64});
+    }
     return;
   }
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines = (kLines + tiles - 1) / tiles;
@@ -143,7 +149,7 @@ void compute(const LinearProblem& p, const Operand& x, int64_t row_begin, int64_
     const uint8_t* const next = p.weight + (panel + panels) * p.panel_bytes;
     for (int64_t t = 0; t < tiles; ++t) {  // of nearly equal size, each asking for its share of the next panels
       const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-      const Prefetch share{next + t * (p.k / 4 / kUnroll) * lines * 64, more && t * lines < kLines ? lines : 0, false};
+      const Prefetch share{next + t * (p.k / 4 / kUnroll) * lines * 64, more && t * lines < kLines ? lines : 0, false, 0};
       (panels == kTogether ? kSeveral : kOnly)[count - 1](p, x, row_begin + row, panel, share);
     }
   }
