@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -81,3 +81,21 @@ def shared_toolchain() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "toolchain_directory", lambda _: toolchain.toolchain_directory(default_cache_dir()))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def converted_here() -> Iterator[Callable[[str], bytes]]:
+    """Directories' tokenizers are converted in this process: the child that does it for a program loads transformers
+    and torch first, once for each model of a test. Yields what converts in a child."""
+    import msgspec
+
+    from engine.frontend import tokenizer_source
+
+    in_a_child = tokenizer_source._convert
+
+    def convert(path: str) -> bytes:
+        return in_a_child(path) if os.path.isfile(path) else msgspec.json.encode(tokenizer_source._checked(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_source, "_convert", convert)
+        yield in_a_child

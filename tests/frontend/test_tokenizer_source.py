@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,14 @@ from engine.models.bounds import TOKENIZER_BYTES
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 SPECIAL += ["  ", "\n\n", "é", "e\u0301", "你好", "😀", "\u2581", "'s", "12345"]
 TEXTS = st.lists(st.sampled_from(SPECIAL) | st.text(max_size=12), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def converted_in_a_child(converted_here: Callable[[str], bytes]) -> Iterator[None]:
+    """As by a program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_source, "_convert", converted_here)
+        yield
 
 
 def kept(cache: Path) -> list[Path]:
