@@ -156,14 +156,18 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_tape_changes_no_bit_of_an_answer(
-    path_of: Callable[[str], Path], case: str, quantization: Literal["none", "int8", "int4"]
+    path_of: Callable[[str], Path],
+    case: str,
+    quantization: Literal["none", "int8", "int4"],
+    kv_cache_dtype: Literal["bf16", "int8"],
 ) -> None:
     assert case in CASES
-    for kv_cache_dtype in ("bf16", "int8"):
-        assert_same(path_of(case), quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    assert_same(path_of(case), quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.slow
