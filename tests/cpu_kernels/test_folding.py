@@ -100,13 +100,12 @@ def test_a_folded_graph_computes_what_the_library_computes(name: str, tmp_path: 
     hidden = run(graph, DenseAttention(facts, model.sinks), TOKENS)
     mine = torch.log_softmax(model.compute_logits(hidden), dim=-1)
     assert (mine - exact).abs().mean() <= 1.3 * (theirs - exact).abs().mean()
+    if name in NATIVE:
+        only_native_calls_are_left(graph)
 
 
-@pytest.mark.parametrize("name", NATIVE)
-def test_between_attentions_only_native_calls_are_left(name: str, tmp_path: Path) -> None:
-    library_model(name, tmp_path)
-    graph = traced(packed(tmp_path))
-    fold(graph)
+def only_native_calls_are_left(graph: Traced) -> None:
+    """Between attentions."""
     pieces = [step for step in split(graph, frozenset({ATTENTION})) if isinstance(step, Piece)]
     left = [
         str(node.target)
