@@ -121,11 +121,6 @@ def test_the_key_changes_with_what_changes_code_and_holds_no_path() -> None:
     assert str(Path.cwd()) not in text and sys.prefix not in text and str(Path.home()) + "/" not in text
 
 
-def damage_all(cache: Path, file: str, content: bytes) -> None:
-    for path in (cache / "pieces").glob(f"*/{file}"):
-        path.write_bytes(content)
-
-
 SECOND_PROCESS = """
 import sys
 from pathlib import Path
@@ -139,13 +134,11 @@ print(program.report.compiled, program.report.loaded, program.run(*batch(5)).dou
 
 
 def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_what_is_damaged(
-    cache_dir: Path, native_cache: Path, tmp_path: Path
+    native_cache: Path, tmp_path: Path
 ) -> None:
     model = ToyLlama(layers=2, hidden=16, heads=2, seed=3)
-    first = compiled(model, cache_dir)
-    moved = tmp_path / "moved"
-    shutil.copytree(cache_dir, moved)
-    moved.chmod(0o700)
+    first = compiled(model, tmp_path / "cache")
+    moved = (tmp_path / "cache").rename(tmp_path / "moved")
     (moved / "toolchain").symlink_to(native_cache / "toolchain")
     kernels = sorted((moved / "pieces").rglob("*.so"))
     command = [sys.executable, "-c", SECOND_PROCESS, str(moved), str(torch.get_num_threads())]
@@ -158,9 +151,12 @@ def test_another_process_loads_a_moved_cache_without_compiling_and_recompiles_wh
     assert sorted((moved / "pieces").rglob("*.so")) == kernels, "loading ran the C++ compiler"
     assert float(total) == first.run(*batch(5)).double().sum().item()
 
-    damage_all(moved, "artifact.bin", b"not an artifact")
+    whole, damaged, *_ = sorted((moved / "pieces").glob("*/artifact.bin"))
+    before = whole.stat()
+    damaged.write_bytes(b"not an artifact")
     again = compiled(model, moved)
-    assert (again.report.compiled, again.report.loaded) == (first.report.distinct_pieces, 0)
+    assert (again.report.compiled, again.report.loaded) == (1, first.report.distinct_pieces - 1)
+    assert (whole.stat().st_ino, whole.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     torch.testing.assert_close(again.run(*batch(5)), eager(model, 5), rtol=1e-5, atol=1e-5)
     assert compiled(model, moved).report.loaded == first.report.distinct_pieces
 

@@ -42,8 +42,8 @@ def test_bounds_are_artifacts_of_their_own_and_near_ones_share_them(
 ) -> None:
     near = compiled(model, cache_dir, debug_asserts=True, largest_size=LARGEST + 50)
     assert (near.report.compiled, near.report.loaded) == (0, 3)
-    unbounded = compiled(model, cache_dir, debug_asserts=True)
-    assert (unbounded.report.compiled, unbounded.report.loaded) == (3, 0)
+    unbounded = compiled(ToyLlama(layers=1), cache_dir, debug_asserts=True)  # two of the three
+    assert (unbounded.report.compiled, unbounded.report.loaded) == (2, 0)
 
 
 def test_only_what_holds_for_every_size_may_be_taken_for_granted(model: ToyLlama) -> None:
