@@ -39,13 +39,21 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def exact(prompts: list[list[int]]) -> torch.Tensor:
-    return hf_logprobs(smollm2_by_transformers(), prompts)
+def by_transformers(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32 and in bfloat16."""
+    model = smollm2_by_transformers()
+    return hf_logprobs(model, prompts), hf_logprobs(model.bfloat16(), prompts)
 
 
 @pytest.fixture(scope="module")
-def their_error(prompts: list[list[int]], exact: torch.Tensor) -> float:
-    return (hf_logprobs(smollm2_by_transformers().bfloat16(), prompts) - exact).abs().mean().item()
+def exact(by_transformers: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return by_transformers[0]
+
+
+@pytest.fixture(scope="module")
+def their_error(by_transformers: tuple[torch.Tensor, torch.Tensor]) -> float:
+    exact, theirs = by_transformers
+    return (theirs - exact).abs().mean().item()
 
 
 @pytest.mark.slow
