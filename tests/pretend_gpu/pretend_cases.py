@@ -323,7 +323,7 @@ CASES: dict[str, Case] = {
         for backend in ("cuda", "flashinfer")
     },
     **{
-        f"64 requests of 1 to 6 samples on {backend}": partial(
+        f"40 requests of 1 to 6 samples on {backend}": partial(
             samples_equal_cpu, backend=backend, graphs=graphs, compile="pieces"
         )
         for backend, graphs in (("reference", "piecewise"), ("cuda", "both"), ("flashinfer", "both"))

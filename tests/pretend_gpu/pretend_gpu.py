@@ -40,6 +40,8 @@ from pretend_tensors import (
     started_where_active,
 )
 
+CHUNK = 512
+
 
 @contextmanager
 def pretend_gpu(
@@ -179,6 +181,7 @@ def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     import compilation.model as model
     from attention_backends import cuda, cuda_build, toolchain
     from engine.runner import preflight
+    from engine.sampling.kernels.device import TritonKernels
 
     def as_host_work(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,11 +201,14 @@ def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
         (model, "load_piece", as_host_work(model.load_piece) if inductor else lambda *artifact: None),
         (model, "without_wrappers", without_wrappers),
     ]
+    # A program's tokens: the interpreter computes all of them for the 300 that there are.
+    sampling = (TritonKernels.__init__, "__defaults__", (CHUNK, *(TritonKernels.__init__.__defaults__ or ())[1:]))
     compilers = [(module, "find_nvcc", toolchain.find_compiler) for module in (cuda, cuda_build)]
     return [
         *kernels.interpreted_launches(machine),
         (cuda_build, "_compile", kernels.emulated_library),
         (preflight, "PROBES", replace(preflight.PROBES, nvcc=lambda device, cache_dir: None)),
+        sampling,
         *compilers,
         *pieces,
     ]

@@ -40,11 +40,15 @@ def launch(machine: Machine, what: str, function: Callable[..., Any], *args: Any
 
 
 def interpreted_launches(machine: Machine) -> list[tuple[Any, str, Any]]:
-    """Launches by the interpreter, and, for speed alone, its language patched once a launch: by itself it does so again
-    for every call of one kernel's function by another."""
+    """Launches by the interpreter. For speed alone, its language is patched once a launch: by itself it does so again
+    for every call of one kernel's function by another; and a type's NumPy type is looked up: it makes a table of all
+    for every operation."""
+    from triton import language
     from triton.runtime import interpreter
 
     run, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    make_table = interpreter._get_np_dtype
+    numpy_types: dict[str, Any] = {}
     inside = threading.local()
     languages: dict[Any, frozenset[str]] = {}
 
@@ -64,7 +68,18 @@ def interpreted_launches(machine: Machine) -> list[tuple[Any, str, Any]]:
         inside.patched |= languages[function]
         return patch_language(function)
 
-    return [(interpreter.GridExecutor, "__call__", call), (interpreter, "_patch_lang", patch_once)]
+    def numpy_type(dtype: Any) -> Any:
+        of = dtype.element_ty if isinstance(dtype, language.block_type) else dtype
+        name = "pointer" if isinstance(of, language.pointer_type) else of.name
+        if name not in numpy_types:
+            numpy_types[name] = make_table(dtype)
+        return numpy_types[name]
+
+    return [
+        (interpreter.GridExecutor, "__call__", call),
+        (interpreter, "_patch_lang", patch_once),
+        (interpreter, "_get_np_dtype", numpy_type),
+    ]
 
 
 # the in-tree kernels

@@ -206,8 +206,8 @@ SAMPLED_PROMPTS = [ids(300 + i, n) for i, n in enumerate((1, 4, 16, 17, 33, 48, 
 
 
 def run_samples(llm: LLM) -> Outputs:
-    """64 requests of 1 to 6 samples at once, whose prompts are cached but for their ends, or short: first steps have
-    fewer tokens than sequences."""
+    """40 requests of 1 to 6 samples at once, whose prompts are cached but for their ends, or short: first steps have
+    fewer tokens than sequences. Each kind with each prompt and each number of samples."""
     generate(llm, SAMPLED_PROMPTS, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.8},
@@ -216,10 +216,10 @@ def run_samples(llm: LLM) -> Outputs:
         {"temperature": 0.0},
         {"temperature": 1.1, "min_p": 0.02, "logit_bias": {7: 4.0}},
     ]
-    prompts = [SAMPLED_PROMPTS[i % 8] for i in range(64)]
+    prompts = [SAMPLED_PROMPTS[i % 8] for i in range(40)]
     params = [
-        SamplingParams(n=1 + (i + i // 8) % 6, seed=100 * i, max_tokens=1 + i % 3, ignore_eos=True, **kinds[i % 5])
-        for i in range(64)
+        SamplingParams(n=1 + i // 7 % 6, seed=100 * i, max_tokens=1 + i % 3, ignore_eos=True, **kinds[i % 5])
+        for i in range(40)
     ]
     outputs = generate(llm, prompts, params)
     assert [len(output.outputs) for output in outputs] == [one.n for one in params]
