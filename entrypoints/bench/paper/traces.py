@@ -6,10 +6,12 @@ rates is smooth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrypoints.bench.paper.lengths import LONGEST, Lengths
 
@@ -29,29 +31,52 @@ class Job:
     """tokens that each of its samples generates"""
 
 
+Shapes = list[tuple[list[int], int]]
+"""prompts and output lengths"""
+Draw = Callable[[np.random.Generator, int], Shapes]
+"""(generator, count) → so many"""
+
+
+class _Drawn:
+    """Gaps between requests at one a second, and shapes of the requests; drawn once, as many as any rate needed."""
+
+    def __init__(self, draw: Draw, seed: int) -> None:
+        self._draw = draw
+        self._gaps, self._shapes = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+        self._parts: list[tuple[NDArray[np.float64], Shapes]] = []
+
+    def parts(self) -> Iterator[tuple[NDArray[np.float64], Shapes]]:
+        """`_DRAWN` requests at a time, without end."""
+        for place in itertools.count():
+            if place == len(self._parts):
+                self._parts.append((self._gaps.exponential(1.0, size=_DRAWN), self._draw(self._shapes, _DRAWN)))
+            yield self._parts[place]
+
+
 @dataclass(frozen=True)
 class Workload:
     """Lengths, and what is asked of each prompt."""
 
     name: str
-    draw: Callable[[np.random.Generator, int], list[tuple[list[int], int]]]
-    """(generator, count) → prompts and output lengths"""
+    draw: Draw
     samples: int = 1
     beams: bool = False
     """the `samples` are beams of one search"""
+    _drawn: dict[int, _Drawn] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """by seed"""
 
     def jobs(self, rate: float, seconds: float, seed: int) -> list[Job]:
         """All that arrives in `seconds` at `rate` a second; at least one request."""
         jobs: list[Job] = []
-        gaps, shapes = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
         now = 0.0
-        while True:
-            arrivals = now + np.cumsum(gaps.exponential(1.0, size=_DRAWN)) / rate
-            for arrival, (prompt, output) in zip(arrivals.tolist(), self.draw(shapes, _DRAWN)):
+        for gaps, shapes in self._drawn.setdefault(seed, _Drawn(self.draw, seed)).parts():
+            arrivals = now + np.cumsum(gaps) / rate
+            for arrival, (prompt, output) in zip(arrivals.tolist(), shapes):
                 if arrival > seconds and jobs:
                     return jobs
                 jobs.append(Job(arrival, prompt, output))
             now = float(arrivals[-1])
+        raise AssertionError("requests never end")
 
     def backlog(self, count: int, seed: int) -> list[Job]:
         """So many requests, all there from the start: the load that saturates."""
