@@ -10,6 +10,7 @@ import torch
 from dense_attention import greedy, logits_of
 from thread_group import ThreadGroup, in_ranks
 from tiny_models import CASES, make_model, save
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
@@ -76,3 +77,41 @@ def test_ranks_have_every_query_head_once_with_its_keys(heads: int, kv_heads: in
         assert {head * kv_heads // heads for head in own} == set(range(keys.first, keys.end))
         found += own
     assert found == list(range(heads))
+
+
+def test_sixty_four_ranks_hold_every_weight_once_and_shared_keys_eight_times(tmp_path: Path) -> None:
+    ranks = 64
+    config = LlamaConfig(
+        vocab_size=2080,
+        hidden_size=64,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    reference = LlamaForCausalLM(config)
+    path = save(reference, tmp_path)
+    description = describe(path)
+    assert description.spec is not None
+    parts = []
+    for rank in range(ranks):
+        shard = Shard(rank, ranks)
+        part = Decoder(sharded(description.spec, shard), dtype=torch.float32)
+        load_weights(part, description, shard=shard)
+        parts.append(part.state_dict())
+
+    def joined(name: str, rows: slice = slice(None), dim: int = 0) -> torch.Tensor:
+        return torch.cat([part[name][rows] for part in parts], dim=dim)
+
+    own = reference.model.layers[0]
+    assert torch.equal(joined("layers.0.qkv_proj.weight", slice(0, 8)), own.self_attn.q_proj.weight)
+    keys = joined("layers.0.qkv_proj.weight", slice(8, 16)).unflatten(0, (8, 8, 8))
+    assert torch.equal(keys, own.self_attn.k_proj.weight.unflatten(0, (8, 1, 8)).expand(8, 8, 8, 64))
+    assert torch.equal(joined("layers.0.o_proj.weight", dim=1), own.self_attn.o_proj.weight)
+    assert torch.equal(joined("layers.0.gate_up_proj.weight", slice(32, 64)), own.mlp.up_proj.weight)
+    assert torch.equal(joined("layers.0.down_proj.weight", dim=1), own.mlp.down_proj.weight)
+    assert torch.equal(joined("embed_tokens.weight"), reference.model.embed_tokens.weight)
+    assert torch.equal(joined("lm_head.weight"), reference.lm_head.weight)
+    assert {sharded(description.spec, Shard(rank, ranks)).facts.layers[0].num_heads for rank in range(ranks)} == {1}
