@@ -60,6 +60,11 @@ class ArrangedSource:
             axis = 0 if expert is not None else place.axis
             destination.copy_(destination.index_select(axis, _order(place).to(destination.device)))
 
+    def mapped(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        place = self._place(name)
+        as_wanted = place.stored == "as it is" and not place.transposed
+        return self._source.mapped(name, expert) if as_wanted else None
+
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         place = self._place(name)
         found = None if place.stored in _OTHER_NUMBERS else self._source.encoded(name, expert)

@@ -83,6 +83,9 @@ class GgufSource:
         if self._norms_with_one and name.endswith("norm.weight"):
             destination.sub_(1.0)
 
+    def mapped(self, name: str, expert: int | None = None) -> None:
+        """What is not in blocks is small."""
+
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         extent = self._extents[name]
         shape = extent.shape if expert is None else extent.shape[1:]

@@ -104,6 +104,9 @@ class QuantizedSource:
             self._experts(matrix, destination, expert)
         return None
 
+    def mapped(self, name: str, expert: int | None = None) -> Tensor | None:
+        return None if name in self._matrices else self._source.mapped(name, expert)
+
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         matrix = self._matrices.get(name)
         if matrix is None:

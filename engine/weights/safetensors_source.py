@@ -90,12 +90,16 @@ class SafetensorsSource:
         return str(self._directory / self._file_of[name])
 
     def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
+        destination.copy_(self.mapped(name, expert))
+
+    def mapped(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Raises WeightsError where it is of no floating dtype."""
         handle = self._handles[self._file_of[name]]
         stored = handle.get_slice(name).get_dtype()
         if stored not in _FLOATING:
             readable = ", ".join(sorted(_FLOATING))
             raise WeightsError(f"{self.file_of(name)}: tensor {name} is stored as {stored}; {readable} are read")
-        destination.copy_(handle.get_tensor(name) if expert is None else handle.get_slice(name)[expert])
+        return self.tensor(name, expert)
 
     def headers(self) -> Headers:
         """Shapes and types of all tensors."""

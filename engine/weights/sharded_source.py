@@ -41,10 +41,18 @@ class ShardedSource:
         elif taken.is_zero:
             destination.zero_()
         else:
-            shape = self._source.shapes()[name]
-            whole = torch.empty(shape if expert is None else shape[1:], dtype=destination.dtype)
-            self._source.read_into(name, whole, expert)
+            whole = self._source.mapped(name, expert)
+            if whole is None:
+                shape = self._source.shapes()[name]
+                whole = torch.empty(shape if expert is None else shape[1:], dtype=destination.dtype)
+                self._source.read_into(name, whole, expert)
             destination.copy_(_cut(whole, taken, axis if expert is None else 0))
+
+    def mapped(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        found, (taken, axis) = self._source.mapped(name, expert), self._parts.get(name, (Taken(), 0))
+        if found is None or taken.is_zero:
+            return None
+        return _cut(found, taken, axis if expert is None else 0)
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         found, (taken, _) = self._source.encoded(name, expert), self._parts.get(name, (Taken(), 0))

@@ -51,6 +51,11 @@ class WeightSource(Protocol):
         """
         ...
 
+    def mapped(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        """The tensor, or one of those that it stacks, as it lies in its file, of which only what is copied is read; it
+        may be of another floating dtype. None: it is decoded or arranged when it is read."""
+        ...
+
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         """A matrix, or one of those that the tensor stacks, as it runs packed without a change of its values, rows in
         the order that `read_into` gives (of outputs, where that is transposed). None: it is stored element by element,

@@ -29,6 +29,9 @@ class OneMatrix:
     def read_into(self, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
         destination.copy_(self.values if expert is None else self.values[expert])
 
+    def mapped(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        return None
+
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
         return self.found
 

@@ -19,6 +19,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, keys_of, queries_of, sharded
 from engine.models.spec import MixerSpec, MlpSpec
 from engine.weights.loader import load_weights
+from engine.weights.safetensors_source import SafetensorsSource
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -115,3 +116,19 @@ def test_sixty_four_ranks_hold_every_weight_once_and_shared_keys_eight_times(tmp
     assert torch.equal(joined("embed_tokens.weight"), reference.model.embed_tokens.weight)
     assert torch.equal(joined("lm_head.weight"), reference.lm_head.weight)
     assert {sharded(description.spec, Shard(rank, ranks)).facts.layers[0].num_heads for rank in range(ranks)} == {1}
+
+
+def test_what_is_divided_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, read_into = list[str](), SafetensorsSource.read_into
+
+    def watched(self: SafetensorsSource, name: str, destination: torch.Tensor, expert: int | None = None) -> None:
+        read.append(name)
+        read_into(self, name, destination, expert)
+
+    monkeypatch.setattr(SafetensorsSource, "read_into", watched)
+    description = describe(save(make_model("qwen2"), tmp_path))
+    assert description.spec is not None
+    shard = Shard(1, 2)
+    load_weights(Decoder(sharded(description.spec, shard), dtype=torch.float32), description, shard=shard)
+    assert read
+    assert all("norm" in name for name in read)
