@@ -81,13 +81,13 @@ def load_weights(
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
-            source = ArrangedSource(source, rows, _left_out(family, spec))
+            source = whole = ArrangedSource(source, rows, _left_out(family, spec))
             if shard is not None:
                 rows, parts = shard_rows(spec, shard, rows)
-                source = ShardedSource(source, parts)
+                source = ShardedSource(whole, parts)
             _fill(model, source, rows, packer)
             if description.generates:
-                _check_tied_copy(model, source, rows)
+                _check_tied_copy(model, whole, rows)
     return weight_bytes(model)
 
 

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 import torch
 from dense_attention import greedy, logits_of
+from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup, in_ranks
 from tiny_models import CASES, make_model, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.parallel import join
@@ -51,6 +52,17 @@ def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp
     for of_other, tokens_of_other in others:
         assert torch.equal(of_other, logits)
         assert tokens_of_other == tokens
+
+
+def test_a_checkpoint_that_repeats_its_tied_head_is_read_in_parts(tmp_path: Path) -> None:
+    path = save(make_model("llama_tied"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    [embedding] = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    in_ranks(2, lambda group: part_of(path, group))
+    save_file({**tensors, "lm_head.weight": embedding + 1.0}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
+        in_ranks(2, lambda group: part_of(path, group))
 
 
 @pytest.mark.parametrize(
