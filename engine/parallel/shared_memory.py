@@ -53,17 +53,19 @@ def abort(fd: int, reason: str, cache_dir: Path) -> None:
 class SharedGroup:
     """A rank of a group (see `Group`). One thread calls its collectives at a time.
 
-    `name`: under which this process's operators find it. The descriptor is not needed after the constructor, which
+    `name`: under which this process's operators find it, with a number where this process has another group of that
+    name: a second engine. The descriptor is not needed after the constructor, which
     builds (once per machine, seconds) and loads the library. Raises BuildError; RuntimeError where the memory is not of
-    `size` ranks, the rank has been taken before, or this process has a group of this name.
+    `size` ranks, or the rank has been taken before.
     """
 
     def __init__(self, fd: int, name: str, rank: int, size: int, cache_dir: Path) -> None:
         self._ops = _load(cache_dir)
-        self._ops.open_group(fd, name, rank, size)
+        number = self._ops.open_group(fd, name, rank, size)
         self._closing = threading.Lock()
         self._open = True
-        self._name, self._rank, self._size = name, rank, size
+        self._name = name if number == 1 else f"{name}-{number}"
+        self._rank, self._size = rank, size
         self._all_reduce: OpOverload = self._ops.all_reduce.default
         self._all_gather: OpOverload = self._ops.all_gather.default
 

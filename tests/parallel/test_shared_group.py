@@ -209,11 +209,23 @@ def test_what_cannot_be_gathered_is_refused(alone: SharedGroup, columns: list[in
         alone.all_gather(torch.ones(2, 4), columns, alone.name)
 
 
-def test_a_rank_is_taken_once_and_a_name_is_one_groups(alone: SharedGroup, native_cache: Path, tmp_path: Path) -> None:
+def test_groups_of_one_name_are_found_by_names_of_their_own(alone: SharedGroup, native_cache: Path) -> None:
+    fd = allocate(1, 100)
+    try:
+        second = SharedGroup(fd, alone.name, 0, 1, native_cache)
+    finally:
+        os.close(fd)
+    assert second.name == f"{alone.name}-2"
+    second.abort("the second")
+    x = torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="the second"):
+        second.all_reduce(x, None, torch.float32, second.name)
+    second.close()
+
+
+def test_a_rank_is_taken_once(alone: SharedGroup, native_cache: Path, tmp_path: Path) -> None:
     fd = allocate(2, 100)
     try:
-        with pytest.raises(RuntimeError, match="named alone is open already"):
-            SharedGroup(fd, "alone", 0, 2, native_cache)
         SharedGroup(fd, "other", 1, 2, native_cache).close()
         with pytest.raises(RuntimeError, match="rank 1 of this memory has been taken before"):
             SharedGroup(fd, "other", 1, 2, native_cache)

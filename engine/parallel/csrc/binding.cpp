@@ -14,9 +14,11 @@ namespace {
 // Of this process. Who is in a collective, or stops it, keeps its group while somebody closes it.
 class OpenGroups {
  public:
-  void add(const std::string& name, std::shared_ptr<SharedGroup> group) {
+  // Under `name`, or the first of name-2, name-3 ... that is free; which of them.
+  int64_t add(const std::string& name, const std::shared_ptr<SharedGroup>& group) {
     const std::lock_guard lock(mutex_);
-    PAGELOOM_CHECK(groups_.emplace(name, std::move(group)).second, "a group named ", name, " is open already");
+    for (int64_t number = 1;; ++number)
+      if (groups_.emplace(number == 1 ? name : name + "-" + std::to_string(number), group).second) return number;
   }
   void remove(const std::string& name) {
     std::shared_ptr<SharedGroup> last;  // unmapped without the lock
@@ -161,8 +163,8 @@ std::vector<int64_t> native_all_reduce(std::string name) {
 
 void be_alone(bool alone) { is_alone = alone; }
 
-void open_group(int64_t fd, std::string name, int64_t rank, int64_t size) {
-  open_groups().add(name, std::make_shared<SharedGroup>(static_cast<int>(fd), rank, size));
+int64_t open_group(int64_t fd, std::string name, int64_t rank, int64_t size) {
+  return open_groups().add(name, std::make_shared<SharedGroup>(static_cast<int>(fd), rank, size));
 }
 
 void close_group(std::string name) { open_groups().remove(name); }
@@ -175,7 +177,7 @@ void stop_memory(int64_t fd, std::string reason) { SharedMemory(static_cast<int>
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("all_reduce(Tensor x, Tensor? residual, ScalarType dtype, str group) -> Tensor");
   m.define("all_gather(Tensor x, int[] columns, str group) -> Tensor");
-  m.define("open_group(int fd, str name, int rank, int size) -> ()");
+  m.define("open_group(int fd, str name, int rank, int size) -> int");
   m.define("close_group(str name) -> ()");
   m.define("stop_group(str name, str reason) -> ()");
   m.define("stop_memory(int fd, str reason) -> ()");
