@@ -35,6 +35,21 @@ def bind_thread(cores: Sequence[int]) -> None:
         raise ConfigError(f"cores: of CPUs {list(cores)} this process may run on {sorted(bound)} only")
 
 
+class Binding:
+    """The calling thread, bound to CPUs until `undo`, for which it need not be the caller."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        """Raises as `bind_thread`."""
+        self._thread = threading.get_native_id()
+        self._before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        bind_thread(cores)
+
+    def undo(self) -> None:
+        """What it started meanwhile stays where it is."""
+        if Path(f"/proc/self/task/{self._thread}").exists():  # its number is nobody else's by now
+            _bind(self._thread, self._before)
+
+
 class Places:
     """A core for each compute thread, where there are as many cores as threads; a context in which a step computes.
 

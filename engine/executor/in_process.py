@@ -22,7 +22,7 @@ import torch
 from compilation.behind import CompileJob, Swap
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.affinity import Places, bind_thread
+from engine.executor.affinity import Binding, Places
 from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
@@ -113,6 +113,7 @@ class InProcessExecutor:
         self._uncollected = 0
         self._places: Places | None = None
         """where the thread that computes does so"""
+        self._binding: Binding | None = None
         self._failed: tuple[str, BaseException] | None = None
         self._idle_work_left = False
         self._steps_since_idle_work = 0
@@ -207,6 +208,7 @@ class InProcessExecutor:
             self._compilation.stop()
         self._stop()
         self._give_up_places()
+        self._unbind()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
@@ -258,7 +260,8 @@ class InProcessExecutor:
     def _settle(self) -> None:
         """Before the calling thread's first computation: the threads that OpenMP starts from it inherit its CPUs."""
         if (cores := self._config.device.cores) is not None:
-            bind_thread(cores)
+            self._unbind()
+            self._binding = Binding(cores)
         self._prepare_thread()
         alone = self._config.parallel.tensor == 1  # other ranks without cores of their own compute on all of them, too
         if self._config.device.kind == "cpu" and (alone or cores is not None):
@@ -269,6 +272,11 @@ class InProcessExecutor:
         if self._places is not None:
             self._places.close()
         self._places = None
+
+    def _unbind(self) -> None:
+        if self._binding is not None:
+            self._binding.undo()
+        self._binding = None
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self._config.device.threads)  # OpenMP keeps the number for each thread

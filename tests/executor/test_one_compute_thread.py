@@ -223,13 +223,15 @@ def test_compute_threads_are_bound_to_the_cores_that_are_named(kind: type[InProc
         executor.submit(_plan(0), lambda: None)
         executor.collect()
         executor.close()
+        after.append(os.sched_getaffinity(0))
 
-    before = os.sched_getaffinity(0)
+    before, after = os.sched_getaffinity(0), []
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
     assert runner.cores == {ALLOWED[-1]}
     assert os.sched_getaffinity(0) == before, "only the threads that compute are bound"
+    assert after == [before], "and they for as long as there is an executor"
 
 
 def test_a_core_that_does_not_exist_is_refused_when_the_model_loads(
