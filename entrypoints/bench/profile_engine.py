@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import InProcessClient
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.executor.inline import local_executor
 from engine.kv_budget import kv_bytes_per_token
 from engine.llm import LLM
@@ -38,6 +38,9 @@ class ProfiledEngine:
     """`llm` serves as ever; while `recorder.active`, its steps are recorded. Use it as a context manager."""
 
     def __init__(self, args: EngineArgs) -> None:
+        """Raises `ConfigError` for several ranks, and what `LLM` raises."""
+        if args.tensor_parallel_size > 1:
+            raise ConfigError("tensor_parallel_size: what is profiled is a model that one rank computes; leave it out")
         self._runner: ModelRunner | None = None
         self._parts: RunnerParts | None = None
         self._pieces: dict[str, list[Weight]] = {}

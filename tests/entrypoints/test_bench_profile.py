@@ -13,6 +13,7 @@ import torch
 from scripted_server import save_model
 
 from engine.config import EngineArgs
+from engine.errors import ConfigError
 from engine.observability.step_work import Ceilings
 from entrypoints.bench import profile_device
 from entrypoints.bench.cli import main
@@ -43,6 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
+
+
+def test_what_several_ranks_compute_is_not_profiled(model: str) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size: what is profiled"):
+        ProfiledEngine(EngineArgs(model=model, device="cpu", tensor_parallel_size=2))
 
 
 @pytest.fixture(autouse=True)
