@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
-def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str) -> int:
-    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales)."""
+def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str, ranks: int = 1) -> int:
+    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales). Each of `ranks`
+    that divide the heads has one at least."""
     scale_bytes = 4 if dtype == "int8" else 0
     keep = [layer for layer in layers if layer.shares is None]
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep)
+    return sum(
+        2 * max(layer.num_kv_heads, ranks) * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep
+    )
 
 
 class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +39,8 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     draft_bytes: int = 0
     """that the layers of a draft keep of a token; they share the blocks of one of the groups"""
+    ranks: int = 1
+    """that share the memory; each keeps what the draft does"""
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -47,8 +52,10 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
         layers = self.model.layers
         if not self.model.keeps_kv:
             return 0
-        token = max(kv_bytes_per_token((layers[i] for i in group.layers), self.dtype) for group in self.groups)
-        return (token + self.draft_bytes) * self.block_size
+        token = max(
+            kv_bytes_per_token((layers[i] for i in group.layers), self.dtype, self.ranks) for group in self.groups
+        )
+        return (token + self.draft_bytes * self.ranks) * self.block_size
 
     def blocks_of(self, tokens: int) -> int:
         """Over all groups."""
@@ -79,6 +86,7 @@ def shortened_context(
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
+        ranks=config.parallel.tensor,
     )
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (

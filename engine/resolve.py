@@ -56,6 +56,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
+from engine.models.sharding import check_divided
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
@@ -73,16 +74,16 @@ CacheDType = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
 def resolve(
     args: EngineArgs, model: ModelDescription, machine: Machine, draft: ModelFacts | None = None
 ) -> EngineConfig:
-    """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together. `draft`: of
-    a draft's layers, which keep keys and values, too."""
+    """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
+    `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
+    check_divided(model.spec, args.tensor_parallel_size)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     block_size = args.block_size if args.block_size is not None else 16
-    kv_dtype = _kv_dtype(args, dtype, kind)
-    step_tokens = _step_tokens(args, kind, facts, dtype)
+    kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     quantization = _quantization(args, dtype, kind, model)
     _check_weights_fit(facts, quantization, dtype, _device_bytes(kind, machine))
     sizes = SequenceSizes(
@@ -92,6 +93,7 @@ def resolve(
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
+        ranks=args.tensor_parallel_size,
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)

@@ -57,7 +57,7 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
 def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     ranks = args.tensor_parallel_size
     if kind == "cuda" and ranks > 1:
-        raise ConfigError(f"tensor_parallel_size must be 1 on device='cuda', got {ranks}: several GPUs come later")
+        raise ConfigError(f"tensor_parallel_size ({ranks}): several ranks compute on CPUs only; set device='cpu'")
     if ranks > MAX_RANKS:
         raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if ranks > 1 and args.cores is not None:

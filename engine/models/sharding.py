@@ -125,6 +125,14 @@ def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     )
 
 
+def check_divided(spec: DecoderSpec | None, ranks: int) -> None:
+    """Raises what `sharded` does, for any of them; `spec`: None of a model that has none."""
+    if ranks > 1 and spec is None:
+        raise UnsupportedModelError("tensor_parallel_size: a model that runs through the library is not divided")
+    if ranks > 1 and spec is not None:
+        sharded(spec, Shard(0, ranks))
+
+
 def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
     if mixer.num_heads < shard.size:

@@ -18,7 +18,7 @@ from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.reading import choose_reading
-from engine.errors import ConfigError, UnsupportedModelError
+from engine.errors import ConfigError
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
@@ -139,8 +139,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     description = describe(config.model.path, config.model.model_impl)
     spec, facts = description.spec, description.facts
     if group is not None:
-        if spec is None:
-            raise UnsupportedModelError("tensor_parallel_size: a model that runs through the library is not divided")
+        assert spec is not None  # resolving refuses it
         spec = sharded(spec, Shard(group.rank, group.size))
         facts = spec.facts
     draft = draft_of(config, facts)
