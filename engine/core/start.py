@@ -67,7 +67,7 @@ def build_core(
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
     loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)
     compiling = executor.compile_state() == "running"
-    if compiling:
+    if compiling or config.parallel.tensor > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
     ready = CoreReady(
         num_blocks=ledger.num_blocks,

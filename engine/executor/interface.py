@@ -39,8 +39,9 @@ class Executor(Protocol):
         ...
 
     def watch_compilation(self, changed: Callable[[], None]) -> None:
-        """`changed` is called from any thread whenever `compile_state` is no longer "running"; at once if it is not
-        now. One watcher: a later one takes the place of an earlier one."""
+        """`changed` is called from any thread whenever `compile_state` is no longer "running" (at once if it is not
+        now), and when another rank is lost: `compile_state` raises the cause then. One watcher: a later one takes the
+        place of an earlier one."""
         ...
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUP_NAME = "tensor"
-"""the same in all ranks and at every start: compiled pieces call collectives by it"""
+"""the same in all ranks and at every start: compiled pieces call collectives by it (a process's second group has a
+number behind it)"""
 SLOT_BYTES = 1 << 20
 """of what a rank tells the others at once; more goes in parts"""
 
@@ -80,7 +81,7 @@ class MultiprocExecutor:
 
     `load` starts the workers. An error of a worker while it starts is raised as its own kind, with its own text. When a
     worker dies, is stopped or fails in a step, whoever waits for it is told within a second: `collect` and all later
-    calls raise `EngineError` with the cause.
+    calls raise `EngineError` with the cause. Who waits for nothing is told by the call of `watch_compilation`.
     """
 
     def __init__(
@@ -150,6 +151,12 @@ class MultiprocExecutor:
             workers.owe_less()
 
     def compile_state(self) -> CompileState:
+        """Raises `EngineError` where a worker has gone, which an idle core learns in this way."""
+        if self._workers is not None and (failure := self._workers.failure) is not None:
+            raise failure
+        return self._compile_state()
+
+    def _compile_state(self) -> CompileState:
         workers = {} if self._workers is None else self._workers.compile_states
         states = {self._local.compile_state(), *workers.values()}
         if "running" in states:
@@ -242,10 +249,11 @@ class MultiprocExecutor:
         self._cause = cause
         if self._group is not None:
             self._group.abort(cause)
+        self._compile_watcher()  # who asks for the state is told
 
     def _compile_state_changed(self) -> None:
         """From any thread."""
-        if self.compile_state() != "running":
+        if self._compile_state() != "running":
             self._compile_watcher()
 
     def _serving(self) -> WorkerWatch:

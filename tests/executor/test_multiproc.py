@@ -185,9 +185,15 @@ def test_a_worker_that_is_killed_while_idle_fails_the_next_call(tmp_path: Path) 
     with serving("Light", tmp_path) as executor:
         assert step(executor, 0) == [0]
         [pid] = pids(tmp_path, 1)
+        told_of = threading.Event()
+        executor.watch_compilation(told_of.set)
+        told_of.clear()
         os.kill(pid, signal.SIGKILL)
+        assert told_of.wait(HANG_S)
         until(lambda: not psutil.pid_exists(pid))
         until(lambda: executor._cause)
+        with pytest.raises(EngineError, match=r"rank 1 .* died"):
+            executor.compile_state()
         refuses_for_ever(executor, r"rank 1 .* died: killed by signal 9 \(SIGKILL\)")
 
 

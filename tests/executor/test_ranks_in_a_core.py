@@ -65,6 +65,19 @@ def test_whoever_is_killed_takes_the_others_along_and_the_client_is_told(victim:
     until(lambda: not psutil.pid_exists(worker))
 
 
+def test_a_rank_that_is_killed_while_nobody_asks_for_anything_ends_the_core(tmp_path: Path) -> None:
+    core = client("sampling_ranks", tmp_path)
+    try:
+        core.start()
+        [worker] = pids(tmp_path, 1)
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(CoreDiedError, match=rf"rank 1 \(process {worker}\) died: killed by signal 9"):
+            while True:
+                core.recv()
+    finally:
+        core.close()
+
+
 def test_a_rank_without_room_fails_the_start_of_the_core_as_a_setting_that_does_not_hold(tmp_path: Path) -> None:
     core = client("ranks_without_room", tmp_path)
     try:
