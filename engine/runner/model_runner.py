@@ -42,6 +42,7 @@ from engine.runner.memory import activation_bytes, device_memory
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.proposals import proposer_of
+from engine.runner.ranks import compiled_by_all
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.staging import BufferRing, StagedWrites
@@ -111,9 +112,9 @@ class ModelRunner:
         self._counter = CompileCounter()
         self._runs_modules = threading.RLock()
         """held by steps, and by traces in another thread that change what modules do meanwhile"""
-        self._counts = False
-        """whether compilations since the counter's mark are ones that should not have been"""
-        self._compiles_behind = config.compile.mode == "pieces" and self._dispatcher.mode == "none"
+        self._counts = False  # whether compilations since the counter's mark are ones that should not have been
+        serves_meanwhile = self._dispatcher.mode == "none" and parts.group is None
+        self._compiles_behind = serves_meanwhile and config.compile.mode == "pieces"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
         self.report = self._load_report(parts, memory_before)
@@ -186,7 +187,7 @@ class ModelRunner:
         wanted = self._config.compile.mode == "pieces" and not self._compiles_behind
         if wanted:
             try:
-                self._compiled = self._compile()
+                self._compiled = compiled_by_all(self._compile, self._group, self._device)
                 self._start_with(self._compiled)
             except Exception as error:
                 self._leave_pieces(error)
