@@ -6,7 +6,8 @@ its prefetchers follow: between CPUs the best number differs by a factor of four
 past the caches leaves in them what the host needs between two steps, which else is read from memory, too (on a Zen 5
 a fourth to a third of the host's time); but where it must pass the few places of the first level, fewer lines may be
 under way. So both are timed once on a machine, when the first large model is loaded (about a second), and kept in the
-cache directory with what was measured. No bit of a result depends on them.
+cache directory with what was measured: where others computed meanwhile, for this start alone. No bit of a result
+depends on them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _MOST_BYTES = 1 << 30
 _BYTE = 0x3C
 """of all weights: they are neither 0, as pages that share their memory are, nor denormal"""
 _ROUNDS = 7
+_OWN = 0.9
+"""of the time that its threads could compute, what a timing must have had to be kept"""
 
 
 class Reading(NamedTuple):
@@ -78,10 +81,12 @@ def choose_reading(ops: LinearOps, weight_bytes: int, cache_dir: Path) -> Readin
     with locked(path):
         found = _read(path)
         if found is None and weight_bytes >= LEAST_BYTES:
-            through, past = measured(ops)
+            through, past, own = measured(ops)
             found = _File(cpu=cpu, threads=threads, gb_per_s=through, past_gb_per_s=past)
-            write_atomically(path, msgspec.json.format(msgspec.json.encode(found)).decode())
-            logger.info("weights for one row, GB/s by streams: %s; past the caches: %s", through, past)
+            if own >= _OWN:
+                write_atomically(path, msgspec.json.format(msgspec.json.encode(found)).decode())
+            again = "" if own >= _OWN else "; others computed meanwhile, so the next start times again"
+            logger.info("weights for one row, GB/s by streams: %s; past the caches: %s%s", through, past, again)
     best = DEFAULT if found is None else found.best()
     if best.past and weight_bytes < 2 * _last_level_bytes():
         best = Reading(best.streams, False)  # they stay there from step to step
@@ -89,9 +94,10 @@ def choose_reading(ops: LinearOps, weight_bytes: int, cache_dir: Path) -> Readin
     return best
 
 
-def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float]]:
-    """Streams → GB/s through the caches and past them, the best of some rounds that take all ways in turn. By the
-    kernels without AMX: those with it have a way of their own."""
+def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float], float]:
+    """Streams → GB/s through the caches and past them, the best of some rounds that take all ways in turn; and of the
+    time that its threads could have computed, what they had. By the kernels without AMX: those with it have a way of
+    their own."""
     isa = 1 + max(i for i, isa in enumerate(ops.isas) if isa != "amx")
     layer_bytes = sum(n * k * 2 for n, k in _SHAPES)
     layers = max(1, min(_CACHES * _last_level_bytes(), _MOST_BYTES) // layer_bytes)
@@ -99,6 +105,7 @@ def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float]]:
     rows = {k: torch.ones(1, k, dtype=torch.bfloat16) for _, k in _SHAPES}
     ways = [Reading(streams, past) for streams in CANDIDATES for past in (False, True)]
     best = dict.fromkeys(ways, float("inf"))
+    began, computed = time.perf_counter(), time.process_time()
     for _ in range(_ROUNDS):
         for way in ways:
             ops.choose_reading(*way)
@@ -106,9 +113,10 @@ def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float]]:
             for weight, (n, k) in zip(weights, _SHAPES * layers, strict=True):
                 ops.packed_linear(rows[k], weight, n, int(Format.BFLOAT16), None, None, 0.0, None, 0, False, isa)
             best[way] = min(best[way], time.perf_counter() - start)
+    own = (time.process_time() - computed) / (time.perf_counter() - began) / torch.get_num_threads()
     gb = layers * layer_bytes / 1e9
     through, past = ({s: round(gb / best[Reading(s, p)], 2) for s in CANDIDATES} for p in (False, True))
-    return through, past
+    return through, past, own
 
 
 def _last_level_bytes() -> int:

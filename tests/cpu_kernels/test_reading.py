@@ -48,12 +48,15 @@ def test_only_numbers_that_kernels_have_are_taken(ops: LinearOps) -> None:
             ops.choose_reading(bad, False)
 
 
+Timed = tuple[dict[int, float], dict[int, float], float]
+
+
 def timed_as(
-    through: Callable[[int], float], past: Callable[[int], float], calls: list[LinearOps]
-) -> Callable[..., tuple[dict[int, float], dict[int, float]]]:
-    def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float]]:
+    through: Callable[[int], float], past: Callable[[int], float], calls: list[LinearOps], own: float = 1.0
+) -> Callable[..., Timed]:
+    def measured(ops: LinearOps) -> Timed:
         calls.append(ops)
-        return {each: through(each) for each in CANDIDATES}, {each: past(each) for each in CANDIDATES}
+        return {each: through(each) for each in CANDIDATES}, {each: past(each) for each in CANDIDATES}, own
 
     return measured
 
@@ -86,6 +89,18 @@ def test_past_the_caches_is_taken_where_it_costs_next_to_nothing_and_weights_do_
     assert not choose_reading(ops, (2 << 20) - 1, tmp_path).past
 
 
+def test_what_was_timed_beside_others_is_used_and_not_kept(
+    ops: LinearOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[LinearOps] = []
+    for own, expected in ((0.7, Reading(8, False)), (0.95, Reading(1, False))):
+        better = float if own < 0.9 else (lambda n: 10.0 - n)
+        monkeypatch.setattr(reading, "measured", timed_as(better, lambda n: 0.0, calls, own))
+        assert choose_reading(ops, LARGE, tmp_path) == expected
+    assert choose_reading(ops, LARGE, tmp_path) == Reading(1, False)
+    assert len(calls) == 2
+
+
 def test_small_models_measure_nothing_and_use_what_is_known(
     ops: LinearOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +122,9 @@ def test_a_measurement_asks_for_every_way(ops: LinearOps, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(reading, "_SHAPES", ((64, 32), (32, 64)))
     monkeypatch.setattr(reading, "_last_level_bytes", lambda: 0)
-    for found in reading.measured(replace(ops, choose_reading=choose)):
+    *speeds, own = reading.measured(replace(ops, choose_reading=choose))
+    assert own > 0
+    for found in speeds:
         assert set(found) == set(CANDIDATES)
         assert all(value > 0 for value in found.values())
     assert set(asked) == {Reading(streams, past) for streams in CANDIDATES for past in (False, True)}
