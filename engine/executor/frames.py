@@ -14,7 +14,6 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
-from engine.executor.interface import CompileState
 from engine.reports import LoadReport, WarmUpReport
 
 
@@ -68,18 +67,11 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
 
 class WarmedUp(msgspec.Struct, frozen=True, tag="warmed_up"):
     report: WarmUpReport
-    compile_state: CompileState
-
-
-class CompilationEnded(msgspec.Struct, frozen=True, tag="compilation_ended"):
-    """Unasked, once, of a worker that was warmed up while it compiled."""
-
-    compile_state: CompileState
 
 
 Command = Load | Allocate | WarmUp | Close
 Answer = Loaded | Allocated | WarmedUp
-Message = Answer | CompilationEnded | CoreFailed
+Message = Answer | CoreFailed
 """of a worker. `CoreFailed`: it leaves"""
 
 

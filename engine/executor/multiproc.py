@@ -98,7 +98,8 @@ class MultiprocExecutor:
         """of a worker's failure, from the thread that watches"""
         self._rank_0: Executor | None = None
         self._submitted = self._uncollected = 0
-        self._compile_watcher: Callable[[], None] = _nothing
+        self._watcher: Callable[[], None] = _nothing
+        self._compile_failed = False
         self._closed = False
 
     def load(self) -> LoadReport:
@@ -122,7 +123,9 @@ class MultiprocExecutor:
 
     def warm_up(self) -> WarmUpReport:
         mine, answers = self._all_do(WarmUp(), self._local.warm_up)
-        return group_warm_up_report([mine, *(answer.report for answer in answers if isinstance(answer, WarmedUp))])
+        report = group_warm_up_report([mine, *(answer.report for answer in answers if isinstance(answer, WarmedUp))])
+        self._compile_failed = report.compile_failed
+        return report
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         workers = self._serving()
@@ -151,21 +154,15 @@ class MultiprocExecutor:
             workers.owe_less()
 
     def compile_state(self) -> CompileState:
-        """Raises `EngineError` where a worker has gone, which an idle core learns in this way."""
+        """Ranks compile before they serve. Raises `EngineError` where a worker has gone, which an idle core learns in
+        this way."""
         if self._workers is not None and (failure := self._workers.failure) is not None:
             raise failure
-        return self._compile_state()
-
-    def _compile_state(self) -> CompileState:
-        workers = {} if self._workers is None else self._workers.compile_states
-        states = {self._local.compile_state(), *workers.values()}
-        if "running" in states:
-            return "running"
-        return "failed" if "failed" in states else "done"
+        return "failed" if self._compile_failed else "done"
 
     def watch_compilation(self, changed: Callable[[], None]) -> None:
-        self._compile_watcher = changed
-        self._local.watch_compilation(self._compile_state_changed)
+        self._watcher = changed
+        changed()
 
     def compiles_after_ready(self) -> int:
         return self._local.compiles_after_ready()
@@ -206,7 +203,7 @@ class MultiprocExecutor:
         group_fd = allocate(self._size, SLOT_BYTES)
         try:
             starts = [self._start(rank, group_fd) for rank in range(1, self._size)]
-            self._workers = WorkerWatch(starts, self._worker_failed, self._compile_state_changed)
+            self._workers = WorkerWatch(starts, self._worker_failed)
             self._group = make_group(group_fd, GROUP_NAME, 0, self._size, cache_dir)
         finally:
             os.close(group_fd)
@@ -249,12 +246,7 @@ class MultiprocExecutor:
         self._cause = cause
         if self._group is not None:
             self._group.abort(cause)
-        self._compile_watcher()  # who asks for the state is told
-
-    def _compile_state_changed(self) -> None:
-        """From any thread."""
-        if self._compile_state() != "running":
-            self._compile_watcher()
+        self._watcher()  # who asks for the state is told
 
     def _serving(self) -> WorkerWatch:
         self._refuse_when_closed()

@@ -22,7 +22,6 @@ from engine.executor.frames import (
     Allocate,
     Allocated,
     Close,
-    CompilationEnded,
     Frame,
     Kind,
     Load,
@@ -140,11 +139,4 @@ class Rank:
         report = self._local.warm_up()
         gc.collect()
         gc.freeze()  # what the start made stays
-        state = self._local.compile_state()
-        self._link.tell(WarmedUp(report, state))
-        if state == "running":
-            self._local.watch_compilation(self._compilation_ended)
-
-    def _compilation_ended(self) -> None:
-        """From any thread."""
-        self._link.tell(CompilationEnded(self._local.compile_state()))
+        self._link.tell(WarmedUp(report))

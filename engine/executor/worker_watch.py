@@ -16,8 +16,7 @@ from queue import SimpleQueue
 from engine import errors
 from engine.core.wire import CoreFailed
 from engine.errors import EngineError, in_words
-from engine.executor.frames import Answer, Close, CompilationEnded, WarmedUp, WorkerStart, encode_message
-from engine.executor.interface import CompileState
+from engine.executor.frames import Answer, Close, WorkerStart, encode_message
 from engine.executor.worker_handle import WorkerHandle
 
 LOOK_S = 0.2
@@ -38,14 +37,10 @@ class WorkerWatch:
         self,
         starts: Sequence[WorkerStart],
         failed: Callable[[str], None],
-        compile_states_changed: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the processes; each dies with this one, however that ends. Raises OSError where one cannot be
         started; then none is left."""
         self._failed = failed
-        self._compile_states_changed = compile_states_changed
-        self.compile_states: dict[int, CompileState] = {}
-        """by rank, from the answer to `WarmUp` on"""
         self._failure: tuple[type[EngineError], str] | None = None
         self._answers: dict[int, SimpleQueue[Answer | None]] = {start.rank: SimpleQueue() for start in starts}
         """None: look at the failure"""
@@ -179,11 +174,6 @@ class WorkerWatch:
         for message in messages:
             if isinstance(message, CoreFailed):
                 self._fail(*_cause(worker.name, message))
-                continue
-            if isinstance(message, WarmedUp | CompilationEnded):
-                self.compile_states[worker.rank] = message.compile_state
-            if isinstance(message, CompilationEnded):
-                self._compile_states_changed()
             else:
                 self._answers[worker.rank].put(message)
 

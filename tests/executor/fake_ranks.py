@@ -232,19 +232,6 @@ class OthersHanging(Light):
         super().step(plan)
 
 
-class OthersCompiling(Light):
-    """Until the file `compiled` is there."""
-
-    def compile_state(self) -> CompileState:
-        done = Path(self.config.compile.cache_dir, "compiled").exists()
-        return "running" if self.rank and not done else "failed" if self.rank else "done"
-
-    def watch_compilation(self, changed: Callable[[], None]) -> None:
-        while self.compile_state() == "running":
-            time.sleep(0.01)
-        changed()
-
-
 class Sampling(Light):
     """One token for each position that samples, as a core expects."""
 

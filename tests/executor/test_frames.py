@@ -8,8 +8,8 @@ import pytest
 from engine.core.wire import CoreFailed
 from engine.executor.frames import (
     Allocate,
+    Allocated,
     Close,
-    CompilationEnded,
     Frame,
     FrameBuffer,
     Kind,
@@ -41,7 +41,7 @@ def test_frames_come_whole_however_the_bytes_come() -> None:
 def test_messages_travel_and_what_is_none_is_refused() -> None:
     buffer = FrameBuffer()
     commands = [Load(), Allocate(3, 4), Close()]
-    messages = [CompilationEnded("failed"), CoreFailed(traceback="t", kind="ConfigError", message="m")]
+    messages = [Allocated(), CoreFailed(traceback="t", kind="ConfigError", message="m")]
     for each in (*commands, *messages):
         buffer.feed(encode_message(each))
     frames = [buffer.next() for _ in range(5)]
