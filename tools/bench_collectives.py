@@ -16,7 +16,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,8 +79,8 @@ def run_rank(rank: int, ranks: int, fds: list[int], store: str, rounds: int, slo
         x, count = torch.ones(rows, COLUMNS), max(2000 // rows, 10)
         y = x.clone()
         for _ in range(rounds):
-            found[rows]["ours"] += times_us(lambda x=x: ours(x, None, torch.float32, "bench"), count)
-            found[rows]["gloo"] += times_us(lambda y=y: dist.all_reduce(y), max(count // 10, 5))
+            found[rows]["ours"] += times_us(partial(ours, x, None, torch.float32, "bench"), count)
+            found[rows]["gloo"] += times_us(partial(dist.all_reduce, y), max(count // 10, 5))
             found[rows]["call"] += times_us(lambda: own_call(one, None, torch.float32, "alone"), 50)
             y.zero_()
     took = time.monotonic() - began
@@ -115,7 +117,8 @@ def main() -> None:
     fds = [allocate(options.ranks, options.slot_bytes), *(allocate(1, 1) for _ in range(options.ranks))]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.ranks, fds, f"{folder}/store", options.rounds, options.slot_bytes)
-        mp.start_processes(run_rank, arguments, nprocs=options.ranks, start_method="fork")
+        start: Any = mp.start_processes  # type: ignore[attr-defined]  # torch does not list it
+        start(run_rank, arguments, nprocs=options.ranks, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ import msgspec
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "executor"))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "core"))
 
-from core_fakes import tiny_config
-from fake_ranks import FAKE_GROUP, Light, group_config
+from core_fakes import tiny_config  # type: ignore[import-not-found]  # of the tests
+from fake_ranks import FAKE_GROUP, Light, group_config  # type: ignore[import-not-found]  # of the tests
 
 from engine.executor.multiproc import MultiprocExecutor, Parts
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult, Write, Writes

@@ -75,7 +75,11 @@ def test_a_cross_encoder_ranks(tmp_path: Any) -> None:
         expected_cut = logits_of(model, [*ids_of("cats", base), *ids_of(TEXTS[0], base)[:2]])[0]
         assert cut[0]["relevance_score"] == pytest.approx(1 / (1 + np.exp(-expected_cut)), abs=1e-4)
         whole = post(base, "/rerank", {"query": "cats", "documents": TEXTS, "max_tokens_per_doc": 2**64})["results"]
-        assert whole == ranked
+        assert [{**each, "relevance_score": 0} for each in whole] == [{**each, "relevance_score": 0} for each in ranked]
+        of_whole, of_ranked = ([each["relevance_score"] for each in answer] for answer in (whole, ranked))
+        np.testing.assert_allclose(
+            of_whole, of_ranked, atol=1e-6
+        )  # products of dense float32 depend on who is in the step
         for number in (0, -2):
             wrong = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": number}
             assert post(base, "/score", wrong, 400)["error"]["param"] == "truncate_prompt_tokens"
