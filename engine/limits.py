@@ -20,6 +20,8 @@ from engine.sizes import parse_size
 
 MAX_WAITING = 4096
 """sequences that may wait in the core; its flag is --max-waiting"""
+MAX_RANKS = 64
+"""that compute one model together"""
 MAX_LOGPROBS = 20
 """alternatives of a token; its flag is --max-logprobs"""
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from engine.config import EngineArgs
 from engine.errors import ConfigError
+from engine.limits import MAX_RANKS
 from engine.machine import Machine
 from engine.models.generation import overridden
 from engine.sizes import setting_bytes
@@ -14,7 +15,6 @@ from engine.sizes import setting_bytes
 Kind = Literal["cpu", "cuda"]
 
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-MAX_RANKS = 64
 
 
 def check_settings(args: EngineArgs, machine: Machine) -> Kind:

@@ -54,7 +54,7 @@ INSTEAD = {
     "compilation_config": "use compile and graphs",
     "cuda_graph_sizes": "use graphs; sizes are chosen by max_num_seqs",
     "data_parallel_size": "it is not supported yet: start several servers",
-    "distributed_executor_backend": "there is one device, for which 'mp' and 'uni' mean nothing and are taken",
+    "distributed_executor_backend": "ranks are processes of this host ('mp'); 'uni' is taken, too, and changes nothing",
     "disable_sliding_window": "windows are the model's own",
     "enable_chunked_prefill": "prompts are always computed in parts; max_num_batched_tokens says how large",
     "enable_expert_parallel": "it is not supported yet",

@@ -16,9 +16,9 @@ import torch
 from torch._ops import OpOverload
 
 from attention_backends.native_build import build_for_this_cpu
+from engine.limits import MAX_RANKS
 from engine.parallel.build import sources
 
-MAX_RANKS = 64
 _MAGIC = b"plgroup1"
 _PAGE = 4096
 _loading = threading.Lock()

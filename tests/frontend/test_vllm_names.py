@@ -53,7 +53,9 @@ def test_what_asks_for_nothing_is_taken() -> None:
 def test_what_would_be_lost_is_refused_with_what_to_use() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is refused: it is not supported yet"):
         make_args("model", {"pipeline_parallel_size": 2})
-    with pytest.raises(ConfigError, match="distributed_executor_backend='ray' is refused: there is one device"):
+    with pytest.raises(
+        ConfigError, match="distributed_executor_backend='ray' is refused: ranks are processes of this host"
+    ):
         from_line("--distributed-executor-backend", "ray")
     with pytest.raises(ConfigError, match="use override_generation_config"):
         make_args("model", {"generation_config": "vllm"})
