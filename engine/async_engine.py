@@ -17,7 +17,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from engine.config import EngineArgs, EngineConfig
-from engine.core.client import CoreClient, InProcessClient, ProcessClient
+from engine.core.client import CoreClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
 from engine.errors import EngineError, InvalidRequestError, ShutDownError
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt, spellings
@@ -30,6 +30,7 @@ from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
+from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.serving import Serving, start_serving
 from engine.step import Pooling
@@ -51,7 +52,7 @@ class AsyncEngine:
         """`in_process` runs the core on the event loop (debugging: each step holds the loop up). `client_factory`
         brings another core and overrides it."""
         self._args = args
-        self._client_factory = client_factory or (InProcessClient if in_process else ProcessClient)
+        self._client_factory = client_factory or (local_client if in_process else process_client)
         self._start_task: asyncio.Task[Serving] | None = None
         self._client: CoreClient | None = None
         self._engine: Serving | None = None

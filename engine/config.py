@@ -148,6 +148,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("ranks that compute a model together, each with its part of every matrix; on a CPU with threads each"),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
+    ] = 1
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -247,6 +251,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     swap_space: int = 0
     """bytes of host memory"""
+    tell_front_end: bool = False
+    """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -327,6 +333,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     """ranks, each with its part of every matrix"""
+    data: int = 1
+    """replicas, each with the whole model"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ MAX_WAITING = 4096
 """sequences that may wait in the core; its flag is --max-waiting"""
 MAX_RANKS = 64
 """that compute one model together"""
+MAX_REPLICAS = 64
+"""of a model behind one front end"""
 MAX_LOGPROBS = 20
 """alternatives of a token; its flag is --max-logprobs"""
 

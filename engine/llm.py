@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from engine.batch_run import Progress, Shown, interrupts_between_steps
 from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
-from engine.core.client import CoreClient, InProcessClient, ProcessClient
+from engine.core.client import CoreClient
 from engine.core.wire import CoreStats, ResetPrefixCache
 from engine.errors import InvalidRequestError, ShutDownError
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompt
@@ -19,6 +19,7 @@ from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
 from engine.pooled_calls import PooledCalls
 from engine.pooling import PoolingParams
+from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.session import Session, open_session
 from engine.stepping import Stepper
@@ -45,7 +46,7 @@ class LLM(PooledCalls, NotHere):
     def __init__(self, model: str | PathLike[str], *, in_process: bool = True, **settings: Any) -> None:
         """`model`: a Hugging Face directory, a GGUF file or a hub's name for either (`engine.hub`). `settings`: those
         of `EngineArgs`. Raises `ConfigError`."""
-        self._start(make_args(model, settings), InProcessClient if in_process else ProcessClient)
+        self._start(make_args(model, settings), local_client if in_process else process_client)
 
     @classmethod
     def from_args(
@@ -54,7 +55,7 @@ class LLM(PooledCalls, NotHere):
         """The same from a struct. `client_factory` brings another core (tests, other transports) and overrides
         `in_process`."""
         llm = cls.__new__(cls)
-        llm._start(args, client_factory or (InProcessClient if in_process else ProcessClient))
+        llm._start(args, client_factory or (local_client if in_process else process_client))
         return llm
 
     def _start(self, args: EngineArgs, client_factory: ClientFactory) -> None:

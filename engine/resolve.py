@@ -23,7 +23,8 @@ Defaults that are choices
 - async_scheduling: on for GPUs. On a CPU planning takes the cores that compute, so a step ahead would hide nothing, and
   who arrives would wait for one step more.
 - served_model_name: the directory's name, or the file's without ".gguf".
-- threads: physical cores, since a second hyper-thread shares the vector units of the first; ranks divide them.
+- threads: physical cores, since a second hyper-thread shares the vector units of the first; ranks and
+  replicas divide them.
 - who computes on which core: each compute thread has one while a step computes, where there are as many; else it runs
   wherever the operating system puts it. `cores` names the CPUs of as many threads, also for what is between steps.
   The front end is never bound. It works in one burst a step, and gives way through the scheduler's fairness alone.
@@ -85,7 +86,7 @@ def resolve(
     block_size = args.block_size if args.block_size is not None else 16
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     quantization = _quantization(args, dtype, kind, model)
-    _check_weights_fit(facts, quantization, dtype, _device_bytes(kind, machine))
+    _check_weights_fit(facts, quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
         dtype=kv_dtype,
@@ -129,7 +130,7 @@ def resolve(
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,
-        parallel=ParallelConfig(tensor=args.tensor_parallel_size),
+        parallel=ParallelConfig(tensor=args.tensor_parallel_size, data=args.data_parallel_size),
     )
 
 
@@ -160,7 +161,7 @@ def _threads(args: EngineArgs, machine: Machine) -> int:
         return args.threads
     if args.cores is not None:
         return len(args.cores)
-    return max(machine.physical_cores // args.tensor_parallel_size, 1)
+    return max(machine.physical_cores // (args.tensor_parallel_size * args.data_parallel_size), 1)
 
 
 def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:
@@ -266,9 +267,10 @@ def _encoder_step(args: EngineArgs, tokens: int, max_model_len: int) -> int:
 def _cache(
     args: EngineArgs, block_size: int, dtype: CacheDType, kind: Kind, machine: Machine, facts: ModelFacts
 ) -> CacheConfig:
-    device_bytes, wanted = _device_bytes(kind, machine), kv_cache_memory_of(args)
+    device_bytes, wanted = _replica_bytes(args, kind, machine), kv_cache_memory_of(args)
     if wanted is not None and wanted > device_bytes:
-        raise ConfigError(f"kv_cache_memory ({wanted} bytes) exceeds the device's memory ({device_bytes} bytes)")
+        whose = "the device" if device_bytes == _device_bytes(kind, machine) else "a replica's share of this machine"
+        raise ConfigError(f"kv_cache_memory ({wanted} bytes) exceeds {whose}'s memory ({device_bytes} bytes)")
     return CacheConfig(
         block_size=block_size,
         dtype=dtype,
@@ -283,10 +285,10 @@ def _swap_space(args: EngineArgs, machine: Machine) -> int:
     swap_space = setting_bytes(args.swap_space, "swap_space")
     if swap_space < 0:
         raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
-    if swap_space > machine.memory_bytes:
-        raise ConfigError(
-            f"swap_space ({swap_space} bytes) exceeds the machine's memory ({machine.memory_bytes} bytes)"
-        )
+    most = machine.memory_bytes // args.data_parallel_size
+    if swap_space > most:
+        whose = "the machine's memory" if args.data_parallel_size == 1 else "a replica's share of the machine's memory"
+        raise ConfigError(f"swap_space ({swap_space} bytes) exceeds {whose} ({most} bytes)")
     if args.preemption == "swap" and swap_space == 0:
         raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
     return swap_space
@@ -294,6 +296,11 @@ def _swap_space(args: EngineArgs, machine: Machine) -> int:
 
 def _device_bytes(kind: Kind, machine: Machine) -> int:
     return machine.cuda[0].memory_bytes if kind == "cuda" else machine.memory_bytes
+
+
+def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
+    """Of a device; replicas on a CPU share one."""
+    return _device_bytes(kind, machine) // (args.data_parallel_size if kind == "cpu" else 1)
 
 
 _LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0, "gguf": 0.25, "stored": 0.5}

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.config import EngineArgs
 from engine.errors import ConfigError
-from engine.limits import MAX_RANKS
+from engine.limits import MAX_RANKS, MAX_REPLICAS
 from engine.machine import Machine
 from engine.models.generation import overridden
 from engine.sizes import setting_bytes
@@ -47,6 +47,7 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
         raise ConfigError(f"device='cuda', but torch finds no CUDA device here{why}; set device='cpu' or 'auto'")
     _check_cores(args, machine)
     _check_ranks(args, kind)
+    _check_replicas(args, kind, machine)
     if kind == "cuda" and args.cores is not None:
         raise ConfigError("cores binds the compute threads of device='cpu'; it has no effect on 'cuda': leave it out")
     if kind == "cuda" and args.threads is not None:
@@ -62,6 +63,16 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if ranks > 1 and args.cores is not None:
         raise ConfigError(f"cores binds the threads of one rank, and tensor_parallel_size is {ranks}: leave it out")
+
+
+def _check_replicas(args: EngineArgs, kind: Kind, machine: Machine) -> None:
+    replicas = args.data_parallel_size
+    if replicas > MAX_REPLICAS:
+        raise ConfigError(f"data_parallel_size must be at most {MAX_REPLICAS}, got {replicas}")
+    if kind == "cuda" and replicas > len(machine.cuda):
+        raise ConfigError(f"data_parallel_size ({replicas}): each needs a GPU, and there are {len(machine.cuda)}")
+    if replicas > 1 and args.cores is not None:
+        raise ConfigError(f"cores binds the threads of one replica, and data_parallel_size is {replicas}: leave it out")
 
 
 def _check_cores(args: EngineArgs, machine: Machine) -> None:
@@ -89,6 +100,7 @@ def _check_ranges(args: EngineArgs) -> None:
         "threads",
         "kv_cache_memory",
         "tensor_parallel_size",
+        "data_parallel_size",
     ):
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:

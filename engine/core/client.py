@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
 from engine.core.start import DEFAULT_EXECUTOR
 from engine.core.supervision import CoreHandle, SocketDirectory
+from engine.core.waiting import wait, wait_async
 from engine.core.wire import AddRequest, CoreFailed, CoreReady, FromCore, Heartbeat, Shutdown, StepOutputs, ToCore
 from engine.errors import CoreDiedError, EngineError
 from engine.observability.logs import child_mark
@@ -84,9 +85,11 @@ class ProcessClient:
         executor: str = DEFAULT_EXECUTOR,
         hang_timeout_s: float = 300.0,
         heartbeat_s: float = 1.0,
+        cpus: Sequence[int] | None = None,
     ) -> None:
         """A core that neither beats nor turns for `hang_timeout_s` although it has work counts as dead: a single step
-        must take less. `executor`: "module:callable", imported in the core and called with the configuration."""
+        must take less. `executor`: "module:callable", imported in the core and called with the configuration. `cpus`:
+        the logical ones that the core and all that it starts may run on; None: wherever this process may."""
         if hang_timeout_s < 2 * heartbeat_s:
             raise errors.ConfigError(
                 f"hang_timeout_s ({hang_timeout_s}) must be at least two heartbeats ({heartbeat_s} s each)"
@@ -95,6 +98,7 @@ class ProcessClient:
         self._executor = executor
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat_s = heartbeat_s
+        self._cpus = cpus
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()
@@ -132,6 +136,7 @@ class ProcessClient:
             hang_timeout_s=self._hang_timeout_s,
             log_level=logger.getEffectiveLevel(),
             log_mark=child_mark(),
+            cpus=self._cpus,
         )
         if self._abandoned:  # meanwhile, by another thread that saw no handle
             self._handle.kill()
@@ -179,26 +184,47 @@ class ProcessClient:
         return not self._unsent
 
     def recv(self) -> StepOutputs:
-        while True:
-            message = self._kept.popleft() if self._kept else self._next()
-            if isinstance(message, StepOutputs):
-                return message
-            self._wait()
+        while (outputs := self.poll()) is None:
+            wait([self])
+        return outputs
 
     async def recv_async(self) -> StepOutputs:
-        while True:
-            message = self._kept.popleft() if self._kept else self._next()
-            if isinstance(message, StepOutputs):
-                return message
-            await self._wait_async()
+        while (outputs := self.poll()) is None:
+            await wait_async([self])
+        return outputs
+
+    def poll(self) -> StepOutputs | None:
+        """As `recv`, but None where nothing has come."""
+        message = self._kept.popleft() if self._kept else self._next()
+        return message if isinstance(message, StepOutputs) else None
 
     def wait_compiled(self) -> None:
-        while self._compiling:
+        while self.compiling:
             message = self._next()
             if isinstance(message, StepOutputs):
                 self._kept.append(message)
             else:
-                self._wait()
+                wait([self])
+
+    @property
+    def compiling(self) -> bool:
+        """As far as the core has told."""
+        return self._compiling
+
+    @property
+    def receiver(self) -> zmq.Socket[bytes]:
+        """For `engine.core.waiting`."""
+        return self._receiver
+
+    @property
+    def sentinel(self) -> int:
+        """For `engine.core.waiting`."""
+        return self._handle.sentinel
+
+    @property
+    def wait_s(self) -> float:
+        """Until the next look at the heartbeats. An idle core owes none, but another thread may send meanwhile."""
+        return self._hang_timeout_s / 4 if self._liveness.idle else self._heartbeat_s
 
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
@@ -234,7 +260,7 @@ class ProcessClient:
                 self._ready = True
                 return message
             if message is None:
-                self._wait()
+                wait([self])
 
     def _next(self) -> StepOutputs | CoreReady | None:
         """What has arrived, or None when there is nothing now. What a core sent before it died precedes the error."""
@@ -275,36 +301,6 @@ class ProcessClient:
                     self._liveness.progressed(now)
                     self._compiling = (message.stats if isinstance(message, StepOutputs) else message).compiling
                     return message
-
-    def _wait_s(self) -> float:
-        """Until the next look at the heartbeats. An idle core owes none, but another thread may send meanwhile."""
-        return self._hang_timeout_s / 4 if self._liveness.idle else self._heartbeat_s
-
-    def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._receiver, zmq.POLLIN)
-        poller.register(self._handle.sentinel, zmq.POLLIN)
-        poller.poll(int(1000 * self._wait_s()) + 1)
-
-    async def _wait_async(self) -> None:
-        """ZeroMQ's descriptor signals changes, not states: it is watched only after a `recv` that found nothing."""
-        loop = asyncio.get_running_loop()
-        woken = loop.create_future()
-
-        def wake() -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        descriptors = (self._receiver.fileno(), self._handle.sentinel)
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, wake)
-        timer = loop.call_later(self._wait_s(), wake)
-        try:
-            await woken
-        finally:
-            timer.cancel()
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
 
     def _check_open(self) -> None:
         if self._died is not None:

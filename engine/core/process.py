@@ -53,6 +53,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     log_level: int
     log_mark: str = ""
     """the log is JSON, each line behind this (`JsonFormatter`); "": it is text"""
+    cpus: tuple[int, ...] | None = None
+    """the logical ones that this process and all that it starts may run on; None: wherever the parent may"""
 
 
 class _TerminatedError(BaseException):
@@ -70,6 +72,8 @@ def main() -> NoReturn:
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     write_log("core", start.log_level, start.log_mark)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if start.cpus is not None:
+        os.sched_setaffinity(0, start.cpus)
     _run(start)
 
 

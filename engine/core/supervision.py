@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,6 +50,7 @@ class CoreHandle:
         hang_timeout_s: float,
         log_level: int,
         log_mark: str = "",
+        cpus: Sequence[int] | None = None,
     ) -> None:
         start = CoreStart(
             config=config,
@@ -61,6 +63,7 @@ class CoreHandle:
             hang_timeout_s=hang_timeout_s,
             log_level=log_level,
             log_mark=log_mark,
+            cpus=None if cpus is None else tuple(cpus),
         )
         # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended.
         # Linux shares the CPUs out by session first: whatever the parent's session does, half of them is the core's.

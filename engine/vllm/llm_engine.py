@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
 from engine.config import EngineArgs, ModelConfig
-from engine.core.client import InProcessClient, ProcessClient
 from engine.core.wire import ResetPrefixCache
 from engine.errors import ShutDownError
 from engine.frontend.admission import Prompt, parse_prompt
 from engine.frontend.failures import fails_alone
 from engine.frontend.texts import check_name
+from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, SamplingParams
 from engine.session import Session, open_session
 from engine.stepping import Stepper
@@ -40,7 +40,7 @@ class LLMEngine:
     ) -> Self:
         """`enable_multiprocessing`: with a process of its own for the core. `usage_context` has no effect: nothing is
         reported. Raises `ConfigError` and the like."""
-        session = open_session(engine_args, ProcessClient if enable_multiprocessing else InProcessClient)
+        session = open_session(engine_args, process_client if enable_multiprocessing else local_client)
         return cls(session, Stepper(session))
 
     @property

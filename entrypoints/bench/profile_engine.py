@@ -38,9 +38,11 @@ class ProfiledEngine:
     """`llm` serves as ever; while `recorder.active`, its steps are recorded. Use it as a context manager."""
 
     def __init__(self, args: EngineArgs) -> None:
-        """Raises `ConfigError` for several ranks, and what `LLM` raises."""
+        """Raises `ConfigError` for several ranks or replicas, and what `LLM` raises."""
         if args.tensor_parallel_size > 1:
             raise ConfigError("tensor_parallel_size: what is profiled is a model that one rank computes; leave it out")
+        if args.data_parallel_size > 1:
+            raise ConfigError("data_parallel_size: what is profiled is one replica; leave it out")
         self._runner: ModelRunner | None = None
         self._parts: RunnerParts | None = None
         self._pieces: dict[str, list[Weight]] = {}

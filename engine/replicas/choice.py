@@ -1,0 +1,17 @@
+"""Which client an engine needs."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.core.client import CoreClient, InProcessClient, ProcessClient
+from engine.replicas.client import ReplicatedClient
+
+
+def local_client(config: EngineConfig) -> CoreClient:
+    """A core in this process where there is one; several ones have a process each."""
+    return InProcessClient(config) if config.parallel.data == 1 else ReplicatedClient(config)
+
+
+def process_client(config: EngineConfig) -> CoreClient:
+    """A core in a process of its own, or several ones."""
+    return ProcessClient(config) if config.parallel.data == 1 else ReplicatedClient(config)

@@ -1,0 +1,226 @@
+"""Several cores behind the interface of one: data parallelism. Who holds a `CoreClient` need not know how many.
+
+Each replica is a core process with the whole model and a KV cache of its own. The last one's death is the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+from engine.config import EngineConfig
+from engine.core.client import ProcessClient
+from engine.core.waiting import wait, wait_async
+from engine.core.wire import CoreReady, CoreStats, StepOutputs, ToCore
+from engine.errors import ConfigError, CoreDiedError
+from engine.limits import MAX_REPLICAS
+from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.layout import replica_config, replica_cpus
+from engine.replicas.together import ready_of_all
+
+MakeClient = Callable[[EngineConfig, Sequence[int] | None], ProcessClient]
+"""(configuration of a replica, the logical CPUs that it may run on)"""
+LOOK_S = 0.05
+"""how often who takes a replica away looks whether it is free"""
+
+
+def _process(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    return ProcessClient(config, cpus=cpus)
+
+
+class ReplicatedClient:
+    """See `engine.core.client.CoreClient`. Replicas may be added and removed from any thread while it serves."""
+
+    def __init__(self, config: EngineConfig, make_client: MakeClient = _process) -> None:
+        self._config = config
+        self._make_client = make_client
+        self._fleet: Fleet[ProcessClient] = Fleet(config.cache.block_size)
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+        """held by whoever adds or removes a replica"""
+        self._starting: list[ProcessClient] = []
+        self._next_number = self._turn = self._receivers = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._died: str | None = None
+        self._abandoned = self._closed = False
+
+    # -- one core's interface ----------------------------------------------------------------------------------------
+
+    def start(self) -> CoreReady:
+        """The first one compiles what is not in the cache, so the others wait for it."""
+        size = self._config.parallel.data
+        try:
+            replicas = [self._start_one()]
+            with ThreadPoolExecutor(max_workers=size) as pool:
+                replicas += pool.map(lambda _: self._start_one(), range(size - 1))
+        except BaseException:
+            self.close()
+            raise
+        for replica in replicas:
+            self._serve(replica)
+        return ready_of_all([replica.ready for replica in replicas])
+
+    def send(self, message: ToCore) -> None:
+        self._check_open()
+        self._fleet.send(message)
+
+    def recv(self) -> StepOutputs:
+        with self._receiving():
+            while (outputs := self._poll()) is None:
+                wait(self._clients, self._wake)
+            return outputs
+
+    async def recv_async(self) -> StepOutputs:
+        with self._receiving():
+            while (outputs := self._poll()) is None:
+                await wait_async(self._clients, self._wake)
+            return outputs
+
+    def wait_compiled(self) -> None:
+        kept: list[StepOutputs] = []
+        with self._receiving():
+            while any(client.compiling for client in self._clients):
+                if (outputs := self._poll()) is not None:
+                    kept.append(outputs)
+                else:
+                    wait(self._clients, self._wake)
+        self._fleet.told.extend(kept)
+
+    def stalled(self) -> str | None:
+        for replica in self._fleet.replicas:
+            if (reason := replica.client.stalled()) is not None:
+                return f"replica {replica.number}: {reason}"
+        return None
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        for client in [*self._starting, *self._clients]:
+            client.abandon()
+
+    def close(self) -> None:
+        """Not while somebody receives."""
+        if self._closed:
+            return
+        self._closed = True
+        clients = [*self._starting, *self._clients]
+        with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
+            list(pool.map(lambda client: client.close(), clients))
+        os.close(self._wake)
+
+    # -- replicas come and go ----------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> list[int]:
+        """The numbers of those that serve. A number is not used again."""
+        return [replica.number for replica in self._fleet.replicas if not replica.leaving]
+
+    def add_replica(self) -> int:
+        """Start another one and return its number. Raises what `start` raises, and the others go on."""
+        with self._changing:
+            self._check_open()
+            if len(self.replicas) >= MAX_REPLICAS:
+                raise ConfigError(f"there are {len(self.replicas)} replicas, and at most {MAX_REPLICAS} are allowed")
+            replica = self._start_one()
+            self._serve(replica)
+            os.eventfd_write(self._wake, 1)  # whoever receives listens to it, too
+        return replica.number
+
+    def remove_replica(self, number: int, drain_timeout_s: float | None = None) -> None:
+        """It gets no more requests; when those that it has are over, or after that time, it is stopped, and what is
+        left of them goes to the others. Raises `ConfigError` for the last one, and for a number that is none."""
+        with self._changing:
+            self._check_open()
+            replica = next((each for each in self._fleet.replicas if each.number == number), None)
+            if replica is None:
+                raise ConfigError(f"there is no replica {number}: there are {self.replicas}")
+            if len(self.replicas) == 1:
+                raise ConfigError(f"replica {number} is the only one: shut the engine down instead")
+            self._fleet.drain(number)
+            until = None if drain_timeout_s is None else time.monotonic() + drain_timeout_s
+            while not self._fleet.is_idle(number) and (until is None or time.monotonic() < until):
+                time.sleep(LOOK_S)
+            replica.leaving = True
+            while replica in self._fleet.replicas and replica.leaving and not self._closed:
+                os.eventfd_write(self._wake, 1)  # the receiver lets go of it
+                with self._lock:
+                    if not self._receivers:
+                        self._fleet.let_go()
+                time.sleep(LOOK_S)
+            if replica in self._fleet.replicas:
+                raise ConfigError(f"replica {number} is the only one that is left")
+            replica.client.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _clients(self) -> list[ProcessClient]:
+        return [replica.client for replica in self._fleet.replicas]
+
+    def _start_one(self) -> Replica[ProcessClient]:
+        with self._lock:
+            number = self._next_number
+            self._next_number += 1
+        client = self._make_client(replica_config(self._config, number), replica_cpus(self._config, number))
+        self._starting.append(client)
+        if self._abandoned or self._closed:
+            client.abandon()
+        try:
+            ready = client.start()
+        except BaseException:
+            self._starting.remove(client)
+            client.close()
+            raise
+        return Replica(number, client, ready, CoreStats(compiling=ready.compiling))
+
+    def _serve(self, replica: Replica[ProcessClient]) -> None:
+        self._fleet.add(replica)
+        self._starting.remove(replica.client)
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        with self._lock:
+            self._receivers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._receivers -= 1
+
+    def _poll(self) -> StepOutputs | None:
+        """What has come of any of them, in turn."""
+        self._check_open()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        self._fleet.let_go()
+        if self._fleet.told:
+            return self._fleet.told.popleft()
+        replicas, turn = self._fleet.replicas, self._turn
+        for index in range(len(replicas)):
+            replica = replicas[(turn + index) % len(replicas)]
+            try:
+                outputs = replica.client.poll()
+            except CoreDiedError as error:
+                return self._lost(replica, error)
+            if outputs is not None:
+                self._turn = turn + index + 1
+                return self._fleet.take_in(replica, outputs)
+        return None
+
+    def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
+        try:
+            outputs = self._fleet.lost(replica, error)
+        except CoreDiedError:
+            self._died = str(error)
+            raise
+        replica.client.close()
+        return outputs
+
+    def _check_open(self) -> None:
+        if self._died is not None:
+            raise CoreDiedError(self._died)
+        if self._closed or not self._fleet.replicas:
+            raise CoreDiedError("the cores are not running: not started, or closed")

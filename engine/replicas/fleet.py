@@ -1,0 +1,214 @@
+"""Replicas that serve: each request at one of them, what concerns all at all; and what happens when one goes.
+
+What a replica had that is lost, or that is taken away, the others compute again; what callers have been given of it
+already is left out (`deliveries`). No sockets here but those of the replicas' clients, and no waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    Delta,
+    SequenceDelta,
+    StepOutputs,
+    ToCore,
+    UnpinPrefix,
+    Vocabulary,
+)
+from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.replicas.deliveries import Deliveries, News
+from engine.replicas.router import Place, Router
+from engine.replicas.together import counters_of, stats_of_all
+
+logger = logging.getLogger(__name__)
+
+
+class Sender(Protocol):
+    def send(self, message: ToCore) -> None:
+        """As `CoreClient.send`."""
+        ...
+
+
+C = TypeVar("C", bound=Sender)
+
+
+class Replica(msgspec.Struct, Generic[C], eq=False):
+    number: int
+    client: C
+    ready: CoreReady
+    stats: CoreStats = CoreStats()
+    leaving: bool = False
+    """nobody is to listen to it any more"""
+
+
+class Fleet(Generic[C]):
+    """From any thread. What a replica tells is taken in by one at a time."""
+
+    def __init__(self, block_size: int) -> None:
+        self.replicas: tuple[Replica[C], ...] = ()
+        self.told: deque[StepOutputs] = deque()
+        """of requests that nobody could take over"""
+        self._lock = threading.Lock()
+        self._router = Router(block_size)
+        self._deliveries = Deliveries()
+        self._of_all: dict[str, AddRequest | Vocabulary] = {}
+        """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """
+        self._gone = counters_of(CoreStats())
+        """what those have counted that are no more"""
+
+    def add(self, replica: Replica[C]) -> None:
+        with self._lock:
+            for message in self._of_all.values():
+                replica.client.send(message)
+            self._router.add(replica.number)
+            self.replicas += (replica,)
+
+    def drain(self, number: int) -> None:
+        """It gets no more requests."""
+        with self._lock:
+            self._router.drain(number)
+
+    def is_idle(self, number: int) -> bool:
+        """No request that was sent there goes on."""
+        with self._lock:
+            return all(each.number != number for each in self.replicas) or self._router.is_idle(number)
+
+    def send(self, message: ToCore) -> None:
+        """As `CoreClient.send`."""
+        with self._lock:
+            match message:
+                case AddRequest():
+                    self._add(message)
+                case AbortRequests():
+                    self._abort(message.request_ids)
+                case _:
+                    if isinstance(message, Vocabulary):
+                        self._of_all[""] = message
+                    elif isinstance(message, UnpinPrefix):
+                        self._of_all.pop(message.name, None)
+                    self._send_to(self.replicas, message)
+
+    def take_in(self, replica: Replica[C], outputs: StepOutputs) -> StepOutputs:
+        """What a replica has told, as far as it concerns callers."""
+        with self._lock:
+            replica.stats = outputs.stats
+            self._router.observe(replica.number, outputs.stats, outputs.kv_events)
+            news = self._deliveries.take_in(replica.number, outputs.deltas)
+            self._follow(replica, news)
+            return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
+
+    def lost(self, replica: Replica[C], error: CoreDiedError) -> StepOutputs:
+        """The others go on with what it had. Raises `error` where there are none."""
+        with self._lock:
+            if len(self.replicas) == 1:
+                raise error
+            logger.error("replica %d was lost, and %d are left\n%s", replica.number, len(self.replicas) - 1, error)
+            self._hand_over(replica)
+            return StepOutputs(deltas=[], stats=self._stats())
+
+    def let_go(self) -> None:
+        """Of those that are leaving, but not of the last one; the others go on with what they had."""
+        with self._lock:
+            for replica in [each for each in self.replicas if each.leaving]:
+                if len(self.replicas) > 1:
+                    self._hand_over(replica)
+                else:
+                    replica.leaving = False
+                    self._router.drain(replica.number, False)
+
+    def _stats(self) -> CoreStats:
+        return stats_of_all([replica.stats for replica in self.replicas], self._gone)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _add(self, message: AddRequest) -> None:
+        place = self._send_to_best(message)
+        self._deliveries.add(message, place.replica)
+        if message.pin is not None:  # it is kept wherever a request may go; one of them tells the caller
+            self._of_all[message.pin] = message
+            self._send_to([each for each in self.replicas if each.number != place.replica], message)
+
+    def _send_to_best(self, message: AddRequest, sequences: int | None = None) -> Place:
+        """To the best of those that take it; `sequences` as in `Router.sent`. Raises `QueueFullError` where none
+        does, `CoreDiedError` where there is none."""
+        refused: EngineError = CoreDiedError("no replica serves: all are being removed")
+        clients = {replica.number: replica.client for replica in self.replicas}
+        for place in self._router.places(message):
+            try:
+                clients[place.replica].send(message)
+            except QueueFullError as error:
+                refused = error
+            except CoreDiedError as error:  # the receiver is to find it
+                refused = refused if isinstance(refused, QueueFullError) else error
+            else:
+                self._router.sent(message, place, sequences)
+                return place
+        raise refused
+
+    def _abort(self, names: list[str]) -> None:
+        of_each: dict[int | None, list[str]] = {}
+        for name in names:
+            replica_number = self._deliveries.replica_of(name)
+            if (ended := self._deliveries.end(name)) is not None:
+                of_each.setdefault(replica_number, []).append(name)
+                self._router.sequence_ended(ended.name, ended.generated)
+        for replica in self.replicas:
+            if replica.number in of_each:
+                self._send_to([replica], AbortRequests(request_ids=of_each[replica.number]))
+
+    def _send_to(self, replicas: Sequence[Replica[C]], message: ToCore) -> None:
+        """One that is dead is the receiver's to find."""
+        for replica in replicas:
+            try:
+                replica.client.send(message)
+            except (CoreDiedError, QueueFullError) as error:
+                logger.warning("replica %d was not told: %s", replica.number, str(error).rpartition("\n")[2])
+
+    def _follow(self, replica: Replica[C], news: News) -> None:
+        for name in news.began:
+            self._router.began(name)
+        for ended in news.ended:
+            self._router.sequence_ended(ended.name, ended.generated)
+        if news.diverged:
+            self._send_to([replica], AbortRequests(request_ids=news.diverged))
+
+    # -- taken over --------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, replica: Replica[C]) -> None:
+        """Nobody listens to it any more."""
+        self.replicas = tuple(each for each in self.replicas if each is not replica)
+        self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
+        failed: list[Delta] = []
+        for name in self._router.remove(replica.number):
+            error = self._moved(name)
+            for left in self._deliveries.left(name) if error is not None else []:
+                self._deliveries.end(left)
+                kind = "queue_full" if isinstance(error, QueueFullError) else "fault"
+                failed.append(SequenceDelta(request_id=left, finish_reason="error", error=str(error), error_kind=kind))
+        if failed:
+            self.told.append(StepOutputs(deltas=failed, stats=self._stats()))
+
+    def _moved(self, name: str) -> EngineError | None:
+        """Why no other replica goes on with a request; None: one does."""
+        message, left = self._deliveries.message(name), self._deliveries.left(name)
+        if message.pin is not None:  # the others have been told of it as this one was
+            return EngineError("the replica that computed the prefix was lost: pin it again")
+        try:
+            place = self._send_to_best(message, len(left))
+        except EngineError as error:
+            return error
+        if ended := self._deliveries.move(name, place.replica):
+            there = [each for each in self.replicas if each.number == place.replica]
+            self._send_to(there, AbortRequests(request_ids=ended))
+        return None
