@@ -247,6 +247,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     swap_space: int = 0
     """bytes of host memory"""
+    tell_front_end: bool = False
+    """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

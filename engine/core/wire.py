@@ -196,11 +196,23 @@ class StepTaken(msgspec.Struct, frozen=True):
     """computed"""
 
 
+class KVDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of the prefix cache's index since the last time, by the digests of `HashChain`; of layer group 0, and
+    of the device and the host tier together. Who follows forgets all if it was `cleared`, then what was `removed` and
+    adds what was `stored`; no digest is in both. What came and went in the meantime may be among the removed ones."""
+
+    stored: list[bytes] = []
+    removed: list[bytes] = []
+    cleared: bool = False
+
+
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     deltas: list[Delta]
     stats: CoreStats
     step: StepTaken | None = None
     """that brought them"""
+    kv_events: KVDigests | None = None
+    """where `CacheConfig.tell_front_end` asks for it and something has changed"""
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
