@@ -23,6 +23,7 @@ from engine.core.wire import (
     AddRequest,
     CoreStats,
     Delta,
+    KVDigests,
     Phase,
     ResetPrefixCache,
     SequenceDelta,
@@ -131,8 +132,10 @@ class CoreLoop:
         inbox: Inbox | None = None,
         observer: StepObserver | None = None,
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
+        take_kv_events: Callable[[], KVDigests | None] = lambda: None,
     ) -> None:
-        """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars."""
+        """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
+        `take_kv_events`: what to tell of the prefix cache since the last call."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -161,6 +164,7 @@ class CoreLoop:
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
+        self._take_kv_events = take_kv_events
 
     @property
     def has_work(self) -> bool:
@@ -202,8 +206,10 @@ class CoreLoop:
         if not self._nothing_to_do:
             self.turns += 1
         has_news, self._has_news = self._has_news, False
-        tells = step is not None or deltas or has_news
-        return StepOutputs(deltas=deltas, stats=self._stats(), step=step) if tells else None
+        kv_events = self._take_kv_events()
+        if step is None and not deltas and not has_news and kv_events is None:
+            return None
+        return StepOutputs(deltas=deltas, stats=self._stats(), step=step, kv_events=kv_events)
 
     def _plan_ahead(self) -> StepPlan | None:
         if self._in_flight >= self._most_in_flight:

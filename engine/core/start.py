@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.config import EngineConfig
+from engine.core.kv_events import KVEventReporter
 from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
@@ -16,8 +17,9 @@ from engine.executor.interface import Executor
 from engine.executor.kernels_ahead import build_ahead, check_cache
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
-from engine.kv_cache.ledger import human, memory_ledger
+from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
 from engine.observability.step_profile import StepObserver
+from engine.reports import LoadReport
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -51,21 +53,15 @@ def build_core(
     logger.info("memory\n%s", table)
     executor.allocate(ledger.num_blocks, ledger.num_host_blocks)
     warm_up = executor.warm_up()
-    steps_in_flight, drafts = config.scheduler.steps_in_flight, config.scheduler.speculation.num_speculative_tokens
-    kv = KVCache(
-        ledger.num_blocks,
-        config.cache.block_size,
-        config.cache.enable_prefix_caching,
-        load.windows,
-        max(config.scheduler.max_num_batched_tokens, steps_in_flight * (1 + drafts)),
-        ledger.num_host_blocks,
-    )
+    kv = _kv_cache(config, load, ledger)
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
     notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
-    loop = CoreLoop(scheduler, executor, steps_in_flight, inbox, observer, grammars.set_vocabulary)
+    kv_events = KVEventReporter(kv).take if kv.events is not None else lambda: None
+    in_flight = config.scheduler.steps_in_flight
+    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, kv_events)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.tensor > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
@@ -96,3 +92,16 @@ def build_core(
             warm_up.graphs_pending,
         )
     return loop, ready
+
+
+def _kv_cache(config: EngineConfig, load: LoadReport, ledger: MemoryLedger) -> KVCache:
+    drafts = config.scheduler.speculation.num_speculative_tokens
+    return KVCache(
+        ledger.num_blocks,
+        config.cache.block_size,
+        config.cache.enable_prefix_caching,
+        load.windows,
+        max(config.scheduler.max_num_batched_tokens, config.scheduler.steps_in_flight * (1 + drafts)),
+        ledger.num_host_blocks,
+        keeps_events=config.cache.tell_front_end,
+    )

@@ -23,10 +23,12 @@ class BlockPool:
         num_blocks: int,
         enable_prefix_caching: bool,
         on_evict: Callable[[bytes, int], None] | None = None,
+        on_lost: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`on_evict` gets the key and the block of what is forgotten because its memory is needed."""
+        """`on_evict` gets the key and the block of what is forgotten because its memory is needed; `on_lost` gets the
+        key of whatever is forgotten, behind `on_evict`."""
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
+        self._on_evict, self._on_lost = on_evict, on_lost
         self.enable_prefix_caching = enable_prefix_caching
         self.num_free = num_blocks
         self.num_cached_free = 0
@@ -72,6 +74,8 @@ class BlockPool:
             self._key_of[block] = None
             if self._on_evict is not None:
                 self._on_evict(key, block)
+            if self._on_lost is not None:
+                self._on_lost(key)
 
     def acquire(self, block: int) -> None:
         """One more owner; a free (cached) block becomes used again."""
@@ -113,12 +117,14 @@ class BlockPool:
         """What the block is found by; None: it is not."""
         return self._key_of[block]
 
-    def register(self, block: int, key: bytes) -> None:
+    def register(self, block: int, key: bytes) -> bool:
         """Make a full block findable. Where another block holds the same already, that one stays the one that is
-        found."""
+        found, and False is returned."""
         if self.enable_prefix_caching and key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block
             self._key_of[block] = key
+            return True
+        return False
 
     def forget(self, key: bytes) -> None:
         """The block of this key, if any, is not found any more; its owners keep it."""
@@ -130,6 +136,8 @@ class BlockPool:
             self.num_cached_free -= 1
             self._unlink(block)
             self._link(block, at_front=True)
+        if self._on_lost is not None:
+            self._on_lost(key)
 
     def forget_free(self) -> int:
         """Forget every cached block that nobody uses; returns how many there were. O(free blocks)."""
@@ -140,6 +148,8 @@ class BlockPool:
                 del self._block_of[key]
                 self._key_of[block] = None
                 forgotten += 1
+                if self._on_lost is not None:
+                    self._on_lost(key)
         self.num_cached_free = 0
         return forgotten
 

@@ -22,10 +22,10 @@ class HashChain:
     The sequence's tokens may only grow: a digest, once computed, stays.
     """
 
-    __slots__ = ("_block_size", "_pack", "_root", "digests")
+    __slots__ = ("_block_size", "_pack", "_root", "digests", "salt")
 
     def __init__(self, block_size: int, salt: str | None) -> None:
-        self._block_size, self._pack = block_size, _packing(block_size)
+        self.salt, self._block_size, self._pack = salt, block_size, _packing(block_size)
         # The prefix byte keeps "no salt" apart from the empty salt.
         extra = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
         self._root = blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
@@ -54,9 +54,19 @@ class HashChain:
     def fork(self, num_blocks: int) -> HashChain:
         """A chain that agrees in the first ``num_blocks`` blocks; what was hashed beyond may differ in the fork."""
         other = HashChain.__new__(HashChain)
-        other._block_size, other._pack, other._root = self._block_size, self._pack, self._root
+        other.salt, other._block_size, other._pack, other._root = self.salt, self._block_size, self._pack, self._root
         other.digests = self.digests[:num_blocks]
         return other
+
+
+def key_of(digest: bytes, group: int) -> bytes:
+    """What a layer group's block of this digest is found by."""
+    return digest if group == 0 else digest + group.to_bytes(2, "little")
+
+
+def parts_of(key: bytes) -> tuple[bytes, int]:
+    """The digest and the layer group that a key was made of."""
+    return key[:_DIGEST_BYTES], int.from_bytes(key[_DIGEST_BYTES:], "little")
 
 
 @cache

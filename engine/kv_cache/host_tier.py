@@ -11,15 +11,18 @@ is told.
 from __future__ import annotations
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.events import KVEventLog
 
 Transfers = list[tuple[int, int]]
 """(source block, destination block)"""
 
 
 class HostTier:
-    def __init__(self, num_blocks: int, max_held: int) -> None:
+    def __init__(self, num_blocks: int, max_held: int, events: KVEventLog | None = None) -> None:
         """`max_held`: blocks that swapped sequences may hold together; paper §4.5: as many as the device has."""
-        self.pool = BlockPool(num_blocks, enable_prefix_caching=True)
+        self._events = events
+        on_lost = events.lost_on_host if events is not None else None
+        self.pool = BlockPool(num_blocks, enable_prefix_caching=True, on_lost=on_lost)
         self.max_held = max_held
         self.swapped_out = self.swapped_in = 0
         """blocks transferred since the start"""
@@ -49,8 +52,8 @@ class HostTier:
     def store(self, device_block: int, key: bytes | None) -> int:
         """A new block, held once, that takes what the device's block holds."""
         block = self.pool.allocate()
-        if key is not None:
-            self.pool.register(block, key)
+        if key is not None and self.pool.register(block, key) and self._events is not None:
+            self._events.moved(key, to_host=True)
         self._out.append((device_block, block))
         return block
 

@@ -15,9 +15,10 @@ import msgspec
 
 from engine.errors import ConfigError, EngineError
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.hash_chain import HashChain
+from engine.kv_cache.events import KVEventLog
+from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier, Transfers
-from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host, key_of
+from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host
 from engine.layer_groups import Window, first_kept, kept_until, most_blocks
 
 
@@ -104,17 +105,21 @@ class KVCache:
         windows: Tokens[Window] = (None,),
         max_query_len: int | None = None,
         num_host_blocks: int = 0,
+        keeps_events: bool = False,
     ) -> None:
         """`windows`: of each layer group; None: it keeps every token. `max_query_len`: tokens that one `append` adds
-        at most; None: any number. `num_host_blocks`: of the host tier; 0: there is none."""
+        at most; None: any number. `num_host_blocks`: of the host tier; 0: there is none. `keeps_events`: somebody takes
+        the `events`."""
         if min(num_blocks, block_size, len(windows)) < 1:
             raise ConfigError(
                 f"a KV cache needs at least one block, token and group, got num_blocks={num_blocks}, "
                 f"block_size={block_size}, windows={tuple(windows)}"
             )
-        self.host = HostTier(num_host_blocks, num_blocks) if num_host_blocks > 0 else None
+        self.events = KVEventLog(block_size, num_host_blocks > 0) if keeps_events else None
+        self.host = HostTier(num_host_blocks, num_blocks, self.events) if num_host_blocks > 0 else None
         keep = self.host.keep if self.host is not None else None
-        self.pool = BlockPool(num_blocks, enable_prefix_caching, keep)
+        lost = self.events.lost_on_device if self.events is not None else None
+        self.pool = BlockPool(num_blocks, enable_prefix_caching, keep, lost)
         self.block_size = block_size
         self.windows = tuple(windows)
         self.slides = any(window is not None for window in windows)
@@ -199,10 +204,13 @@ class KVCache:
         for table, index, block in entries:
             table[index] = self.pool.allocate()
             host.load(block, table[index])
-            key = host.pool.key_of(block)
-            if key is not None:
-                self.pool.register(table[index], key)
+            self.find_as(table[index], host.pool.key_of(block))
             host.pool.release(block)
+
+    def find_as(self, block: int, key: bytes | None) -> None:
+        """The device's block holds, or will, what the host tier has under this key."""
+        if key is not None and self.pool.register(block, key) and self.events is not None:
+            self.events.moved(key, to_host=False)
 
     def append(self, blocks: SequenceBlocks, upto_tokens: int) -> Growth | None:
         """Make room for the tokens up to ``upto_tokens``; None, and nothing taken, when the pool has not enough.
@@ -300,8 +308,10 @@ class KVCache:
         blocks.num_registered = full
         digests = blocks.chain.digests_of(full, tokens)
         for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
-            for index in range(max(first, start), full):
-                pool.register(table[index], digests[index] if group == 0 else key_of(digests[index], group))
+            indexes = range(max(first, start), full)
+            new = [index for index in indexes if pool.register(table[index], key_of(digests[index], group))]
+            if new and self.events is not None:
+                self.events.computed(blocks.chain, group, new, tokens)
 
     def trim(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """KV beyond as many tokens was that of wrong drafts: blocks that hold nothing else are given back."""
@@ -344,7 +354,14 @@ class KVCache:
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block that no sequence uses; returns their number."""
-        return self.pool.forget_free() + (self.host.pool.forget_free() if self.host is not None else 0)
+        forgotten = self.pool.forget_free() + (self.host.pool.forget_free() if self.host is not None else 0)
+        if self.events is not None and not self.pool.num_cached and not (self.host and self.host.pool.num_cached):
+            self.events.cleared()
+        return forgotten
+
+    def finds(self, key: bytes) -> bool:
+        """In either tier."""
+        return self.pool.find(key) is not None or (self.host is not None and self.host.find(key) is not None)
 
     def stats(self) -> KVCacheStats:
         return KVCacheStats(

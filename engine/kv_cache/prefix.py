@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.hash_chain import HashChain
+from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier
 from engine.layer_groups import Window, first_kept
 
@@ -123,8 +123,3 @@ def _shrink_to_windows(
         settled = settled + 1 if end == count else 1
         count = end
     return count
-
-
-def key_of(digest: bytes, group: int) -> bytes:
-    """What a group's block of this digest is found by."""
-    return digest if group == 0 else digest + group.to_bytes(2, "little")

@@ -87,9 +87,7 @@ def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> Non
         if block not in at:
             at[block] = kv.pool.allocate()
             host.load(block, at[block])
-            key = host.pool.key_of(block)
-            if key is not None:
-                kv.pool.register(at[block], key)
+            kv.find_as(at[block], host.pool.key_of(block))
     for blocks in group:
         tables = [table[start:] for table, start in zip(blocks.tables, blocks.starts, strict=True)]
         _move(blocks, tables, at, host.pool, kv.pool)

@@ -34,10 +34,10 @@ tails = st.lists(st.integers(0, 1), min_size=1, max_size=2) | texts.map(lambda t
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    def __init__(self, done: Counter[str]) -> None:
+    def __init__(self, done: Counter[str], keeps_events: bool = False) -> None:
         """`done` counts what happened, over all histories."""
         super().__init__()
-        self.done = done
+        self.done, self.keeps_events = done, keeps_events
 
     @initialize(
         num_blocks=st.integers(1, 14) | st.integers(6, 14),
@@ -49,7 +49,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def start(
         self, num_blocks: int, block_size: int, caching: bool, windows: list[Window], num_host_blocks: int
     ) -> None:
-        self.kv = KVCache(num_blocks, block_size, caching, windows, MAX_QUERY_LEN, num_host_blocks)
+        self.kv = KVCache(num_blocks, block_size, caching, windows, MAX_QUERY_LEN, num_host_blocks, self.keeps_events)
         self.model = CacheModel(self.kv)
         self.groups, self.size, self.total = len(windows), block_size, num_blocks
         self.ended: list[tuple[str | None, list[int]]] = []
