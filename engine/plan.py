@@ -181,7 +181,13 @@ class _Fit:
         config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.facts)
         sizes = _sizes(config, self._model, self._draft)
         report = self._report(config, sizes)
-        ledger = memory_ledger(load=report, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
+        ledger = memory_ledger(
+            load=report,
+            cache=config.cache,
+            scheduler=config.scheduler,
+            device=config.device.kind,
+            replicas=config.parallel.data,
+        )
         return config, ledger, sizes
 
     def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:

@@ -48,7 +48,13 @@ def build_core(
     """
     began = time.monotonic()
     load = executor.load()
-    ledger = memory_ledger(load=load, cache=config.cache, scheduler=config.scheduler, device=config.device.kind)
+    ledger = memory_ledger(
+        load=load,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        device=config.device.kind,
+        replicas=config.parallel.data,
+    )
     table = ledger.table()
     logger.info("memory\n%s", table)
     executor.allocate(ledger.num_blocks, ledger.num_host_blocks)

@@ -47,6 +47,8 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
     graph_bytes: int
     source: str
     """the setting that decided the cache's size"""
+    replicas: int = 1
+    """that share a machine's memory, of which these bytes are one's part"""
 
     @property
     def kv_bytes(self) -> int:
@@ -61,7 +63,7 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
         """Human-readable, one line per entry."""
         left = self.device_bytes_free - _fixed(self) - self.kv_bytes
         rows = [
-            ("device memory", human(self.device_bytes_total), ""),
+            ("device memory", human(self.device_bytes_total), _shared(self.replicas)),
             ("in use by others", human(self.device_bytes_total - self.device_bytes_free), ""),
             ("weights", human(self.weight_bytes), ""),
             ("activations", human(self.activation_bytes), "peak of a full step"),
@@ -91,13 +93,22 @@ def memory_ledger(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     device: Literal["cpu", "cuda"],
+    replicas: int = 1,
 ) -> MemoryLedger:
     """Divide a device's memory; `ConfigError` when not even one sequence of ``max_model_len`` tokens fits.
 
-    ``kv_cache_memory`` is taken as given. Without it the cache gets what ``memory_fraction`` of the device leaves
-    (never more than is free); on a CPU what sequences of typical length need, at most a quarter of that and at least
-    one full sequence.
+    Of a CPU's memory one of ``replicas`` has its part. ``kv_cache_memory`` is taken as given. Without it the cache gets
+    what ``memory_fraction`` of the device leaves (never more than is free); on a CPU what sequences of typical length
+    need, at most a quarter of that and at least one full sequence.
     """
+    if device == "cpu" and replicas > 1:
+        load = msgspec.structs.replace(
+            load,
+            device_bytes_total=load.device_bytes_total // replicas,
+            device_bytes_free=load.device_bytes_free // replicas,
+        )
+        ledger = memory_ledger(load=load, cache=cache, scheduler=scheduler, device=device)
+        return msgspec.structs.replace(ledger, replicas=replicas)
     if not load.block_bytes:
         return _ledger_of_an_encoder(load, cache, scheduler)
     num_host_blocks = cache.swap_space // load.block_bytes
@@ -163,6 +174,10 @@ def _sequence_blocks(num_tokens: int, load: LoadReport, cache: CacheConfig, sche
 def _typical_blocks(sequence_blocks: int, load: LoadReport, cache: CacheConfig, scheduler: SchedulerConfig) -> int:
     typical = _sequence_blocks(min(TYPICAL_TOKENS, scheduler.max_model_len), load, cache, scheduler)
     return max(scheduler.max_num_seqs * typical, min(FULL_SEQUENCES, scheduler.max_num_seqs) * sequence_blocks)
+
+
+def _shared(replicas: int) -> str:
+    return "" if replicas == 1 else f"the part of one of {replicas} replicas"
 
 
 def _fixed(report: LoadReport | MemoryLedger) -> int:

@@ -20,6 +20,7 @@ from engine.errors import ConfigError, CoreDiedError
 from engine.limits import MAX_REPLICAS
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.layout import replica_config, replica_cpus
+from engine.replicas.router import Router
 from engine.replicas.together import ready_of_all
 
 MakeClient = Callable[[EngineConfig, Sequence[int] | None], ProcessClient]
@@ -35,10 +36,10 @@ def _process(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
 class ReplicatedClient:
     """See `engine.core.client.CoreClient`. Replicas may be added and removed from any thread while it serves."""
 
-    def __init__(self, config: EngineConfig, make_client: MakeClient = _process) -> None:
+    def __init__(self, config: EngineConfig, make_client: MakeClient = _process, router: Router | None = None) -> None:
         self._config = config
         self._make_client = make_client
-        self._fleet: Fleet[ProcessClient] = Fleet(config.cache.block_size)
+        self._fleet: Fleet[ProcessClient] = Fleet(router or Router(config.cache.block_size))
         self._lock = threading.Lock()
         self._changing = threading.Lock()
         """held by whoever adds or removes a replica"""
@@ -51,12 +52,10 @@ class ReplicatedClient:
     # -- one core's interface ----------------------------------------------------------------------------------------
 
     def start(self) -> CoreReady:
-        """The first one compiles what is not in the cache, so the others wait for it."""
         size = self._config.parallel.data
         try:
-            replicas = [self._start_one()]
             with ThreadPoolExecutor(max_workers=size) as pool:
-                replicas += pool.map(lambda _: self._start_one(), range(size - 1))
+                replicas = sorted(pool.map(lambda _: self._start_one(), range(size)), key=lambda each: each.number)
         except BaseException:
             self.close()
             raise

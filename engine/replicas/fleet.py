@@ -55,12 +55,12 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
 class Fleet(Generic[C]):
     """From any thread. What a replica tells is taken in by one at a time."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, router: Router) -> None:
         self.replicas: tuple[Replica[C], ...] = ()
         self.told: deque[StepOutputs] = deque()
         """of requests that nobody could take over"""
         self._lock = threading.Lock()
-        self._router = Router(block_size)
+        self._router = router
         self._deliveries = Deliveries()
         self._of_all: dict[str, AddRequest | Vocabulary] = {}
         """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """

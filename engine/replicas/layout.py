@@ -9,19 +9,12 @@ from engine.executor.cores import share_of_cores
 
 
 def replica_config(config: EngineConfig, number: int) -> EngineConfig:
-    """`config` as one replica needs it, which knows of no other: its GPU, or its share of this machine's memory, as far
-    as nothing was said of that. Replicas that come later take the places of earlier ones."""
-    size, device, cache = config.parallel.data, config.device, config.cache
+    """`config` as one replica needs it: its own GPU. Replicas that come later take the places of earlier ones."""
+    device = config.device
     if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=number % size)
-    else:
-        cache = msgspec.structs.replace(cache, memory_fraction=cache.memory_fraction / size)
-    return msgspec.structs.replace(
-        config,
-        device=device,
-        cache=msgspec.structs.replace(cache, tell_front_end=True),
-        parallel=msgspec.structs.replace(config.parallel, data=1),
-    )
+        device = msgspec.structs.replace(device, index=number % config.parallel.data)
+    cache = msgspec.structs.replace(config.cache, tell_front_end=config.cache.enable_prefix_caching)
+    return msgspec.structs.replace(config, device=device, cache=cache)
 
 
 def replica_cpus(config: EngineConfig, number: int) -> tuple[int, ...] | None:

@@ -21,6 +21,8 @@ from engine.replicas.prefix_index import PrefixIndex
 
 FIRST_GUESS_TOKENS = 128
 """that a sequence generates, before any has ended"""
+OWN_WEIGHT = 2
+"""of what a request itself adds to a replica, against what is there: it delays this one, and all that come later"""
 MEMORY = 64
 """sequences that have ended, of whose lengths the mean is a running one"""
 
@@ -30,7 +32,7 @@ class Place(msgspec.Struct, frozen=True):
 
     replica: int
     work: float
-    """tokens until the request has been computed there"""
+    """tokens until the request has been computed there, its own counted `OWN_WEIGHT` times"""
     cached_tokens: int
     """of the prompt, that it has or is to have"""
     chain: HashChain
@@ -115,7 +117,7 @@ class Router:
         places = []
         for replica in open_to:
             load, cached = self._loads[replica], found[replica] * size
-            work = load.work + len(tokens) - cached + generated
+            work = load.work + OWN_WEIGHT * (len(tokens) - cached + generated)
             if load.free_tokens is not None:  # what has no room waits until as much has become free
                 work += max(len(tokens) - cached + generated - load.free_tokens, 0.0)
             places.append(Place(replica, work, cached, chain))

@@ -1,0 +1,245 @@
+"""Random lives of a fleet: requests, aborts, replicas that come, go and die. Every sequence gets exactly its tokens."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replica_fakes import LittleCore, tokens_of
+
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    Follower,
+    SequenceDelta,
+    StepOutputs,
+    UnpinPrefix,
+    Vocabulary,
+    each_delta,
+)
+from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.replicas.deliveries import DIVERGED
+from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.router import Router
+from engine.step import RowParams
+
+READY = CoreReady(
+    num_blocks=1000,
+    block_size=16,
+    max_model_len=4096,
+    attention_backend="fake",
+    ledger="",
+    distinct_pieces=0,
+    pieces_compiled=0,
+    startup_seconds=0.0,
+)
+
+
+def added(name: str, prompt: list[int], max_tokens: int, n: int = 1, pin: str | None = None) -> AddRequest:
+    followers = [Follower(request_id=f"{name}-{index}", seed=index) for index in range(1, n)]
+    return AddRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=RowParams(seed=0),
+        max_tokens=max_tokens,
+        followers=followers,
+        pin=pin,
+    )
+
+
+class Life:
+    """A fleet, and what its callers have seen."""
+
+    def __init__(self, seed: int, capacity: int = 10**6) -> None:
+        self.random = Random(seed)
+        self.capacity = capacity
+        self.fleet: Fleet[LittleCore] = Fleet(Router(16))
+        self.numbers = 0
+        self.wanted: dict[str, int] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: dict[str, SequenceDelta] = {}
+        self.aborted: set[str] = set()
+        for _ in range(2):
+            self.come()
+
+    def come(self) -> None:
+        self.fleet.add(Replica(self.numbers, LittleCore(self.random, self.capacity), READY))
+        self.numbers += 1
+
+    def request(self, name: str, n: int) -> None:
+        prompt = [self.random.randrange(3) for _ in range(self.random.randrange(1, 70))]
+        message = added(name, prompt, self.random.randrange(1, 12), n)
+        try:
+            self.fleet.send(message)
+        except QueueFullError:
+            return
+        for each in message.request_ids:
+            self.wanted[each], self.got[each] = message.max_tokens, []
+
+    def abort(self) -> None:
+        running = [name for name in self.wanted if name not in self.ended and name not in self.aborted]
+        if running:
+            name = self.random.choice(running)
+            self.aborted.add(name)
+            self.fleet.send(AbortRequests(request_ids=[name]))
+
+    def turn(self) -> None:
+        self.fleet.let_go()
+        for replica in self.fleet.replicas:
+            if replica.client.dead:
+                if len(self.fleet.replicas) > 1:
+                    self.see(self.fleet.lost(replica, CoreDiedError("killed")))
+            else:
+                self.see(self.fleet.take_in(replica, replica.client.turn()))
+        while self.fleet.told:
+            self.see(self.fleet.told.popleft())
+
+    def see(self, outputs: StepOutputs) -> None:
+        for delta in each_delta(outputs.deltas):
+            assert delta.request_id not in self.aborted and delta.request_id not in self.ended
+            self.got[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.ended[delta.request_id] = delta
+
+    def lose(self, leave: bool) -> None:
+        alive = [replica for replica in self.fleet.replicas if not replica.client.dead and not replica.leaving]
+        if len(alive) > 1:
+            replica = self.random.choice(alive)
+            if leave:
+                self.fleet.drain(replica.number)
+                replica.leaving = True
+            else:
+                replica.client.dead = True
+
+    def finish(self) -> None:
+        for _ in range(200):
+            if not self.wanted.keys() - self.ended.keys() - self.aborted:
+                break
+            self.turn()
+        self.turn()
+
+    def check_nothing_is_left(self) -> None:
+        router, deliveries = self.fleet._router, self.fleet._deliveries
+        assert not router._sent and not router.index._expected
+        assert not deliveries._requests and not deliveries._sequences
+        assert all(load.work == 0 and load.requests == 0 for load in router._loads.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("rrrrnttttttaklc"), max_size=60), st.booleans())
+def test_every_sequence_gets_exactly_its_tokens(seed: int, events: list[str], is_small: bool) -> None:
+    life = Life(seed, capacity=6 if is_small else 10**6)
+    for index, event in enumerate(events):
+        match event:
+            case "r":
+                life.request(f"r{index}", 1)
+            case "n":
+                life.request(f"n{index}", life.random.randrange(2, 4))
+            case "t":
+                life.turn()
+            case "a":
+                life.abort()
+            case "k":
+                life.lose(leave=False)
+            case "l":
+                life.lose(leave=True)
+            case "c":
+                life.come()
+    life.finish()
+    for name, count in life.wanted.items():
+        if name in life.aborted:
+            assert life.got[name] == tokens_of(name, count)[: len(life.got[name])]
+        elif life.ended[name].finish_reason == "error":  # where nobody had room
+            assert is_small and life.ended[name].error_kind == "queue_full"
+        else:
+            assert life.got[name] == tokens_of(name, count)
+    life.check_nothing_is_left()
+
+
+def test_a_taken_over_request_that_differs_ends_with_an_error() -> None:
+    life = Life(1)
+    life.fleet.send(added("a", [1, 2, 3], 40))
+    life.wanted["a"], life.got["a"] = 40, []
+    holder = next(each for each in life.fleet.replicas if each.client.running)
+    while len(life.got["a"]) < 3:
+        life.turn()
+    holder.client.dead = True
+    life.turn()
+    other = life.fleet.replicas[0]
+    other.client.running["a"][1] = 5000
+    life.finish()
+    assert (life.ended["a"].finish_reason, life.ended["a"].error) == ("error", DIVERGED)
+    assert AbortRequests(request_ids=["a"]) in other.client.messages
+    life.check_nothing_is_left()
+
+
+def test_the_last_ones_death_is_raised() -> None:
+    life = Life(2)
+    first, second = life.fleet.replicas
+    life.fleet.lost(first, CoreDiedError("one"))
+    with pytest.raises(CoreDiedError, match="two"):
+        life.fleet.lost(second, CoreDiedError("two"))
+
+
+def test_what_concerns_all_reaches_all_and_those_that_come_later() -> None:
+    life = Life(3)
+    vocabulary = Vocabulary(tokenizer="{}", eos_token_ids=[2])
+    life.fleet.send(vocabulary)
+    pinned = added("p", [1] * 40, 1, pin="system")
+    life.fleet.send(pinned)
+    life.come()
+    for replica in life.fleet.replicas:
+        assert replica.client.messages == [vocabulary, pinned]
+    life.wanted["p"], life.got["p"] = 1, []
+    life.finish()
+    assert life.got["p"] == tokens_of("p", 1)  # once, although three have computed it
+    life.fleet.send(UnpinPrefix(name="system"))
+    life.come()
+    assert life.fleet.replicas[-1].client.messages == [vocabulary]
+
+
+def test_a_pin_ends_with_the_replica_that_was_to_tell_of_it() -> None:
+    life = Life(4)
+    life.fleet.send(added("p", [1] * 40, 1, pin="system"))
+    life.wanted["p"], life.got["p"] = 1, []
+    owner = life.fleet._deliveries.replica_of("p")
+    replica = next(each for each in life.fleet.replicas if each.number == owner)
+    life.see(life.fleet.lost(replica, CoreDiedError("killed")))
+    life.see(life.fleet.told.popleft())
+    assert "pin it again" in (life.ended["p"].error or "")
+    life.check_nothing_is_left()
+
+
+def test_counters_never_fall_and_gauges_are_of_those_that_are_left() -> None:
+    life = Life(5)
+    first, second = life.fleet.replicas
+    stats = CoreStats(running=3, generated_tokens=100, accepted_at=[2, 1], core_parts_s={"plan": 1.0}, compiling=True)
+    life.fleet.take_in(first, StepOutputs(deltas=[], stats=stats))
+    both = life.fleet.take_in(second, StepOutputs(deltas=[], stats=CoreStats(running=1, accepted_at=[1]))).stats
+    assert (both.running, both.generated_tokens, both.replicas, both.compiling) == (4, 100, 2, True)
+    assert (both.accepted_at, both.core_parts_s) == ([3, 1], {"plan": 1.0})
+    left = life.fleet.lost(first, CoreDiedError("killed")).stats
+    assert (left.running, left.generated_tokens, left.replicas, left.compiling) == (1, 100, 1, False)
+    assert (left.accepted_at, left.core_parts_s) == ([3, 1], {"plan": 1.0})
+
+
+def test_no_request_is_lost_when_all_are_full() -> None:
+    life = Life(6, capacity=1)
+    life.request("a", 1)
+    life.request("b", 1)
+    with pytest.raises(QueueFullError):
+        life.fleet.send(added("c", [1], 2))
+    life.finish()
+    life.check_nothing_is_left()
+
+
+def test_a_request_without_a_replica_is_refused() -> None:
+    life = Life(7)
+    for replica in life.fleet.replicas:
+        life.fleet.drain(replica.number)
+    with pytest.raises(EngineError, match="all are being removed"):
+        life.fleet.send(added("a", [1], 2))
