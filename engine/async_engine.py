@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from types import TracebackType
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -39,8 +38,7 @@ _COMPILED_POLL_S = 0.05
 
 
 class AsyncEngine:
-    """Starts at `start` or at the first request; belongs to the event loop that started it. Close it with
-    `shutdown`."""
+    """Starts at `start` or at the first request; belongs to the event loop that started it. `shutdown` closes it."""
 
     def __init__(
         self,
@@ -70,9 +68,7 @@ class AsyncEngine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
 
     async def generate(
@@ -276,6 +272,10 @@ class AsyncEngine:
         self.check_health()
         self._require().client.send(ResetPrefixCache())
 
+    async def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
+        """As `ReplicatedClient.scale`. Raises `ConfigError`, too, for an engine that was made with one core."""
+        await asyncio.to_thread(self._require().replicated.scale, replicas, drain_timeout_s)
+
     def stats(self) -> CoreStats:
         """The core's gauges and counters as of its latest step."""
         return self._require().metrics.stats
@@ -320,9 +320,8 @@ class AsyncEngine:
         if self._start_task is not None and self._engine is None:
             with suppress(EngineError):
                 await self._start_task
-        if self._engine is None:
-            return
-        await self._engine.stop(ShutDownError("this engine was shut down"))
+        if self._engine is not None:
+            await self._engine.stop(ShutDownError("this engine was shut down"))
 
     def shutdown_soon(self) -> None:
         """`shutdown` for those who do not await it: streams end now, the core when the event loop turns next."""

@@ -13,7 +13,7 @@ from typing import Self
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
-from engine.errors import CoreDiedError, EngineError, ShutDownError
+from engine.errors import ConfigError, CoreDiedError, EngineError, ShutDownError
 from engine.frontend.admission import AdmittedRequest, ParsedPrompt
 from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
@@ -21,6 +21,7 @@ from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams
+from engine.replicas.client import ReplicatedClient
 from engine.request import RequestOutput, SamplingParams
 from engine.session import Session, load_tokenizer
 
@@ -164,6 +165,13 @@ class Serving(Session):
         super().die(error)
         for stream in self.streams.values():
             stream.tell()
+
+    @property
+    def replicated(self) -> ReplicatedClient:
+        """The cores, where there are several. Raises `ConfigError`."""
+        if not isinstance(self.client, ReplicatedClient):
+            raise ConfigError("data_parallel_size is 1: only an engine that was started with more replicas is scaled")
+        return self.client
 
     async def stop(self, reason: ShutDownError) -> None:
         """Stop listening, close the core, free everything."""

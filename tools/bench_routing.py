@@ -3,7 +3,8 @@ turns.
 
 Each prompt is one of `--heads` beginnings of `--head-tokens` tokens and as many tokens of its own as make the head
 `--reuse` of it; `--concurrency` requests are under way at a time. The KV cache of a replica holds `--room` of all
-heads. The ideal is what one cache that forgets nothing would find. A replica's load is what its core computed, in tokens.
+heads. The ideal is what one cache that forgets nothing would find. A replica's load is what its core computed,
+in tokens.
 
 Prints a line of JSON for each policy. Usage: ``python tools/bench_routing.py MODEL [--requests 240]``.
 """

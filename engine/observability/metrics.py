@@ -187,6 +187,7 @@ class _CoreCollector(Collector):
             ("kv_blocks_cached", "Free KV blocks that are still found", stats.kv_blocks_cached),
             ("host_kv_blocks_used", "Host blocks held by swapped sequences", stats.host_blocks_used),
             ("host_kv_blocks_cached", "Host blocks that can be found", stats.host_blocks_cached),
+            ("replicas", "Cores that serve", stats.replicas),
             ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),
             ("compile_failed", "Pieces could not be compiled: steps stay eager", int(stats.compile_failed)),
         )

@@ -90,10 +90,9 @@ class ReplicatedClient:
         self._fleet.told.extend(kept)
 
     def stalled(self) -> str | None:
-        for replica in self._fleet.replicas:
-            if (reason := replica.client.stalled()) is not None:
-                return f"replica {replica.number}: {reason}"
-        return None
+        """Where one makes progress, new requests go there."""
+        reasons = [client.stalled() for client in self._clients]
+        return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
 
     def abandon(self) -> None:
         self._abandoned = True
@@ -152,6 +151,15 @@ class ReplicatedClient:
             if replica in self._fleet.replicas:
                 raise ConfigError(f"replica {number} is the only one that is left")
             replica.client.close()
+
+    def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
+        """Serve with as many from now on; of those that are too many the youngest go. Raises as the two above."""
+        if not 1 <= replicas <= MAX_REPLICAS:
+            raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
+        while len(self.replicas) < replicas:
+            self.add_replica()
+        while len(self.replicas) > replicas:
+            self.remove_replica(self.replicas[-1], drain_timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class Sender(Protocol):
         """As `CoreClient.send`."""
         ...
 
+    def stalled(self) -> str | None:
+        """As `CoreClient.stalled`."""
+        ...
+
 
 C = TypeVar("C", bound=Sender)
 
@@ -140,11 +144,12 @@ class Fleet(Generic[C]):
             self._send_to([each for each in self.replicas if each.number != place.replica], message)
 
     def _send_to_best(self, message: AddRequest, sequences: int | None = None) -> Place:
-        """To the best of those that take it; `sequences` as in `Router.sent`. Raises `QueueFullError` where none
-        does, `CoreDiedError` where there is none."""
+        """To the best of those that take it, rather than to one that is stalled; `sequences` as in `Router.sent`.
+        Raises `QueueFullError` where none takes it, `CoreDiedError` where there is none."""
         refused: EngineError = CoreDiedError("no replica serves: all are being removed")
         clients = {replica.number: replica.client for replica in self.replicas}
-        for place in self._router.places(message):
+        places = self._router.places(message)
+        for place in sorted(places, key=lambda place: clients[place.replica].stalled() is not None):
             try:
                 clients[place.replica].send(message)
             except QueueFullError as error:

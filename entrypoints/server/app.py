@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import classes, embeddings, errors, infill, messages_api, operation, prefixes, scores
+from entrypoints.server import classes, embeddings, errors, infill, messages_api, operation, prefixes, scaling, scores
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import Bodies, bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -93,6 +93,7 @@ def create_app(
     add_socket(app, Sockets(context, (store, passing), bodies, load))
     prefixes.add_routes(app, context)
     operation.add_routes(app, context, load)
+    scaling.add_routes(app, context)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=api_key is not None)
     guards = [Middleware(OriginGuard, allowed=allowed_origins)]

@@ -277,7 +277,7 @@ def test_sizes_may_be_written_with_units(tiny_model: Path, monkeypatch: pytest.M
         seen.append(config)
         return EchoCore(config)
 
-    monkeypatch.setattr("engine.llm.InProcessClient", core)
+    monkeypatch.setattr("engine.replicas.choice.InProcessClient", core)
     LLM(str(tiny_model), device="cpu", kv_cache_memory="1.5MiB", max_model_len=64).shutdown()
     assert seen[0].cache.kv_cache_memory == 3 * 2**19
     assert seen[0].model.max_model_len == 64

@@ -49,6 +49,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_several_ranks_compute_is_not_profiled(model: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size: what is profiled"):
         ProfiledEngine(EngineArgs(model=model, device="cpu", tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="data_parallel_size: what is profiled"):
+        ProfiledEngine(EngineArgs(model=model, device="cpu", data_parallel_size=2))
 
 
 @pytest.fixture(autouse=True)

@@ -185,3 +185,14 @@ def test_all_of_that_is_for_those_with_the_key(tiny_server_model: Path) -> None:
     replies = post_all(server, *((path, {}) for path in ("/sleep", "/v1/files", "/reset_prefix_cache", "/infill")))
     assert [reply.status_code for reply in replies] == [401] * 4
     assert "not_served" not in json.dumps([reply.json() for reply in replies])
+
+
+def test_an_engine_with_one_core_is_not_scaled(tiny_server_model: Path) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+        assert reply.status_code == 400 and "started with more replicas" in reply.json()["error"]["message"]
+        assert (await client.post("/is_scaling_elastic_ep")).json() == {"is_scaling_elastic_ep": False}
+        reply = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2, "drain_timeout": -1})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "drain_timeout"
+
+    with_client(Server(tiny_server_model), scenario)

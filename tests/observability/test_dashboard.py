@@ -22,8 +22,9 @@ QUERIES = [(panel["title"], target["expr"], target["legendFormat"]) for panel in
 NOT_SHOWN = {
     *("pageloom_time_per_output_token_seconds", "pageloom_request_inference_time_seconds"),
     *("pageloom_request_longest_generation_tokens", "pageloom_request_params_n", "pageloom_cache_config_info"),
+    "pageloom_replicas",
 }
-"""said by others better, or of little use over time"""
+"""said by others better, or of little use over time; how many replicas there are, where there are several"""
 
 
 @pytest.fixture(scope="module")

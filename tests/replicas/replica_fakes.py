@@ -47,7 +47,7 @@ class LittleCore:
     def __init__(self, random: Random, capacity: int = 10**6) -> None:
         self.messages: list[ToCore] = []
         self.running: dict[str, deque[int]] = {}
-        self.dead = False
+        self.dead = self.is_stalled = False
         self._random = random
         self._capacity = capacity
 
@@ -64,6 +64,9 @@ class LittleCore:
             for name in message.request_ids:
                 self.running.pop(name, None)
         self.messages.append(message)
+
+    def stalled(self) -> str | None:
+        return "it hangs" if self.is_stalled else None
 
     def turn(self) -> StepOutputs:
         """A step of some of its sequences."""

@@ -237,6 +237,19 @@ def test_no_request_is_lost_when_all_are_full() -> None:
     life.check_nothing_is_left()
 
 
+def test_a_stalled_replica_gets_nothing_while_another_makes_progress() -> None:
+    life = Life(8)
+    first, second = life.fleet.replicas
+    first.client.is_stalled = True
+    for index in range(6):
+        life.fleet.send(added(f"r{index}", [index] * 40, 5))
+    assert (len(first.client.running), len(second.client.running)) == (0, 6)
+    second.client.is_stalled = True
+    for index in range(6, 12):
+        life.fleet.send(added(f"r{index}", [index] * 40, 5))
+    assert len(first.client.running) == 6
+
+
 def test_a_request_without_a_replica_is_refused() -> None:
     life = Life(7)
     for replica in life.fleet.replicas:

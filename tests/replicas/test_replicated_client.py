@@ -202,16 +202,22 @@ def test_a_start_that_fails_is_the_first_ones_and_leaves_nothing() -> None:
 
 
 @pytest.mark.exhaustive  # it takes ten seconds to be sure
-def test_a_stopped_replica_is_told_of() -> None:
+def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> None:
     with replicas("SlowlyCounting") as client:
         for index in range(8):
-            client.send(request(f"r{index}", max_tokens=400, prompt_len=20 + index))
-        pid = pids(client)[0]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            until = time.monotonic() + 60
-            while (reason := client.stalled()) is None and time.monotonic() < until:
-                client.recv()
-            assert reason is not None and reason.startswith("replica 0: ")
-        finally:
+            client.send(request(f"r{index}", max_tokens=2000, prompt_len=20 + index))
+        os.kill(pids(client)[0], signal.SIGSTOP)
+        stalled = client._fleet.replicas[0].client.stalled
+        until = time.monotonic() + 60
+        while stalled() is None and time.monotonic() < until:
+            client.recv()
+        assert stalled() is not None and client.stalled() is None
+        for index in range(8):
+            client.send(request(f"s{index}", prompt_len=20 + index))
+            assert holder(client, f"s{index}") == 1
+        os.kill(pids(client)[1], signal.SIGSTOP)
+        while client.stalled() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert client.stalled() is not None
+        for pid in pids(client).values():
             os.kill(pid, signal.SIGCONT)
