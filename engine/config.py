@@ -17,6 +17,7 @@ import msgspec
 from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
+from engine.models.placement import ExpertPlacement
 from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -148,6 +149,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("ranks that compute a model together, each with its part of every matrix; on a CPU with threads each"),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
+    ] = False
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -327,6 +331,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     """ranks, each with its part of every matrix"""
+    experts: ExpertPlacement | None = None
+    """each rank has some whole; None: a part of every one"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
+from engine.models.placement import ExpertPlacement
 from engine.models.sharding import check_divided
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
@@ -77,7 +78,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    check_divided(model.spec, args.tensor_parallel_size)
+    parallel = _parallel(args, model)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -129,7 +130,7 @@ def resolve(
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,
-        parallel=ParallelConfig(tensor=args.tensor_parallel_size),
+        parallel=parallel,
     )
 
 
@@ -153,6 +154,12 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:
         logger.warning("%s", warning)
     return description, config
+
+
+def _parallel(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
+    experts = ExpertPlacement() if args.enable_expert_parallel else None
+    check_divided(model.spec, args.tensor_parallel_size, experts)
+    return ParallelConfig(tensor=args.tensor_parallel_size, experts=experts)
 
 
 def _threads(args: EngineArgs, machine: Machine) -> int:

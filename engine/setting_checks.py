@@ -62,6 +62,10 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if ranks > 1 and args.cores is not None:
         raise ConfigError(f"cores binds the threads of one rank, and tensor_parallel_size is {ranks}: leave it out")
+    if args.enable_expert_parallel and ranks == 1:
+        raise ConfigError(
+            "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
+        )
 
 
 def _check_cores(args: EngineArgs, machine: Machine) -> None:

@@ -28,7 +28,6 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_sliding_window": (False,),
     "distributed_executor_backend": ("mp", "uni"),
     "enable_chunked_prefill": (None, True),
-    "enable_expert_parallel": (False,),
     "enable_lora": (False,),
     "generation_config": ("auto",),
     "guided_decoding_backend": ("auto",),
@@ -57,7 +56,6 @@ INSTEAD = {
     "distributed_executor_backend": "ranks are processes of this host ('mp'); 'uni' is taken, too, and changes nothing",
     "disable_sliding_window": "windows are the model's own",
     "enable_chunked_prefill": "prompts are always computed in parts; max_num_batched_tokens says how large",
-    "enable_expert_parallel": "it is not supported yet",
     "enable_lora": "adapters are not supported yet",
     "enforce_eager": "use compile='none'",
     "generation_config": "use override_generation_config",
@@ -111,7 +109,12 @@ _STORED_AS = {
     "inc": ("auto-round",),
 }
 """`quant_method` of the config where it has another name"""
-SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+}
 """options of vLLM's command line"""
 
 VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})

@@ -10,7 +10,7 @@ import pytest
 from tiny_front import MACHINE, MAX_POSITION
 
 from engine.config import EngineArgs, EngineConfig
-from engine.errors import ConfigError, UnsupportedModelError
+from engine.errors import ConfigError
 from engine.kv_budget import kv_bytes_per_token
 from engine.machine import CudaDevice, Machine, probe_machine
 from engine.models.description import ModelDescription, describe
@@ -362,28 +362,6 @@ def test_cores_say_how_many_threads_compute_and_are_refused_where_they_cannot_ho
         _resolve(model, cores=(0, 1), threads=3)
     with pytest.raises(ConfigError, match="cores binds"):
         _resolve(model, H100, device="cuda", cores=(0,))
-
-
-def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: ModelDescription) -> None:
-    assert _resolve(model, tensor_parallel_size=2).parallel.tensor == 2
-    for ranks, says in ((0, "at least 1"), (65, "at most 64"), (5, "exceeds the 4 heads")):
-        with pytest.raises(ConfigError, match=says):
-            _resolve(model, tensor_parallel_size=ranks)
-    with pytest.raises(UnsupportedModelError, match="runs through the library"):
-        _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="compute on CPUs only"):
-        _resolve(model, H100, H100, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="cores binds the threads of one rank"):
-        _resolve(model, cores=(0, 1), tensor_parallel_size=2)
-
-
-def test_a_memory_for_keys_and_values_holds_those_that_several_ranks_have(model: ModelDescription) -> None:
-    """Two KV heads, of which four ranks have one each."""
-    lengths = {
-        ranks: _resolve(model, kv_cache_memory=PER_TOKEN * 64, tensor_parallel_size=ranks).model.max_model_len
-        for ranks in (1, 2, 4)
-    }
-    assert lengths == {1: 64, 2: 64, 4: 32}
 
 
 def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(model: ModelDescription) -> None:
