@@ -152,6 +152,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     enable_expert_parallel: Annotated[
         bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
     ] = False
+    expert_placement: Annotated[
+        str | None, _about("a file that says which rank has which expert (tools/place_experts.py); default: in order")
+    ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],

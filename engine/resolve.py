@@ -45,7 +45,6 @@ from engine.config import (
     EngineConfig,
     GraphMode,
     ModelConfig,
-    ParallelConfig,
     Quantization,
     SchedulerConfig,
     SpeculationConfig,
@@ -56,8 +55,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
-from engine.models.placement import ExpertPlacement
-from engine.models.sharding import check_divided
+from engine.parallel_settings import parallel_of, placed
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
@@ -78,7 +76,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    parallel = _parallel(args, model)
+    parallel = parallel_of(args, model)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -148,18 +146,12 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     draft = describe_draft(_speculation(args, kind, machine), read.facts)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = resolve(args, description, machine, None if draft is None else draft.facts)
+    config = placed(resolve(args, description, machine, None if draft is None else draft.facts), args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
     if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:
         logger.warning("%s", warning)
     return description, config
-
-
-def _parallel(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
-    experts = ExpertPlacement() if args.enable_expert_parallel else None
-    check_divided(model.spec, args.tensor_parallel_size, experts)
-    return ParallelConfig(tensor=args.tensor_parallel_size, experts=experts)
 
 
 def _threads(args: EngineArgs, machine: Machine) -> int:

@@ -66,6 +66,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError(
             "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
         )
+    if args.expert_placement is not None and not args.enable_expert_parallel:
+        raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
 
 
 def _check_cores(args: EngineArgs, machine: Machine) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
 
 from engine.errors import ConfigError
+from engine.models.json_file import read_json_object
+
+_FILE_BYTES = 16 << 20
+"""at most, of a placement's file"""
 
 
 class ExpertPlacement(msgspec.Struct, frozen=True):
@@ -41,3 +49,38 @@ class ExpertPlacement(msgspec.Struct, frozen=True):
                     f"expert_placement: layer {layer} names the ranks {sorted(set(ranks))}; each of 0 to {size - 1} "
                     "must have an expert, and there are no others"
                 )
+
+
+def balanced(loads: Sequence[Sequence[int]], size: int) -> ExpertPlacement:
+    """`loads`: of each layer, tokens that each of its experts was given.
+
+    The busiest first, each expert goes to the rank that has least to do (Graham's LPT rule, 1969), of those that may
+    have one more: of a layer's experts ranks have as many, or one more. Raises ConfigError where a layer has fewer."""
+    ExpertPlacement().check([len(layer) for layer in loads], size)
+    return ExpertPlacement(tuple(_balanced_layer(layer, size) for layer in loads))
+
+
+def _balanced_layer(loads: Sequence[int], size: int) -> tuple[int, ...]:
+    most, longer = divmod(len(loads), size)
+    held, work, ranks = [0] * size, [0] * size, [0] * len(loads)
+    for expert in sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert)):
+        full = most + (longer > 0)
+        rank = min((rank for rank in range(size) if held[rank] < full), key=lambda rank: (work[rank], held[rank], rank))
+        ranks[expert] = rank
+        held[rank] += 1
+        work[rank] += loads[expert]
+        longer -= held[rank] > most
+    return tuple(ranks)
+
+
+def read_placement(file: str) -> ExpertPlacement:
+    """What `write_placement` wrote. Raises ConfigError."""
+    content = read_json_object(Path(file), _FILE_BYTES)
+    try:
+        return ExpertPlacement(msgspec.convert(content["layers"], tuple[tuple[int, ...], ...]))
+    except (KeyError, msgspec.ValidationError):
+        raise ConfigError(f'{file}: expected {{"layers": [[rank of each expert], ...]}}') from None
+
+
+def write_placement(placement: ExpertPlacement, file: str) -> None:
+    Path(file).write_text(json.dumps({"layers": placement.ranks}) + "\n")
