@@ -17,6 +17,7 @@ import msgspec
 from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
+from engine.models.placement import ExpertPlacement
 from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -152,6 +153,12 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
+    ] = False
+    expert_placement: Annotated[
+        str | None, _about("a file that says which rank has which expert (tools/place_experts.py); default: in order")
+    ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -335,6 +342,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """ranks, each with its part of every matrix"""
     data: int = 1
     """replicas, each with the whole model"""
+    experts: ExpertPlacement | None = None
+    """each rank has some whole; None: a part of every one"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

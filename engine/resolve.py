@@ -46,7 +46,6 @@ from engine.config import (
     EngineConfig,
     GraphMode,
     ModelConfig,
-    ParallelConfig,
     Quantization,
     SchedulerConfig,
     SpeculationConfig,
@@ -57,7 +56,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
-from engine.models.sharding import check_divided
+from engine.parallel_settings import parallel_of, placed
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
@@ -78,7 +77,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    check_divided(model.spec, args.tensor_parallel_size)
+    parallel = parallel_of(args, model)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -130,7 +129,7 @@ def resolve(
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,
-        parallel=ParallelConfig(tensor=args.tensor_parallel_size, data=args.data_parallel_size),
+        parallel=parallel,
     )
 
 
@@ -148,7 +147,7 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     draft = describe_draft(_speculation(args, kind, machine), read.facts)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = resolve(args, description, machine, None if draft is None else draft.facts)
+    config = placed(resolve(args, description, machine, None if draft is None else draft.facts), args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
     if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:

@@ -63,6 +63,12 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if ranks > 1 and args.cores is not None:
         raise ConfigError(f"cores binds the threads of one rank, and tensor_parallel_size is {ranks}: leave it out")
+    if args.enable_expert_parallel and ranks == 1:
+        raise ConfigError(
+            "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
+        )
+    if args.expert_placement is not None and not args.enable_expert_parallel:
+        raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
 
 
 def _check_replicas(args: EngineArgs, kind: Kind, machine: Machine) -> None:

@@ -28,8 +28,9 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_sliding_window": (False,),
     "distributed_executor_backend": ("mp", "uni"),
     "enable_chunked_prefill": (None, True),
-    "enable_expert_parallel": (False,),
+    "enable_eplb": (False,),
     "enable_lora": (False,),
+    "expert_placement_strategy": ("linear",),
     "generation_config": ("auto",),
     "guided_decoding_backend": ("auto",),
     "hf_overrides": ({},),
@@ -55,9 +56,10 @@ INSTEAD = {
     "distributed_executor_backend": "ranks are processes of this host ('mp'); 'uni' is taken, too, and changes nothing",
     "disable_sliding_window": "windows are the model's own",
     "enable_chunked_prefill": "prompts are always computed in parts; max_num_batched_tokens says how large",
-    "enable_expert_parallel": "it is not supported yet",
+    "enable_eplb": "experts stay where they are while it serves: use expert_placement",
     "enable_lora": "adapters are not supported yet",
     "enforce_eager": "use compile='none'",
+    "expert_placement_strategy": "use expert_placement",
     "generation_config": "use override_generation_config",
     "guided_decoding_backend": "say it with each request: StructuredOutputsParams(backend=...)",
     "hf_overrides": "change config.json",
@@ -109,7 +111,12 @@ _STORED_AS = {
     "inc": ("auto-round",),
 }
 """`quant_method` of the config where it has another name"""
-SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+}
 """options of vLLM's command line"""
 
 VLLMS_NAMES = sorted({"enforce_eager", *RENAMED, *WITHOUT_EFFECT, *INSTEAD})

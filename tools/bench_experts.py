@@ -76,7 +76,9 @@ def experts_step(
     def run(routes: list[Choices]) -> None:
         for w, c in zip(layers, routes):
             formats = int(w.gate_up_format), int(w.down_format)
-            ops.packed_experts(x, c.ids, c.weights, w.gate_up, w.down, INNER, *formats, None, None, x, 1, 0.0, 0.0, isa)
+            ops.packed_experts(
+                x, c.ids, c.weights, w.gate_up, w.down, INNER, *formats, None, None, None, x, 1, 0.0, 0.0, isa
+            )
 
     return run
 

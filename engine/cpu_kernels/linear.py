@@ -104,10 +104,11 @@ class LinearOps:
     Weights of norms are bfloat16 (normalised, rounded, weighted) or float32 (normalised, weighted, rounded).
     packed_embedding(ids int64 [tokens], weight, n, k, format) → bf16 [tokens, k].
     packed_experts(x bf16 [tokens, k], ids int32 [tokens, top_k], weights float32 [tokens, top_k], gate_up, down,
-    n_inner, gate_up_format, down_format, gate_up_bias, down_bias, residual, gate, limit, alpha, isa) → bf16 [tokens,
-    k]: residual + the sum of weights · down(activation(gate x) · up x) over the experts that a token chose
+    n_inner, gate_up_format, down_format, gate_up_bias, down_bias, places, residual, gate, limit, alpha, isa) → bf16
+    [tokens, k]: residual + the sum of weights · down(activation(gate x) · up x) over the experts that a token chose
     (`experts.py` packs them; gate 3: GPT-OSS' clamped SwiGLU, which limit and alpha are for). An expert that nobody
-    chose is not read.
+    chose is not read. places int32 [experts that ids name]: which of the packed ones each is, or -1: it is elsewhere,
+    and adds nothing.
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
     `experts.Routing`; a bias goes with scores of all experts, groups with its last.
@@ -201,6 +202,7 @@ def _fake_experts(
     down_format: int,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    places: torch.Tensor | None,
     residual: torch.Tensor | None,
     gate: int,
     limit: float,

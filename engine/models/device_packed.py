@@ -115,15 +115,22 @@ class StoredExperts(nn.Module):
     down_scales: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    places: torch.Tensor | None
 
     def __init__(
-        self, gate_up: Matrix, down: Matrix, biases: tuple[torch.Tensor | None, torch.Tensor | None], gate: Gate
+        self,
+        gate_up: Matrix,
+        down: Matrix,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+        gate: Gate,
+        places: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         for name, matrix, bias in (("gate_up", gate_up, biases[0]), ("down", down, biases[1])):
             self.register_buffer(name, matrix.levels)
             self.register_buffer(f"{name}_scales", matrix.scales)
             self.register_buffer(f"{name}_bias", bias)
+        self.register_buffer("places", places)
         self.formats, self.gate = (gate_up.format, down.format), gate
 
     def forward(
@@ -133,4 +140,5 @@ class StoredExperts(nn.Module):
         [tokens, hidden] is added to the result."""
         gate_up = Matrix(self.gate_up, self.gate_up_scales, self.formats[0])
         down = Matrix(self.down, self.down_scales, self.formats[1])
-        return mixture(x, ids, factors, gate_up, down, (self.gate_up_bias, self.down_bias), residual, self.gate)
+        own = ids if self.places is None else self.places[ids]
+        return mixture(x, own, factors, gate_up, down, (self.gate_up_bias, self.down_bias), residual, self.gate)

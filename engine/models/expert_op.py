@@ -37,9 +37,9 @@ def on_cpu(
 ) -> torch.Tensor:
     """The operator on CPU tensors: an expert's rows together."""
     order = torch.argsort(ids, stable=True)
-    counts = torch.bincount(ids, minlength=weight.size(0)).tolist()
+    first, *counts = torch.bincount(ids + 1, minlength=weight.size(0) + 1).tolist()
     out = x.new_empty(x.size(0), weight.size(2 if transposed else 1))
-    first = 0
+    out[order[:first]] = 0.0
     for expert, count in enumerate(counts):
         if count:
             rows = order[first : first + count]
@@ -122,7 +122,7 @@ def expert_linear(
     x: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool = False
 ) -> torch.Tensor:
     """x [rows, k], ids [rows], weight [experts, n, k] (`transposed`: [experts, k, n]), bias [experts, n] → [rows, n]:
-    each row times its expert's matrix."""
+    each row times its expert's matrix; zeros where the id is -1."""
     product: torch.Tensor = torch.ops.pageloom.expert_linear(x, ids, weight, bias, transposed)
     return product
 
@@ -138,7 +138,8 @@ def mixture(
     gate: Gate,
 ) -> torch.Tensor:
     """On CUDA tensors: what `engine.models.experts.Experts` computes, with matrices of any format; biases [experts,
-    2 * inner] and [experts, hidden]. ids lie within the experts, as a router returns them: nobody looks again."""
+    2 * inner] and [experts, hidden]. ids lie within the experts, as a router returns them, or are -1: then they add
+    nothing. Nobody looks again."""
     y: torch.Tensor = torch.ops.pageloom.experts(
         x,
         ids,

@@ -6,7 +6,7 @@ gives the router an operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,30 +118,34 @@ class NormsApart(nn.Module):
 
 
 class Experts(nn.Module):
-    """The gated MLPs of all experts of a layer.
+    """The gated MLPs of all experts of a layer, or of those that this rank has.
 
     `gate_up` [experts, 2 * inner, hidden], `down` [experts, hidden, inner], `gate_up_bias` [experts, 2 * inner] and
-    `down_bias` [experts, hidden], in the model's dtype.
+    `down_bias` [experts, hidden], in the model's dtype. `places` int32 [experts that the router knows]: which of these
+    each is, or -1: another rank has it, and it adds nothing here. None: these are all.
     """
 
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    places: torch.Tensor | None
 
     def __init__(self, spec: ExpertsSpec, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        count, inner = spec.count, spec.inner_size
+        count, inner = spec.held, spec.inner_size
         self.count, self.activation = count, spec.activation
         self._gate = kernel_gate(spec.activation) if device.type == "cuda" else None
         self.gate_up = parameter((count, 2 * inner, hidden), dtype, device)
         self.down = parameter((count, hidden, inner), dtype, device)
         self.gate_up_bias = parameter((count, 2 * inner), dtype, device) if spec.bias else None
         self.down_bias = parameter((count, hidden), dtype, device) if spec.bias else None
+        self.register_buffer("places", None if spec.own is None else _places(spec.own, spec.count, device))
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [tokens, hidden], normed already; ids and factors [tokens, top_k], as `Router` returns them. `residual`
         [tokens, hidden] is added to the result."""
+        ids = ids if self.places is None else self.places[ids]
         if self._gate is not None:
             gate_up, down = (Matrix(each, None, DENSE) for each in (self.gate_up, self.down))
             biases = (self.gate_up_bias, self.down_bias)
@@ -152,3 +156,9 @@ class Experts(nn.Module):
         weighted = out.float().unflatten(0, (-1, top_k)) * factors[..., None]  # type: ignore[no-untyped-call]  # torch leaves it untyped
         y: torch.Tensor = weighted.sum(dim=1).to(x.dtype)
         return y if residual is None else residual + y
+
+
+def _places(own: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+    places = torch.full((count,), -1, dtype=torch.int32)
+    places[list(own)] = torch.arange(len(own), dtype=torch.int32)
+    return places.to(device)

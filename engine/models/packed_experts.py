@@ -24,13 +24,22 @@ class PackedExperts(nn.Module):
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    places: torch.Tensor | None
 
-    def __init__(self, ops: LinearOps, weights: ExpertWeights, gate: Activation | ClampedSwiGLU) -> None:
+    def __init__(
+        self,
+        ops: LinearOps,
+        weights: ExpertWeights,
+        gate: Activation | ClampedSwiGLU,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """`places`: see `engine.models.experts.Experts`."""
         super().__init__()
         self.register_buffer("gate_up", weights.gate_up)
         self.register_buffer("down", weights.down)
         self.register_buffer("gate_up_bias", weights.gate_up_bias)
         self.register_buffer("down_bias", weights.down_bias)
+        self.register_buffer("places", places)
         self.inner = weights.inner
         self.gate_up_format, self.down_format = int(weights.gate_up_format), int(weights.down_format)
         found = kernel_gate(gate)
@@ -54,6 +63,7 @@ class PackedExperts(nn.Module):
             self.down_format,
             self.gate_up_bias,
             self.down_bias,
+            self.places,
             residual,
             self.gate,
             self.limit,

@@ -2,7 +2,7 @@
 
 Heads are divided with their keys and values, MLPs and experts by their inner units, tables by tokens: a rank makes its
 own heads and units whole, and of what they are brought together to a part of a sum. Norms, routers and tables of
-positions every rank has.
+positions every rank has. Of experts a rank may have some whole instead (`engine.models.placement`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from engine.cpu_kernels.formats import PANEL
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.rows import Rows
+from engine.models.placement import ExpertPlacement
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
 
 _UNITS = (256, 128, 64, 32, 16)
@@ -30,6 +31,8 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int
     size: int
+    placement: ExpertPlacement | None = None
+    """experts are whole, each in one rank; None: divided by their inner units"""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -50,12 +53,14 @@ class Taken(msgspec.Struct, frozen=True):
     rows: tuple[Span, ...] | None = None
     """None: all"""
     columns: Span | None = None
+    experts: tuple[int, ...] | None = None
+    """of a tensor that stacks them; None: all"""
     is_zero: bool = False
     """another rank's alone, because parts of a sum are added up: zeros here"""
 
     @property
     def is_all(self) -> bool:
-        return self.rows is None and self.columns is None and not self.is_zero
+        return self.rows is None and self.columns is None and self.experts is None and not self.is_zero
 
 
 def divided(count: int, shard: Shard) -> Span:
@@ -118,22 +123,33 @@ def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
         raise UnsupportedModelError("tensor_parallel_size: a head made of rows of the unembedding is not divided")
     if spec.vocab_size < PANEL * shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
+    if shard.placement is not None:
+        counts = [0 if layer.experts is None else layer.experts.count for layer in spec.layers]
+        shard.placement.check(counts, shard.size)
     return msgspec.structs.replace(
         spec,
-        layers=tuple(_layer(layer, shard) for layer in spec.layers),
+        layers=tuple(_layer(layer, shard, experts_of(spec, shard, index)) for index, layer in enumerate(spec.layers)),
         table_rows=tokens_of(spec.vocab_size, shard).count,
     )
 
 
-def check_divided(spec: DecoderSpec | None, ranks: int) -> None:
+def check_divided(spec: DecoderSpec | None, ranks: int, placement: ExpertPlacement | None = None) -> None:
     """Raises what `sharded` does, for any of them; `spec`: None of a model that has none."""
     if ranks > 1 and spec is None:
         raise UnsupportedModelError("tensor_parallel_size: a model that runs through the library is not divided")
     if ranks > 1 and spec is not None:
-        sharded(spec, Shard(0, ranks))
+        sharded(spec, Shard(0, ranks, placement))
 
 
-def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+def experts_of(spec: DecoderSpec, shard: Shard, layer: int) -> tuple[int, ...] | None:
+    """Those of a layer that are whole in this rank; None where every rank has a part of each."""
+    experts = spec.layers[layer].experts
+    if shard.placement is None or experts is None:
+        return None
+    return shard.placement.own(layer, experts.count, shard.rank, shard.size)
+
+
+def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> LayerSpec:
     mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
     if mixer.num_heads < shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}) exceeds the {mixer.num_heads} heads of a layer")
@@ -142,7 +158,9 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     )
     if mlp is not None:
         mlp = msgspec.structs.replace(mlp, intermediate_size=units_of(mlp.intermediate_size, shard).count)
-    if experts is not None:
+    if experts is not None and own is not None:
+        experts = msgspec.structs.replace(experts, own=own)
+    elif experts is not None:
         experts = msgspec.structs.replace(experts, inner_size=units_of(experts.inner_size, shard).count)
     return msgspec.structs.replace(layer, mixer=mixer, mlp=mlp, experts=experts)
 
@@ -152,7 +170,12 @@ def taken(spec: DecoderSpec, shard: Shard, parameter: str) -> Taken:
     if parameter in _TABLES:
         return Taken((tokens_of(spec.vocab_size, shard),))
     found = _LAYER.fullmatch(parameter)
-    return Taken() if found is None else _of_layer(spec.layers[int(found[1])], shard, found[2])
+    if found is None:
+        return Taken()
+    own = experts_of(spec, shard, int(found[1]))
+    if own is not None and found[2].startswith("experts."):
+        return Taken(experts=own)
+    return _of_layer(spec.layers[int(found[1])], shard, found[2])
 
 
 def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
@@ -198,12 +221,20 @@ def shard_rows(
     spec: DecoderSpec, shard: Shard, rows: dict[str, Rows]
 ) -> tuple[dict[str, Rows], dict[str, tuple[Taken, int]]]:
     """Where the tensors of a whole model's checkpoint go in a rank's; and what is taken of those of which that is not
-    all, once they are arranged, with the axis of their rows."""
+    all, once they are arranged, with the axis of their rows. Another rank's expert goes nowhere, and nothing of it is
+    taken."""
     placed, parts = {}, {}
     for name, row in rows.items():
         of_parameter = taken(spec, shard, row.parameter)
         if of_parameter.is_all:
             placed[name] = row
+            continue
+        if of_parameter.experts is not None and isinstance(row.expert, int):
+            if row.expert in of_parameter.experts:
+                own = of_parameter.experts.index(row.expert)
+                placed[name] = Rows(row.parameter, row.start, row.count, expert=own)
+            else:
+                parts[name] = Taken(experts=()), row.axis
             continue
         start, spans = row.start, None
         count = row.count

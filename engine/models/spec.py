@@ -132,14 +132,22 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Gated MLPs, of which a router chooses some for each token."""
 
     count: int
+    """that the router knows"""
     inner_size: int
     router: RouterSpec
+    own: tuple[int, ...] | None = None
+    """of those, in ascending order, what a rank's part of a model has; None: all"""
     activation: Activation | ClampedSwiGLU = "silu"
     bias: bool = False
     gated_beside: bool = False
     """the dense MLP beside them is multiplied with a sigmoid of its own (Qwen2-MoE)"""
     apart: bool = False
     """they and the dense MLP beside them have norms of their own, and so has the router (Gemma 4)"""
+
+    @property
+    def held(self) -> int:
+        """Experts whose matrices are here."""
+        return self.count if self.own is None else len(self.own)
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,4 +266,5 @@ def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:
     if experts is None:
         return dense
     of_each = 3 * experts.inner_size * hidden
-    return dense + hidden * experts.count + (experts.count if all_experts else experts.router.top_k) * of_each
+    many = experts.held if all_experts else min(experts.router.top_k, experts.held)
+    return dense + hidden * experts.count + many * of_each

@@ -140,7 +140,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     spec, facts = description.spec, description.facts
     if group is not None:
         assert spec is not None  # resolving refuses it
-        spec = sharded(spec, Shard(group.rank, group.size))
+        spec = sharded(spec, Shard(group.rank, group.size, config.parallel.experts))
         facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
@@ -237,7 +237,7 @@ def _filled(
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    shard = None if group is None else Shard(group.rank, group.size)
+    shard = None if group is None else Shard(group.rank, group.size, config.parallel.experts)
     load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer, shard=shard)
     if group is not None:
         assert description.spec is not None

@@ -60,7 +60,8 @@ class DevicePacker(RowsPacker):
         biases = (layer.gate_up_bias, layer.down_bias)
         moved = tuple(None if each is None else each.detach().to(self.device) for each in biases)
         first, second = self._stacked(layer.gate_up, gate_up, source), self._stacked(layer.down, down, source)
-        return StoredExperts(first, second, (moved[0], moved[1]), gate)
+        places = None if layer.places is None else layer.places.to(self.device)
+        return StoredExperts(first, second, (moved[0], moved[1]), gate, places)
 
     def _stacked(self, weights: torch.Tensor, parts: Sequence[Part], source: WeightSource | None) -> Matrix:
         """All experts' matrices in one format: the first one's, or dense where others have another."""

@@ -105,7 +105,7 @@ class Packer(RowsPacker):
         second = self._stacked(layer.down, down, source, torch.Tensor.contiguous)
         biases = expert_biases(count, hidden, inner, layer.gate_up_bias, layer.down_bias)
         weights = ExpertWeights(first[1], second[1], first[0], second[0], hidden, inner, *biases)
-        return PackedExperts(self._ops, weights, activation)
+        return PackedExperts(self._ops, weights, activation, layer.places)
 
     def _stacked(
         self,

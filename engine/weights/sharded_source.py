@@ -20,7 +20,11 @@ class ShardedSource:
         self._parts = parts
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._shape(name, shape) for name, shape in self._source.shapes().items()}
+        whole = self._source.shapes()
+        return {name: self._shape(name, shape) for name, shape in whole.items() if not self._is_elsewhere(name)}
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return name in self._parts and self._parts[name][0].experts == ()
 
     def _shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         taken, axis = self._parts.get(name, (Taken(), 0))
@@ -29,6 +33,8 @@ class ShardedSource:
             shape[axis] = sum(span.count for span in taken.rows)
         if taken.columns is not None:
             shape[-1] = taken.columns.count
+        if taken.experts is not None:
+            shape[0] = len(taken.experts)
         return tuple(shape)
 
     def file_of(self, name: str) -> str:
@@ -40,6 +46,9 @@ class ShardedSource:
             self._source.read_into(name, destination, expert)
         elif taken.is_zero:
             destination.zero_()
+        elif taken.experts is not None:
+            for own, place in enumerate(destination) if expert is None else [(expert, destination)]:
+                self._source.read_into(name, place, taken.experts[own])
         else:
             whole = self._source.mapped(name, expert)
             if whole is None:
@@ -49,13 +58,19 @@ class ShardedSource:
             destination.copy_(_cut(whole, taken, axis if expert is None else 0))
 
     def mapped(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        found, (taken, axis) = self._source.mapped(name, expert), self._parts.get(name, (Taken(), 0))
-        if found is None or taken.is_zero:
+        taken, axis = self._parts.get(name, (Taken(), 0))
+        if taken.experts is not None:
+            return None if expert is None else self._source.mapped(name, taken.experts[expert])
+        found = None if taken.is_zero else self._source.mapped(name, expert)
+        if found is None:
             return None
         return _cut(found, taken, axis if expert is None else 0)
 
     def encoded(self, name: str, expert: int | None = None) -> EncodedRows | None:
-        found, (taken, _) = self._source.encoded(name, expert), self._parts.get(name, (Taken(), 0))
+        taken, _ = self._parts.get(name, (Taken(), 0))
+        if taken.experts is not None:
+            return None if expert is None else self._source.encoded(name, taken.experts[expert])
+        found = self._source.encoded(name, expert)
         if found is None or taken.is_all:
             return found
         if taken.rows is not None:

@@ -124,8 +124,8 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
         if layer.experts is not None:
-            yield layer.experts.count, 2 * layer.experts.inner_size, hidden
-            yield layer.experts.count, hidden, layer.experts.inner_size
+            yield layer.experts.held, 2 * layer.experts.inner_size, hidden
+            yield layer.experts.held, hidden, layer.experts.inner_size
             if layer.experts.gated_beside:
                 yield 1, 1, hidden
     inputs = spec.layer_inputs
@@ -174,7 +174,7 @@ def _vector_values(spec: DecoderSpec) -> int:
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
         if experts is not None:
-            values += experts.count * (2 * experts.inner_size + hidden) * experts.bias
+            values += experts.held * (2 * experts.inner_size + hidden) * experts.bias
             values += experts.count * (experts.router.bias and not experts.router.wide)
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -38,6 +39,15 @@ class Case:
     @property
     def experts(self) -> int:
         return self.weights.experts
+
+    def packed_part(self, own: Sequence[int]) -> tuple[ExpertWeights, Tensor]:
+        """The matrices of those experts alone, and each expert's place among them."""
+        w, chosen = self.weights, list(own)
+        biases = [None if each is None else each[chosen] for each in (w.gate_up_bias, w.down_bias)]
+        part = replace(w, gate_up=w.gate_up[chosen], down=w.down[chosen], gate_up_bias=biases[0], down_bias=biases[1])
+        places = torch.full((self.experts,), -1, dtype=torch.int32)
+        places[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+        return part, places
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -95,10 +105,12 @@ def run(
     residual: Tensor | None = None,
     gate: int = 1,
     clamp: ClampedSwiGLU = _NO_CLAMP,
+    own: Sequence[int] | None = None,
 ) -> Tensor:
-    w = case.weights
+    """`own`: only those experts are here."""
+    w, places = (case.weights, None) if own is None else case.packed_part(own)
     matrices = (w.gate_up, w.down, w.inner, int(w.gate_up_format), int(w.down_format), w.gate_up_bias, w.down_bias)
-    out: Tensor = ops.packed_experts(x, ids, weights, *matrices, residual, gate, clamp.limit, clamp.alpha, isa)
+    out: Tensor = ops.packed_experts(x, ids, weights, *matrices, places, residual, gate, clamp.limit, clamp.alpha, isa)
     return out
 
 

@@ -107,9 +107,20 @@ class TapeBuilder:
         """The best, and a softmax over those."""
         self._call(ROUTE, [*logits, experts, 1, top_k, 0, -1, 1, 1, *ids, top_k, *weights, top_k], [1.0], False)
 
-    def experts(self, w: ExpertWeights, top_k: int, x: Ref, ids: Ref, weights: Ref, out: Ref, residual: Ref) -> None:
+    def experts(
+        self,
+        w: ExpertWeights,
+        top_k: int,
+        x: Ref,
+        ids: Ref,
+        weights: Ref,
+        out: Ref,
+        residual: Ref,
+        places: Tensor | None = None,
+    ) -> None:
         numbers = [*x, w.hidden, *ids, top_k, *weights, top_k, self._tensor(w.gate_up), self._tensor(w.down), w.inner]
-        numbers += [int(w.gate_up_format), int(w.down_format), -1, -1, *residual, w.hidden, 1, 0, *out, w.hidden]
+        numbers += [int(w.gate_up_format), int(w.down_format), -1, -1, self._tensor(places)]
+        numbers += [*residual, w.hidden, 1, 0, *out, w.hidden]
         self._call(EXPERTS, numbers, [0.0, 0.0], False)
 
     def attention(

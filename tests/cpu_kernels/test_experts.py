@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_oracle import CLAMPED, FORMATS, Case, choices, make_case, normal, one_by_one, reference, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_backends.native_build import ISAS
@@ -215,13 +217,60 @@ def test_ids_outside_are_refused(linear_ops: LinearOps, bad: int) -> None:
         run(linear_ops, case, x, ids, weights)
 
 
+@_by_isa
+@_by_format
+def test_experts_that_are_elsewhere_bring_nothing(linear_ops: LinearOps, format: Format, isa: str) -> None:
+    number, case = _number(linear_ops, isa), make_case(format, biased=True)
+    x, (ids, weights) = _rows(60, case), choices(60, case.experts, 3)
+    residual = _rows(60, case, seed=9)
+    for own in ((0, 2, 5), (1,), (3, 4)):
+        is_own = torch.isin(ids, torch.tensor(own))
+        found = run(linear_ops, case, x, ids, weights, number, own=own)
+        _assert_near(found, reference(case, x, ids, weights * is_own), format)
+        first, factors = ids[:, :1].contiguous(), weights[:, :1].contiguous()
+        of_one = run(linear_ops, case, x, first, factors, number, own=own, residual=residual)
+        whole = run(linear_ops, case, x, first, factors, number, residual=residual)
+        assert torch.equal(of_one, torch.where(is_own[:, :1], whole, residual)), "to the bit"
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_parts_of_the_experts_add_up_whoever_has_which(linear_ops: LinearOps, data: st.DataObject) -> None:
+    case = make_case(data.draw(st.sampled_from((Format.BFLOAT16, Format.INT8))), biased=True)
+    placed = data.draw(st.lists(st.integers(0, 3), min_size=case.experts, max_size=case.experts))
+    tokens, top_k = data.draw(st.sampled_from((0, 1, 5, 70, 3000))), data.draw(st.integers(1, 6))
+    x, (ids, weights) = _rows(tokens, case), choices(tokens, case.experts, top_k, data.draw(st.integers(0, 99)))
+    torch.set_num_threads(data.draw(st.sampled_from((1, 2, 5))))
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for rank in set(placed):
+        own = [expert for expert, of in enumerate(placed) if of == rank]
+        part = run(linear_ops, case, x, ids, weights, own=own)
+        without = ~torch.isin(ids, torch.tensor(own)).any(1)
+        assert bool((part[without] == 0).all())
+        total += part.double()
+    whole = run(linear_ops, case, x, ids, weights).double()
+    torch.testing.assert_close(total, whole, rtol=2.0**-7, atol=2.0**-6)
+
+
+def test_ids_beyond_what_is_known_are_refused_and_factors_of_others_are_not_read(linear_ops: LinearOps) -> None:
+    case = make_case(Format.BFLOAT16)
+    x, (ids, weights) = _rows(9, case), choices(9, case.experts, 2)
+    for bad in (-1, case.experts):
+        changed = ids.clone()
+        changed[4, 1] = bad
+        with pytest.raises(RuntimeError, match=f"id {bad} of token 4 is outside"):
+            run(linear_ops, case, x, changed, weights, own=(2,))
+    found = run(linear_ops, case, x, ids, torch.where(ids == 2, weights, torch.nan), own=(2,))
+    assert torch.equal(found, run(linear_ops, case, x, ids, weights, own=(2,)))
+
+
 def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:
     case = make_case(Format.BFLOAT16, biased=True)
     w, x, (ids, weights) = case.weights, _rows(3, case), choices(3, case.experts, 2)
     given = {
         "x": x, "ids": ids, "weights": weights, "gate_up": w.gate_up, "down": w.down, "inner": w.inner,
         "gate_up_format": 0, "down_format": 0, "gate_up_bias": w.gate_up_bias, "down_bias": w.down_bias,
-        "residual": x, "gate": 3, "limit": 7.0, "alpha": 1.702, "isa": 0,
+        "places": None, "residual": x, "gate": 3, "limit": 7.0, "alpha": 1.702, "isa": 0,
     }  # fmt: skip
     linear_ops.packed_experts(*given.values())
     unaligned = torch.zeros(w.down.numel() + 2, dtype=torch.uint8)[2:].view(w.down.shape)
@@ -248,6 +297,10 @@ def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:
         ("do not hold", {"down_format": int(Format.INT8)}),
         ("bias of gate_up must be", {"gate_up_bias": w.down_bias}),
         ("bias of down must be", {"down_bias": w.down_bias.float()}),
+        ("places must be", {"places": torch.arange(6)}),
+        ("place 6 of expert 1 is outside", {"places": torch.tensor([0, 6, 2], dtype=torch.int32)}),
+        ("place -2 of expert 2 is outside", {"places": torch.tensor([0, -1, -2], dtype=torch.int32)}),
+        ("is outside \\[0, 1\\)", {"places": torch.zeros(1, dtype=torch.int32)}),
         ("residual must be", {"residual": x[:, :5]}),
         ("residual has 2 rows, x 3", {"residual": x[:2]}),
         ("unknown gate 0", {"gate": 0}),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tape_builder import INPUT, NONE, RESULT, SCRATCH, TapeBuilder, Weights, linear, run_tape
 from torch import Tensor
 
-from engine.cpu_kernels.experts import Routing, pack_experts
+from engine.cpu_kernels.experts import ExpertWeights, Routing, pack_experts
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.linear import LinearOps, pack_bf16, pack_float32
 
@@ -28,25 +30,30 @@ ROUTER = Weights(pack_bf16(rand(5, HIDDEN, scale=0.1)), 5, HIDDEN, Format.BFLOAT
 FLOAT_ROUTER = Weights(pack_float32(rand(5, HIDDEN).float() / 3), 5, HIDDEN, Format.FLOAT32, wide=True)
 
 
-def experts_tape(router: Weights) -> TapeBuilder:
+PART = replace(EXPERTS, gate_up=EXPERTS.gate_up[[1, 3]], down=EXPERTS.down[[1, 3]])
+PLACES = torch.tensor([-1, 0, -1, 1, -1], dtype=torch.int32)
+
+
+def experts_tape(router: Weights, experts: ExpertWeights = EXPERTS, places: Tensor | None = None) -> TapeBuilder:
     """hidden → itself plus what two of five experts make of it."""
     t = TapeBuilder()
     hidden, logits = t.value(HIDDEN, INPUT), t.value(5, SCRATCH, size=4)
     ids, factors, out = t.value(2, SCRATCH, size=4), t.value(2, SCRATCH, size=4), t.value(HIDDEN, RESULT)
     t.matrix(router, (hidden, 0), (logits, 0))
     t.route(5, 2, (logits, 0), (ids, 0), (factors, 0))
-    t.experts(EXPERTS, 2, (hidden, 0), (ids, 0), (factors, 0), (out, 0), (hidden, 0))
+    t.experts(experts, 2, (hidden, 0), (ids, 0), (factors, 0), (out, 0), (hidden, 0), places)
     return t
 
 
 @pytest.mark.parametrize("router", [ROUTER, FLOAT_ROUTER], ids=["bfloat16", "float32"])
-def test_routes_and_experts_are_steps(ops: LinearOps, router: Weights) -> None:
-    tape, w = experts_tape(router).make(ops), EXPERTS
+@pytest.mark.parametrize(("w", "places"), [(EXPERTS, None), (PART, PLACES)], ids=["all", "some"])
+def test_routes_and_experts_are_steps(ops: LinearOps, router: Weights, w: ExpertWeights, places: Tensor | None) -> None:
+    tape = experts_tape(router, w, places).make(ops)
     for rows in (1, 3, 300, 0, 2):
         x = rand(rows, HIDDEN)
         ids, factors = ops.route(linear(ops, router, x), int(Routing.CHOSEN_SOFTMAX), 2, False, None, 1, 1, 1.0)
         formats = int(w.gate_up_format), int(w.down_format)
-        given = (x, ids, factors, w.gate_up, w.down, w.inner, *formats, None, None, x, 1, 0.0, 0.0, 0)
+        given = (x, ids, factors, w.gate_up, w.down, w.inner, *formats, None, None, places, x, 1, 0.0, 0.0, 0)
         (found,) = run_tape(ops, tape, [x])
         assert torch.equal(found, ops.packed_experts(*given))
 

@@ -50,6 +50,14 @@ def test_what_asks_for_nothing_is_taken() -> None:
     )
 
 
+def test_options_have_vllms_short_names() -> None:
+    args = from_line("-tp", "2", "-ep")
+    assert (args.tensor_parallel_size, args.enable_expert_parallel) == (2, True)
+    assert make_args("model", {"tensor_parallel_size": 2, "enable_expert_parallel": True}).enable_expert_parallel
+    with pytest.raises(ConfigError, match="use expert_placement"):
+        make_args("model", {"expert_placement_strategy": "round_robin"})
+
+
 def test_what_would_be_lost_is_refused_with_what_to_use() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is refused: it is not supported yet"):
         make_args("model", {"pipeline_parallel_size": 2})

@@ -170,12 +170,37 @@ def check_unread_experts() -> None:
         assert torch.equal(*results) and count == len(matrices[0])
 
 
+def check_experts_elsewhere() -> None:
+    """Choices of id -1 add nothing, not even where a token has no other; nor does the NaN of their factors."""
+    count, hidden, inner = 5, 64, 32
+    shapes = (count, 2 * inner, hidden), (count, hidden, inner)
+    dense = [normal(*shape, seed=1, dtype=torch.float16) * 0.1 for shape in shapes]
+    biases = normal(count, 2 * inner, seed=3, dtype=torch.float16), normal(count, hidden, seed=4, dtype=torch.float16)
+    packed = tuple(Matrix(each, None, DENSE) for each in dense)
+    for tokens in (3, 8, 21):
+        x, (ids, factors) = normal(tokens, hidden, seed=2, dtype=torch.float16), choices(tokens, count, 3)
+        residual = normal(tokens, hidden, seed=9, dtype=torch.float16)
+        is_own = ids % 2 == 0
+        is_own[1] = False
+        own, spoiled = torch.where(is_own, ids, -1), torch.where(is_own, factors, torch.nan)
+        found = KERNELS.experts(x, own, spoiled, packed, biases, residual, Gate(1))
+        expected = reference(x, ids, factors * is_own, (dense[0], dense[1]), biases, "silu")
+        assert_near(found, expected + residual.double())
+        assert torch.equal(found[1], residual[1])
+        flat, rows = own.flatten(), x.repeat_interleave(3, 0)
+        products = KERNELS.expert_linear(rows, flat, packed[0], biases[0])
+        whole = torch.einsum("rk,rnk->rn", rows.double(), dense[0][ids.flatten().long()].double())
+        whole += biases[0][ids.flatten().long()].double()
+        assert_near(products, whole * is_own.flatten()[:, None])
+
+
 def check_placing() -> None:
     """Each choice once, in tiles of its expert alone, in order; as many tiles as the host foresaw hold any."""
     for choices_count, experts, lines in ((1, 1, 16), (37, 5, 16), (2100, 7, 64), (40, 130, 16)):
         ids = torch.randint(experts, (choices_count,), generator=torch.Generator().manual_seed(experts)).int()
         if experts == 7:
             ids[ids == 3] = 4
+            ids[ids == 5] = -1
         tile = Tile(lines, 32, 64, 4, 2)
         rows, of = placed(ids, experts, tile)
         assert len(of) == most_tiles(choices_count, experts, lines)
@@ -294,6 +319,7 @@ CASES: dict[str, Callable[[], None]] = {
     "tiles": check_every_tile,
     "rows": check_rows_do_not_see_each_other,
     "unread": check_unread_experts,
+    "elsewhere": check_experts_elsewhere,
     "placing": check_placing,
     "route": check_route,
     "formats": check_formats,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from engine.models.product_kernels import TILES, most_tiles, splits_for, tile_for
 
 HERE = Path(__file__).parent
-CASES = ("experts", "tiles", "rows", "unread", "placing", "route", "ties", "formats", "halves", "quantised")
+CASES = ("experts", "tiles", "rows", "unread", "elsewhere", "placing", "route", "ties", "formats", "halves")
+CASES += ("quantised",)
 
 
 @pytest.fixture(scope="module")

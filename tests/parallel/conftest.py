@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels", "end_to_end")]
+sys.path.append(str(Path(__file__).parents[2] / "tools"))

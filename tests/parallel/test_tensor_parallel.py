@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf_models import write_gguf
+from msgspec.structs import replace
 from smollm2 import smollm2_path
 from thread_ranks import ThreadRanks
 from tiny_families import save_tiny, save_tokenizer
@@ -85,12 +88,36 @@ def save_gemma3(path: Path) -> None:
     save_tokenizer(path)
 
 
+FIVE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+"""experts, of which two ranks cannot have as many, and whose inner units they cannot divide"""
+SHARED: dict[str, Any] = {**FIVE, "shared_expert_intermediate_size": 96}
+WHOLE: dict[str, Any] = {"enable_expert_parallel": True}
+
+
 @pytest.mark.parametrize(
-    "family", ["Gemma3", "Qwen3Moe", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("Llama", "Qwen3"))]
+    ("family", "changes", "settings"),
+    [
+        ("Gemma3", {}, {}),
+        ("Qwen3Moe", FIVE, WHOLE),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("Llama", {}, {}),
+                ("Qwen3", {}, {}),
+                ("Qwen3Moe", {}, {}),
+                ("Qwen3Moe", {}, WHOLE),
+                ("Qwen3Moe", FIVE, {**WHOLE, "ranks": 3}),
+                ("Qwen2Moe", SHARED, WHOLE),
+                ("GptOss", {"num_local_experts": 5}, WHOLE),
+            )
+        ),
+    ],
 )
-def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(family: str, tmp_path: Path) -> None:
-    save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path)
-    args = args_of(tmp_path)
+def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(
+    family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path, **changes)
+    args = args_of(tmp_path, **settings)
     found = greedy(args)
     assert sum(len(tokens) for tokens, _ in found) == 1024
     assert found == greedy(args, threads=True)
@@ -106,6 +133,38 @@ def test_packed_weights_have_the_same_bits_whoever_computes_the_parts(quantizati
     """Nine query heads and three of keys: two ranks have six and three. The file's own blocks, and int8."""
     args = args_of(smollm2_path(), dtype="bfloat16", quantization=quantization)
     assert greedy(args, 16) == greedy(args, 16, threads=True)
+
+
+PACKED_EXPERTS = (
+    ("Qwen2Moe", SHARED, "int8", {}),
+    ("Qwen2Moe", SHARED, "auto", {"ranks": 3}),
+    ("Qwen3Moe", {**FIVE, "moe_intermediate_size": 32}, "Q4_1", {"ranks": 3}),
+    ("Qwen3Moe", FIVE, "int8", {"ranks": 3}),
+    ("GptOss", {"num_local_experts": 5}, "MXFP4", {"ranks": 3}),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "weights", "settings"),
+    [pytest.param(*case, marks=[pytest.mark.exhaustive] * (index > 0)) for index, case in enumerate(PACKED_EXPERTS)],
+)
+def test_packed_experts_that_are_whole_have_the_bits_of_all_parts_in_one_process(
+    family: str, changes: dict[str, Any], weights: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_tiny(family, tmp_path, **changes)
+    path, given = tmp_path, {"quantization": weights}
+    if weights in ("Q4_1", "MXFP4"):
+        path, given = tmp_path / "model.gguf", {"tokenizer": str(tmp_path)}
+        write_gguf(model, path, GGMLQuantizationType[weights])  # type: ignore[arg-type]  # transformers' module
+    args = args_of(path, dtype="bfloat16", **WHOLE, **settings, **given)
+    assert greedy(args, 16) == greedy(args, 16, threads=True)
+
+
+@pytest.mark.exhaustive
+def test_compiled_ranks_skip_others_experts_as_they_do_uncompiled(tmp_path: Path) -> None:
+    save_tiny("Qwen2Moe", tmp_path, **SHARED)
+    args = args_of(tmp_path, dtype="bfloat16", **WHOLE)
+    assert greedy(replace(args, compile="pieces"), 16) == greedy(args, 16, threads=True)
 
 
 def mixed(args: EngineArgs, *, threads: bool = False) -> list[Any]:

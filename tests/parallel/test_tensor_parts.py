@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from dense_attention import greedy, logits_of
+from model_parts import part_of
 from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup, in_ranks
 from tiny_models import CASES, make_model, save
@@ -16,23 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.errors import ConfigError, WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
-from engine.models.parallel import join
 from engine.models.sharding import Shard, keys_of, queries_of, sharded
 from engine.models.spec import MixerSpec, MlpSpec
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-def part_of(path: str, group: ThreadGroup) -> Decoder:
-    description = describe(path)
-    assert description.spec is not None
-    shard = Shard(group.rank, group.size)
-    model = Decoder(sharded(description.spec, shard), dtype=torch.float32)
-    load_weights(model, description, shard=shard)
-    join(model, description.spec, group)
-    return model
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, 2 + index % 2) for index, case in enumerate(CASES)])

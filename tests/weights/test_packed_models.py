@@ -33,6 +33,8 @@ from engine.models.gguf_header import read_gguf_header
 from engine.models.layers import Linear
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedEmbedding, PackedLinear, ReorderedLinear
 from engine.models.packed_experts import PackedExperts
+from engine.models.placement import ExpertPlacement
+from engine.models.sharding import Shard, sharded
 from engine.weights import loader
 from engine.weights.as_q8_0 import as_q8_0
 from engine.weights.forms import weight_forms
@@ -65,11 +67,22 @@ def dense(path: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     return model
 
 
-def packed(path: str, ops: LinearOps, quantization: Quantization) -> Decoder:
+def packed(path: str, ops: LinearOps, quantization: Quantization, shard: Shard | None = None) -> Decoder:
     description = describe(path)
-    model = Decoder(description.spec, dtype=torch.bfloat16)
-    load_weights(model, description, packer=Packer(ops, quantization))
+    spec = description.spec if shard is None else sharded(description.spec, shard)
+    model = Decoder(spec, dtype=torch.bfloat16)
+    load_weights(model, description, packer=Packer(ops, quantization), shard=shard)
     return model
+
+
+def assert_ranks_have_its_experts(model: Decoder, path: str, ops: LinearOps, quantization: Quantization) -> None:
+    """Byte for byte, each once, where experts are whole in one of three ranks."""
+    parts = [packed(path, ops, quantization, Shard(rank, 3, ExpertPlacement())) for rank in range(3)]
+    for index, layer in enumerate(model.layers):
+        if layer.experts is not None:
+            own = [part.layers[index].experts for part in parts]
+            for name in ("gate_up", "down"):
+                assert torch.equal(torch.cat([getattr(each, name) for each in own]), getattr(layer.experts, name))
 
 
 def decode_experts(packed: PackedExperts, dense: Experts) -> None:
@@ -224,6 +237,8 @@ def test_mxfp4_of_a_gguf_file_runs_from_its_blocks(case: str, tmp_path: Path, op
                     if packable(*shape[-2:], format):
                         assert torch.equal(unpack(pack_blocks(rows, format), *shape[-2:], format), values)
     model = packed(path, ops, "gguf")
+    if case == "gpt_oss":
+        assert_ranks_have_its_experts(model, path, ops, "gguf")
     formats = {(layer.k % 64, layer.format) for layer in model.modules() if isinstance(layer, PackedLinear)}
     assert (0, Format.MXFP4) in formats
     assert formats <= {(0, Format.MXFP4), (32, Format.Q8_0), (0, Format.BFLOAT16)}, "routers have 16 bits"
@@ -292,6 +307,7 @@ def test_experts_of_gpt_oss_run_from_their_mxfp4(tmp_path: Path, ops: LinearOps)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({name: values.contiguous() for name, values in tensors.items()}, tmp_path / "model.safetensors")
     model = packed(str(tmp_path), ops, "stored")
+    assert_ranks_have_its_experts(model, str(tmp_path), ops, "stored")
     for layer, theirs in zip(model.layers, origin.model.layers, strict=True):
         assert (layer.experts.gate_up_format, layer.experts.down_format) == (Format.MXFP4, Format.Q8_0)
         dense = Experts(model.spec.layers[0].experts, 64, torch.float32, torch.device("cpu"))

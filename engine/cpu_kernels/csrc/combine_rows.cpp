@@ -13,9 +13,11 @@ template <int N>
 PAGELOOM_INLINE void sum_choices(const CombineProblem& p, int64_t token, int64_t next, int64_t at, vf (&sums)[N]) {
   for (int i = 0; i < N; ++i) sums[i] = vf{};
   for (int64_t j = 0; j < p.top_k; ++j) {
-    const uint16_t* const row = p.rows + p.positions[token * p.top_k + j] * p.row_stride + at;
-    const char* const ahead = (const char*)(p.rows + p.positions[next * p.top_k + j] * p.row_stride + at);
+    const int32_t position = p.positions[token * p.top_k + j], coming = p.positions[next * p.top_k + j];
+    const char* const ahead = (const char*)(p.rows + (coming < 0 ? 0 : coming) * p.row_stride + at);
     for (int64_t byte = 0; byte < N * VW * 2; byte += 64) __builtin_prefetch(ahead + byte);
+    if (position < 0) continue;
+    const uint16_t* const row = p.rows + position * p.row_stride + at;
     const vf weight = splat(p.weights[token * p.top_k + j]);
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) sums[i] += weight * load_bf16(row + i * VW);

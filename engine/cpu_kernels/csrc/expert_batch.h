@@ -30,7 +30,8 @@ struct Product : BatchStage {
 struct Batch {
   ExpertsProblem p;  // of these tokens
   int64_t choices;
-  int32_t* positions;  // [tokens][top_k]
+  int64_t rows;        // choices whose experts are here
+  int32_t* positions;  // [tokens][top_k]; -1: the expert is elsewhere
   int64_t* begins;     // [experts + 1]: first row of each expert
   Segment* segments;
   int64_t segment_count;
@@ -53,8 +54,8 @@ struct Room {
   }
 };
 
-// Counts and sorts the choices by expert and deals out both products' units. False: an id is outside the experts; nothing
-// may follow then.
+// Counts and sorts the choices of experts that are here and deals out both products' units. False: an id is outside the
+// experts that are known; nothing may follow then.
 bool sort_choices(Batch& batch);
 
 }  // namespace pageloom

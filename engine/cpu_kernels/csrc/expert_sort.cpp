@@ -6,13 +6,15 @@
 namespace pageloom {
 namespace {
 
-// False: an id is outside.
+// Leaves each choice's expert of ours, or -1, in its position. False: an id is outside.
 bool count_rows(Batch& b) {
   std::fill(b.begins, b.begins + b.p.experts + 1, 0);
   for (int64_t i = 0; i < b.choices; ++i) {
     const int64_t id = b.p.ids[i];
-    if (id < 0 || id >= b.p.experts) return false;
-    ++b.begins[id + 1];
+    if (id < 0 || id >= b.p.known) return false;
+    const int32_t own = b.p.places == nullptr ? static_cast<int32_t>(id) : b.p.places[id];
+    b.positions[i] = own;
+    if (own >= 0) ++b.begins[own + 1];
   }
   for (int64_t e = 0; e < b.p.experts; ++e) b.begins[e + 1] += b.begins[e];
   return true;
@@ -25,8 +27,10 @@ void cut_segments(Batch& b) {
     used += rows > 0;
     largest = std::max(largest, rows);
   }
-  const int64_t wanted = ceil_div(kUnitsPerThread * b.first.workers, used * std::min(b.first.panels, b.second.panels));
   b.segment_count = 0;
+  b.first.problem.rows = b.second.problem.rows = largest;
+  if (used == 0) return;
+  const int64_t wanted = ceil_div(kUnitsPerThread * b.first.workers, used * std::min(b.first.panels, b.second.panels));
   for (int64_t e = 0; e < b.p.experts; ++e) {
     const int64_t begin = b.begins[e], rows = b.begins[e + 1] - begin;
     if (rows == 0) continue;
@@ -35,7 +39,6 @@ void cut_segments(Batch& b) {
     for (int64_t c = 0; c < chunks; ++c)
       b.segments[b.segment_count++] = {e, begin + rows * c / chunks, begin + rows * (c + 1) / chunks};
   }
-  b.first.problem.rows = b.second.problem.rows = largest;
 }
 
 // Units, in ranges of equal cost.
@@ -44,10 +47,11 @@ void deal(const Batch& b, Product& product) {
     return std::max<int64_t>(estimated_ns(product.problem, s.row_end - s.row_begin, 1), 1);
   };
   product.units = b.segment_count * product.panels;
+  if (b.segment_count == 0) return;
   product.scratch_bytes = aligned(static_cast<int64_t>(product.kernels->scratch_bytes(product.problem)));
   int64_t total = 0;
   for (int64_t s = 0; s < b.segment_count; ++s) total += product.panels * unit_ns(b.segments[s]);
-  product.step = claim_step(ceil_div(b.choices, b.segment_count), product.problem.reading.streams);
+  product.step = claim_step(ceil_div(b.rows, b.segment_count), product.problem.reading.streams);
   product.most = std::max<int64_t>(kClaimNs * product.units / total / product.step, 1) * product.step;
   int64_t before = 0, segment = 0, begin = 0;
   for (int64_t w = 0; w < product.workers; ++w) {
@@ -70,9 +74,11 @@ void deal(const Batch& b, Product& product) {
 
 bool sort_choices(Batch& b) {
   if (!count_rows(b)) return false;
-  for (int64_t i = 0; i < b.choices; ++i) b.positions[i] = static_cast<int32_t>(b.begins[b.p.ids[i]]++);
+  for (int64_t i = 0; i < b.choices; ++i)
+    if (const int32_t own = b.positions[i]; own >= 0) b.positions[i] = static_cast<int32_t>(b.begins[own]++);
   for (int64_t e = b.p.experts; e > 0; --e) b.begins[e] = b.begins[e - 1];  // they have moved to the ends
   b.begins[0] = 0;
+  b.quantise.units = b.rows = b.begins[b.p.experts];
   cut_segments(b);
   deal(b, b.first);
   deal(b, b.second);

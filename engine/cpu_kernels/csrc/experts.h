@@ -7,7 +7,7 @@
 namespace pageloom {
 
 // One of a token's experts, out of how many it takes, is a choice. Choices are numbered token by token; sorted by expert
-// (and by number within one), so that an expert's rows lie together, each has a position.
+// (and by number within one), so that an expert's rows lie together, each has a position, or -1: it brings nothing.
 //
 // out[t] = residual[t] + bf16(sum over j of weights[t][j] * rows[positions[t][j]]), summed in float32 in the order of j.
 struct CombineProblem {

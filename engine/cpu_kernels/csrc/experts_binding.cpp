@@ -16,21 +16,21 @@ void check_rows(const Tensor& t, ScalarType dtype, int64_t tokens, int64_t colum
 
 [[noreturn]] void refuse_ids(const ExpertsProblem& p) {
   for (int64_t i = 0; i < p.tokens * p.top_k; ++i)
-    PAGELOOM_CHECK(p.ids[i] >= 0 && p.ids[i] < p.experts, kExperts, ": id ", p.ids[i], " of token ", i / p.top_k,
-                   " is outside [0, ", p.experts, ")");
+    PAGELOOM_CHECK(p.ids[i] >= 0 && p.ids[i] < p.known, kExperts, ": id ", p.ids[i], " of token ", i / p.top_k,
+                   " is outside [0, ", p.known, ")");
   refuse(kExperts, ": ids changed during the call");
 }
 
 Tensor packed_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, int64_t n_inner,
                       int64_t gate_up_format, int64_t down_format, std::optional<Tensor> gate_up_bias,
-                      std::optional<Tensor> down_bias, std::optional<Tensor> residual, int64_t gate, double limit,
-                      double alpha, int64_t isa) {
+                      std::optional<Tensor> down_bias, std::optional<Tensor> places, std::optional<Tensor> residual,
+                      int64_t gate, double limit, double alpha, int64_t isa) {
   PAGELOOM_CHECK(x.dim() == 2, kExperts, ": x must have two dimensions, not ", x.dim());
   const int64_t tokens = x.size(0), hidden = x.size(1);
   check_rows(ids, ScalarType::Int, tokens, -1, kExperts, "ids must be contiguous int32 [tokens, top_k]");
   const int64_t top_k = ids.size(1);
   check_rows(weights, ScalarType::Float, tokens, top_k, kExperts, "weights must be contiguous float32 [tokens, top_k], as ids");
-  const ExpertMatrices matrices{gate_up, down, n_inner, gate_up_format, down_format, gate_up_bias, down_bias, gate, limit, alpha};
+  const ExpertMatrices matrices{gate_up, down, n_inner, gate_up_format, down_format, gate_up_bias, down_bias, places, gate, limit, alpha};
   ExpertsProblem p = checked_experts(matrices, hidden, top_k, isa, kExperts);
   p.tokens = tokens;
   p.ids = static_cast<const int32_t*>(ids.data_ptr());
@@ -65,8 +65,8 @@ std::tuple<Tensor, Tensor> route(Tensor logits, int64_t kind, int64_t top_k, boo
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "packed_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, int n_inner, "
-      "int gate_up_format, int down_format, Tensor? gate_up_bias, Tensor? down_bias, Tensor? residual, int gate, "
-      "float limit, float alpha, int isa) -> Tensor");
+      "int gate_up_format, int down_format, Tensor? gate_up_bias, Tensor? down_bias, Tensor? places, Tensor? residual, "
+      "int gate, float limit, float alpha, int isa) -> Tensor");
   m.define(
       "route(Tensor logits, int kind, int top_k, bool normalise, Tensor? bias, int groups, int top_groups, float scale) "
       "-> (Tensor, Tensor)");

@@ -58,10 +58,22 @@ inline const LinearKernels* checked_expert_kernels(const LinearProblem& p, int64
 struct ExpertMatrices {
   Tensor gate_up, down;
   int64_t n_inner, gate_up_format, down_format;
-  std::optional<Tensor> gate_up_bias, down_bias;
+  std::optional<Tensor> gate_up_bias, down_bias, places;
   int64_t gate;
   double limit, alpha;
 };
+
+inline void check_places(const std::optional<Tensor>& places, ExpertsProblem& p, const char* op) {
+  p.known = p.experts;
+  if (!places.has_value()) return;
+  PAGELOOM_CHECK(on_cpu_of(*places, ScalarType::Int) && places->dim() == 1 && places->is_contiguous(), op,
+                 ": places must be contiguous int32 [experts that a router knows]");
+  p.places = static_cast<const int32_t*>(places->data_ptr());
+  p.known = places->numel();
+  for (int64_t id = 0; id < p.known; ++id)
+    PAGELOOM_CHECK(p.places[id] >= -1 && p.places[id] < p.experts, op, ": place ", p.places[id], " of expert ", id,
+                   " is outside [-1, ", p.experts, ")");
+}
 
 // The problem without its tokens: those, ids, weights, x, residual and out are the caller's to fill in.
 inline ExpertsProblem checked_experts(const ExpertMatrices& m, int64_t hidden, int64_t top_k, int64_t isa, const char* op) {
@@ -72,6 +84,7 @@ inline ExpertsProblem checked_experts(const ExpertMatrices& m, int64_t hidden, i
   ExpertsProblem p{};
   p.experts = m.gate_up.size(0);
   p.top_k = top_k;
+  check_places(m.places, p, op);
   p.gate_up = checked_stack({m.gate_up, m.gate_up_bias, 2 * m.n_inner, hidden, m.gate_up_format, "gate_up"}, p.experts, op);
   p.gate_up.gate = static_cast<Gate>(m.gate);
   p.gate_up.gate_limit = static_cast<float>(m.limit);

@@ -86,7 +86,8 @@ void gather_rows(Batch& b, int64_t begin, int64_t end) {
       first.kernels->prepare(q, rows, 0, count);
     }
     for (int64_t i = 0; i < count * b.p.top_k; ++i)
-      copy_row(rows, i / b.p.top_k, first.operand, b.positions[at * b.p.top_k + i], first.layout, p.k);
+      if (const int64_t position = b.positions[at * b.p.top_k + i]; position >= 0)
+        copy_row(rows, i / b.p.top_k, first.operand, position, first.layout, p.k);
   }
 }
 
@@ -150,7 +151,7 @@ bool multiply(Stage& stage, int64_t me, Turn& turn) {
   Operand operand = product.operand;
   if (product.own_rows) {
     operand = product.layout.at(memory + product.scratch_bytes);
-    product.kernels->prepare(product.problem, operand, 0, product.batch->choices);
+    product.kernels->prepare(product.problem, operand, 0, product.batch->rows);
   }
   for (int64_t i = 0; i < product.workers; ++i) {
     Range& range = product.ranges[(me + i) % product.workers];

@@ -46,6 +46,8 @@ void run_route(const RouteProblem& problem, const Threads& threads);
 
 struct ExpertsProblem {
   int64_t tokens, top_k, experts;
+  const int32_t* places;  // [known], or null: which of the experts here an id is, or -1: elsewhere, and brings nothing
+  int64_t known;          // ids lie below it
   const int32_t* ids;    // [tokens][top_k]
   const float* weights;  // [tokens][top_k]
   // Of expert 0, without rows, x (but gate_up's: the tokens' rows), residual and out. Others' weights follow, whole

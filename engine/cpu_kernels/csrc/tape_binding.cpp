@@ -152,6 +152,7 @@ TapeExperts read_experts(Reader& r) {
   m.n_inner = r.next(), m.gate_up_format = r.next(), m.down_format = r.next();
   m.gate_up_bias = r.tensor();
   m.down_bias = r.tensor();
+  m.places = r.tensor();
   const Ref residual = r.ref(x.count);
   m.gate = r.next();
   m.limit = r.real(), m.alpha = r.real();

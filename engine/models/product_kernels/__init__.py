@@ -126,7 +126,8 @@ class ProductKernels(Protocol):
     def expert_linear(
         self, x: torch.Tensor, ids: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x [rows, k], ids [rows], bias [experts, n] → [rows, n]: each row times its expert's matrix."""
+        """x [rows, k], ids [rows], bias [experts, n] → [rows, n]: each row times its expert's matrix; zeros where the
+        id is -1."""
         ...
 
     def experts(
@@ -140,7 +141,8 @@ class ProductKernels(Protocol):
         gate: Gate,
     ) -> torch.Tensor:
         """x [tokens, hidden], ids and float32 factors [tokens, top_k]; matrices: gate rows and then up rows [experts,
-        2 * inner, hidden], and down [experts, hidden, inner] → [tokens, hidden], to which `residual` is added."""
+        2 * inner, hidden], and down [experts, hidden, inner] → [tokens, hidden], to which `residual` is added. A choice
+        of id -1 adds nothing."""
         ...
 
     def route(
@@ -215,7 +217,8 @@ def _routing() -> list[KernelSignature]:
     found.append(KernelSignature("count_kernel", counted | {"choices": "i32"}, {"BLOCK": SORT_BLOCK}))
     placed = counted | {"rows": "*i32", "experts_of": "*i32", "choices": "i32", "tiles": "i32"}
     found.append(KernelSignature("place_kernel", placed, {"LINES": 64, "BLOCK_EXPERTS": 128, "BLOCK": SORT_BLOCK}))
-    summed = {"products": "*bf16", "factors": "*fp32", "residual": "*bf16", "y": "*bf16", "n": "i32", "top_k": "i32"}
+    summed = {"products": "*bf16", "ids": "*i32", "factors": "*fp32", "residual": "*bf16", "y": "*bf16"}
+    summed |= {"n": "i32", "top_k": "i32"}
     found.append(KernelSignature("combine_kernel", summed, {"HAS_RESIDUAL": 1, "BLOCK": COMBINE_BLOCK}))
     return found
 

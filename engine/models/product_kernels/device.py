@@ -67,10 +67,12 @@ class TritonProducts:
         x, ids = _aligned_rows(x), ids.to(torch.int32).contiguous()
         shape = (x.shape[0], _outputs(matrix))
         if x.shape[0] <= FEW_TOKENS:
-            return _row_product(x, ids, matrix, bias, shape, 1, _PLAIN)
-        tile = tile_for(x.shape[0], matrix.levels.shape[0], matrix.format != DENSE)
-        placed = _placed(ids, matrix.levels.shape[0], tile)
-        return _tile_product(x, placed, matrix, bias, shape, 1, _PLAIN, tile)
+            products = _row_product(x, ids, matrix, bias, shape, 1, _PLAIN)
+        else:
+            tile = tile_for(x.shape[0], matrix.levels.shape[0], matrix.format != DENSE)
+            placed = _placed(ids, matrix.levels.shape[0], tile)
+            products = _tile_product(x, placed, matrix, bias, shape, 1, _PLAIN, tile)
+        return products.masked_fill_(ids[:, None] < 0, 0.0)
 
     def experts(
         self,
@@ -98,6 +100,7 @@ class TritonProducts:
         y = torch.empty_like(x)
         combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
             products,
+            flat,
             factors.contiguous(),
             y if residual is None else _aligned_rows(residual),
             y,

@@ -72,7 +72,8 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    # One row by a block of outputs: nothing is read but what this row's expert has. `n`: of out.
+    # One row by a block of outputs: nothing is read but what this row's expert has, and nothing written of expert -1.
+    # `n`: of out.
     if ALIGNED:
         k = k // 16 * 16
     row = tl.program_id(1)
@@ -80,6 +81,9 @@ def row_kernel(
     inside = outputs < n
     lines = n if GATE == 0 else 2 * n
     expert = tl.load(ids + row).to(tl.int64) if ROUTED else tl.zeros([], tl.int64)
+    if ROUTED:  # noqa: SIM102 - known when it is compiled
+        if expert < 0:
+            return
     base = expert * lines
     first = base + tl.minimum(outputs, n - 1)
     source = x + (row // shared).to(tl.int64) * k

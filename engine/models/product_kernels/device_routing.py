@@ -139,9 +139,10 @@ def place_kernel(
             tl.store(experts_of + at, tl.full([BLOCK], -1, tl.int32), mask=at < tiles)
 
 
-@triton.jit(do_not_specialize=["n", "top_k"], do_not_specialize_on_alignment=["factors"])
+@triton.jit(do_not_specialize=["n", "top_k"], do_not_specialize_on_alignment=["ids", "factors"])
 def combine_kernel(
     products: tl.tensor,
+    ids: tl.tensor,
     factors: tl.tensor,
     residual: tl.tensor,
     y: tl.tensor,
@@ -150,14 +151,16 @@ def combine_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # A token's products times their factors, added in the order of its choices.
+    # A token's products times their factors, added in the order of its choices; those of id -1 are not read.
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(top_k):
         place = token * top_k + choice
-        total += tl.load(products + place * n + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + place)
+        is_here = tl.load(ids + place) >= 0
+        product = tl.load(products + place * n + at, mask=inside & is_here, other=0.0).to(tl.float32)
+        total += product * tl.load(factors + place, mask=is_here, other=0.0)
     result = total.to(y.dtype.element_ty)
     if HAS_RESIDUAL:
         result += tl.load(residual + token * n + at, mask=inside, other=0.0)

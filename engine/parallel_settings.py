@@ -1,0 +1,30 @@
+"""From settings to what ranks divide among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.config import EngineArgs, EngineConfig, ParallelConfig
+from engine.models.placement import ExpertPlacement, read_placement
+from engine.models.sharding import check_divided
+
+if TYPE_CHECKING:
+    from engine.models.description import ModelDescription
+
+
+def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
+    """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
+    experts = ExpertPlacement() if args.enable_expert_parallel else None
+    check_divided(model.spec, args.tensor_parallel_size, experts)
+    return ParallelConfig(tensor=args.tensor_parallel_size, data=args.data_parallel_size, experts=experts)
+
+
+def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:
+    """With experts where the file says, if there is one. Raises ConfigError."""
+    if args.expert_placement is None:
+        return config
+    parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
+    check_divided(model.spec, parallel.tensor, parallel.experts)
+    return msgspec.structs.replace(config, parallel=parallel)

@@ -1,0 +1,56 @@
+"""What several ranks cannot compute together is refused before anything is loaded, naming the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_resolve import H100, PER_TOKEN, _resolve
+
+from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.description import ModelDescription, describe
+from engine.models.placement import ExpertPlacement
+from engine.models.spec import ExpertsSpec, RouterSpec
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> ModelDescription:
+    return describe(str(tiny_model))
+
+
+def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: ModelDescription) -> None:
+    assert _resolve(model, tensor_parallel_size=2).parallel.tensor == 2
+    for ranks, says in ((0, "at least 1"), (65, "at most 64"), (5, "exceeds the 4 heads")):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(model, tensor_parallel_size=ranks)
+    with pytest.raises(UnsupportedModelError, match="runs through the library"):
+        _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="compute on CPUs only"):
+        _resolve(model, H100, H100, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="cores binds the threads of one rank"):
+        _resolve(model, cores=(0, 1), tensor_parallel_size=2)
+
+
+def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 1: raise it, or drop this"):
+        _resolve(model, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
+        _resolve(model, enable_expert_parallel=True, tensor_parallel_size=2)
+    assert model.spec is not None
+    experts = ExpertsSpec(count=5, inner_size=24, router=RouterSpec(top_k=2))
+    layers = tuple(msgspec.structs.replace(layer, mlp=None, experts=experts) for layer in model.spec.layers)
+    mixture = msgspec.structs.replace(model, spec=msgspec.structs.replace(model.spec, layers=layers))
+    assert _resolve(mixture, tensor_parallel_size=2, enable_expert_parallel=True).parallel.experts == ExpertPlacement()
+    assert _resolve(mixture, tensor_parallel_size=1).parallel.experts is None
+    with pytest.raises(ConfigError, match="24 units is divided in multiples of 16"):
+        _resolve(mixture, tensor_parallel_size=2)
+
+
+def test_a_memory_for_keys_and_values_holds_those_that_several_ranks_have(model: ModelDescription) -> None:
+    """Two KV heads, of which four ranks have one each."""
+    lengths = {
+        ranks: _resolve(model, kv_cache_memory=PER_TOKEN * 64, tensor_parallel_size=ranks).model.max_model_len
+        for ranks in (1, 2, 4)
+    }
+    assert lengths == {1: 64, 2: 64, 4: 32}
