@@ -169,6 +169,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
             """'{"method": "ngram", "num_speculative_tokens": 10}'"""
         ),
     ] = {}
+    kv_events_config: Annotated[
+        dict[str, object],
+        _about(
+            "what the prefix cache stores and forgets, published over ZeroMQ as vLLM does: enable_kv_cache_events, "
+            "publisher (zmq, null), endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, as "
+            """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'"""
+        ),
+    ] = {}
     override_generation_config: Annotated[
         dict[str, object],
         _about(
@@ -262,6 +270,26 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the prefix cache stores and forgets, published over ZeroMQ. Names and defaults are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    """None: zmq, if events are enabled; null: nobody is told"""
+    endpoint: str = "tcp://*:5557"
+    """bound if it has a wildcard (* or ::) or is ipc://, else connected to; a data-parallel rank adds its number to the
+    port"""
+    replay_endpoint: str | None = None
+    """always bound: what was published lately can be asked for"""
+    buffer_steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 10_000
+    """batches that can be asked for again"""
+    hwm: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 100_000
+    """batches that wait for a subscriber that is slow; more are dropped for it"""
+    max_queue_size: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 100_000
+    """batches that wait to be published; more are dropped"""
+    topic: str = ""
+
+
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
 
@@ -342,6 +370,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """ranks, each with its part of every matrix"""
     data: int = 1
     """replicas, each with the whole model"""
+    data_rank: int = 0
+    """of the data-parallel replicas, which one this is"""
     experts: ExpertPlacement | None = None
     """each rank has some whole; None: a part of every one"""
 
@@ -355,3 +385,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     limits: Limits = Limits()
     parallel: ParallelConfig = ParallelConfig()
+    kv_events: KVEventsConfig | None = None
+    """None: nothing is published"""

@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.parallel_settings import parallel_of, placed
-from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of
+from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of, kv_events_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
 from engine.vllm_names import check_stored_as
@@ -113,13 +113,7 @@ def resolve(
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine, facts),
         scheduler=_scheduler(args, kind, max_model_len, step_tokens, facts, machine),
-        compile=CompileConfig(
-            mode=args.compile,
-            graphs=_graphs(args, kind),
-            cache_dir=_absolute(args.cache_dir, machine)
-            if args.cache_dir is not None
-            else os.path.join(machine.home, ".cache", "pageloom"),
-        ),
+        compile=CompileConfig(mode=args.compile, graphs=_graphs(args, kind), cache_dir=_cache_dir(args, machine)),
         device=DeviceConfig(
             kind=kind,
             threads=_threads(args, machine),
@@ -130,6 +124,7 @@ def resolve(
         max_logprobs=args.max_logprobs,
         limits=args.limits,
         parallel=parallel,
+        kv_events=kv_events_of(args),
     )
 
 
@@ -253,6 +248,7 @@ def _encoder_step(args: EngineArgs, tokens: int, max_model_len: int) -> int:
     """Tokens of a step of an encoder, which computes prompts whole and keeps nothing of them."""
     unused = ("kv_cache_memory", "swap_space", "speculative_config", "enable_prefix_caching")
     given = [name for name in unused if getattr(args, name)] + ["kv_cache_dtype"] * (args.kv_cache_dtype != "auto")
+    given += ["kv_events_config"] * (kv_events_of(args) is not None)
     if given:
         raise ConfigError(f"{given[0]} has no effect here: the model is an encoder, which keeps no KV; leave it out")
     if args.max_num_batched_tokens is not None and tokens < max_model_len:
@@ -373,6 +369,12 @@ def _graphs(args: EngineArgs, kind: Kind) -> GraphMode:
     if args.compile == "none" and wanted in ("piecewise", "both"):
         raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
     return wanted
+
+
+def _cache_dir(args: EngineArgs, machine: Machine) -> str:
+    if args.cache_dir is not None:
+        return _absolute(args.cache_dir, machine)
+    return os.path.join(machine.home, ".cache", "pageloom")
 
 
 def _debug_sync(args: EngineArgs, kind: Kind) -> bool:

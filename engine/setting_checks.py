@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from engine.config import EngineArgs
+import msgspec
+
+from engine.config import EngineArgs, KVEventsConfig
 from engine.errors import ConfigError
 from engine.limits import MAX_RANKS, MAX_REPLICAS
 from engine.machine import Machine
@@ -14,6 +17,7 @@ from engine.sizes import setting_bytes
 
 Kind = Literal["cpu", "cuda"]
 
+_ENDPOINT = re.compile(r"tcp://\S+:[0-9]{1,5}|ipc://.+")
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -22,6 +26,7 @@ def check_settings(args: EngineArgs, machine: Machine) -> Kind:
     kind = _device(args, machine)
     _check_ranges(args)
     overridden({}, args.override_generation_config)
+    kv_events_of(args)
     return kind
 
 
@@ -35,6 +40,24 @@ def check_files(args: EngineArgs) -> None:
 
 def kv_cache_memory_of(args: EngineArgs) -> int | None:
     return None if args.kv_cache_memory is None else setting_bytes(args.kv_cache_memory, "kv_cache_memory")
+
+
+def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
+    """None: they are not to be published. Raises `ConfigError` naming the field."""
+    try:
+        config = msgspec.convert(dict(args.kv_events_config), KVEventsConfig)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(KVEventsConfig.__struct_fields__)
+        raise ConfigError(f"kv_events_config: {error}; it may have {fields}") from None
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name)
+        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            raise ConfigError(f"kv_events_config: {name} must be as tcp://*:5557 or ipc:///a/path, got {endpoint!r}")
+    if not config.enable_kv_cache_events or config.publisher == "null":
+        return None
+    if args.enable_prefix_caching is False:
+        raise ConfigError("kv_events_config tells of the prefix cache, and enable_prefix_caching is off: leave one out")
+    return config
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:

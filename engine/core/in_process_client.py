@@ -98,7 +98,10 @@ class InProcessClient:
         """Nothing: this process is the core."""
 
     def close(self) -> None:
-        executor, self._executor, self._core = self._executor, None, None
+        core, executor = self._core, self._executor
+        self._core = self._executor = None
+        if core is not None:
+            core.close()
         if executor is not None:
             executor.close()
 

@@ -117,6 +117,16 @@ class StepScheduler(Protocol):
     def unpin(self, name: str) -> None: ...
 
 
+class KVReports(Protocol):
+    """What the loop needs of `engine.core.kv_reports`."""
+
+    def take(self) -> KVDigests | None:
+        """What is to be told the front end of the prefix cache since the last call."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class CoreLoop:
     """Plans, submits, collects and completes steps; with two in flight, one step ahead of the device.
 
@@ -132,10 +142,10 @@ class CoreLoop:
         inbox: Inbox | None = None,
         observer: StepObserver | None = None,
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
-        take_kv_events: Callable[[], KVDigests | None] = lambda: None,
+        kv_reports: KVReports | None = None,
     ) -> None:
         """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
-        `take_kv_events`: what to tell of the prefix cache since the last call."""
+        `kv_reports`: what is told of the prefix cache."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -164,7 +174,7 @@ class CoreLoop:
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
-        self._take_kv_events = take_kv_events
+        self._kv_reports = kv_reports
 
     @property
     def has_work(self) -> bool:
@@ -178,6 +188,11 @@ class CoreLoop:
             outputs = self.turn()
             if outputs is not None:
                 publish(outputs)
+
+    def close(self) -> None:
+        """What it has to say is said. Idempotent."""
+        if self._kv_reports is not None:
+            self._kv_reports.close()
 
     def turn(self, wait: bool = True) -> StepOutputs | None:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
@@ -206,7 +221,7 @@ class CoreLoop:
         if not self._nothing_to_do:
             self.turns += 1
         has_news, self._has_news = self._has_news, False
-        kv_events = self._take_kv_events()
+        kv_events = None if self._kv_reports is None else self._kv_reports.take()
         if step is None and not deltas and not has_news and kv_events is None:
             return None
         return StepOutputs(deltas=deltas, stats=self._stats(), step=step, kv_events=kv_events)

@@ -113,6 +113,7 @@ def _run(start: CoreStart) -> NoReturn:
         mailbox.attach(loop)
         mailbox.publish(ready)
         loop.run(mailbox.publish)
+        loop.close()
         executor.close()
     except _TerminatedError:
         logger.warning("stopped by SIGTERM while starting")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.config import EngineConfig
-from engine.core.kv_events import KVEventReporter
+from engine.core.kv_reports import KVEventReports
 from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
@@ -44,8 +44,24 @@ def build_core(
 ) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it.
 
-    Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit.
+    Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
+    its events cannot be published where they should be.
     """
+    reports = KVEventReports(config)
+    try:
+        return _build(config, executor, inbox, observer, reports)
+    except BaseException:
+        reports.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    executor: Executor,
+    inbox: Inbox | None,
+    observer: StepObserver | None,
+    reports: KVEventReports,
+) -> tuple[CoreLoop, CoreReady]:
     began = time.monotonic()
     load = executor.load()
     ledger = memory_ledger(
@@ -59,15 +75,15 @@ def build_core(
     logger.info("memory\n%s", table)
     executor.allocate(ledger.num_blocks, ledger.num_host_blocks)
     warm_up = executor.warm_up()
-    kv = _kv_cache(config, load, ledger)
+    kv = _kv_cache(config, load, ledger, reports.wanted)
+    reports.attach(kv)
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
     notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
-    kv_events = KVEventReporter(kv).take if kv.events is not None else lambda: None
     in_flight = config.scheduler.steps_in_flight
-    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, kv_events)
+    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.tensor > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
@@ -100,7 +116,7 @@ def build_core(
     return loop, ready
 
 
-def _kv_cache(config: EngineConfig, load: LoadReport, ledger: MemoryLedger) -> KVCache:
+def _kv_cache(config: EngineConfig, load: LoadReport, ledger: MemoryLedger, keeps_events: bool) -> KVCache:
     drafts = config.scheduler.speculation.num_speculative_tokens
     return KVCache(
         ledger.num_blocks,
@@ -109,5 +125,5 @@ def _kv_cache(config: EngineConfig, load: LoadReport, ledger: MemoryLedger) -> K
         load.windows,
         max(config.scheduler.max_num_batched_tokens, config.scheduler.steps_in_flight * (1 + drafts)),
         ledger.num_host_blocks,
-        keeps_events=config.cache.tell_front_end,
+        keeps_events=keeps_events,
     )

@@ -250,7 +250,9 @@ def test_budget_and_rows_follow_each_other(model: ModelDescription) -> None:
 
 
 def test_the_configuration_survives_the_way_to_the_core(model: ModelDescription) -> None:
-    config = _resolve(model, H100, graphs="full_decode", max_num_seqs=3)
+    events = {"enable_kv_cache_events": True, "replay_endpoint": "tcp://*:5560"}
+    config = _resolve(model, H100, graphs="full_decode", max_num_seqs=3, kv_events_config=events)
+    assert config.kv_events is not None
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineArgs, make_args
+from engine.config import EngineArgs, KVEventsConfig, make_args
 from engine.errors import ConfigError
 from engine.limits import Limits
+from engine.setting_checks import kv_events_of
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,40 @@ def test_values_that_do_no_harm_are_taken(settings: dict[str, Any], name: str, v
 def test_what_is_no_setting_is_refused_by_name(settings: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make_args("m", settings)
+
+
+def kv_events(**settings: object) -> KVEventsConfig | None:
+    return kv_events_of(make_args("m", {"kv_events_config": settings}))
+
+
+def test_events_of_the_cache_are_published_where_they_are_enabled() -> None:
+    enabled = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:6000", hwm=5)
+    assert kv_events(enable_kv_cache_events=True, endpoint="tcp://*:6000", hwm=5) == enabled
+    assert kv_events(enable_kv_cache_events=True, publisher="zmq", replay_endpoint="ipc:///tmp/r") is not None
+    for off in ({}, {"publisher": "zmq"}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        assert kv_events(**off) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"endpoints": "tcp://*:1"}, "unknown field `endpoints`; it may have enable_kv_cache_events, publisher, endp"),
+        ({"publisher": "nats"}, "nats"),
+        ({"buffer_steps": 0}, "buffer_steps"),
+        ({"max_queue_size": 0}, "max_queue_size"),
+        ({"hwm": "many"}, "hwm"),
+        ({"endpoint": "tcp://*"}, "endpoint must be as"),
+        ({"endpoint": "inproc://events"}, "endpoint must be as"),
+        ({"replay_endpoint": "http://h:80/"}, "replay_endpoint must be as"),
+    ],
+)
+def test_events_that_cannot_be_published_so_are_refused_by_name(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_events_config: .*" + says):
+        kv_events(enable_kv_cache_events=True, **settings)
+
+
+def test_events_of_a_cache_that_is_off_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_events_config tells of the prefix cache"):
+        kv_events_of(
+            EngineArgs(model="m", enable_prefix_caching=False, kv_events_config={"enable_kv_cache_events": True})
+        )

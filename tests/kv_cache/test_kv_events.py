@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from index_mirror import IndexMirror, index_of
 from test_kv_cache_state_machine import FEW, KVCacheMachine
 
-from engine.core.kv_events import digests_of
+from engine.core.kv_reports import digests_of
 from engine.kv_cache.events import Cleared, KVEvent, Removed, Stored
 from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
 from engine.kv_cache.swapping import Leaving, swap_in, swap_out
