@@ -43,7 +43,8 @@ class ReplicatedClient:
         self._lock = threading.Lock()
         self._changing = threading.Lock()
         """held by whoever adds or removes a replica"""
-        self._starting: list[ProcessClient] = []
+        self._starting: dict[int, ProcessClient] = {}
+        """by their places"""
         self._next_number = self._turn = self._receivers = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died: str | None = None
@@ -96,7 +97,7 @@ class ReplicatedClient:
 
     def abandon(self) -> None:
         self._abandoned = True
-        for client in [*self._starting, *self._clients]:
+        for client in [*self._starting.values(), *self._clients]:
             client.abandon()
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class ReplicatedClient:
         if self._closed:
             return
         self._closed = True
-        clients = [*self._starting, *self._clients]
+        clients = [*self._starting.values(), *self._clients]
         with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
             list(pool.map(lambda client: client.close(), clients))
         os.close(self._wake)
@@ -169,23 +170,24 @@ class ReplicatedClient:
 
     def _start_one(self) -> Replica[ProcessClient]:
         with self._lock:
-            number = self._next_number
+            number, taken = self._next_number, {*self._starting, *(each.place for each in self._fleet.replicas)}
             self._next_number += 1
-        client = self._make_client(replica_config(self._config, number), replica_cpus(self._config, number))
-        self._starting.append(client)
+            place = next(place for place in range(MAX_REPLICAS + 1) if place not in taken)
+            client = self._make_client(replica_config(self._config, place), replica_cpus(self._config, place))
+            self._starting[place] = client
         if self._abandoned or self._closed:
             client.abandon()
         try:
             ready = client.start()
         except BaseException:
-            self._starting.remove(client)
+            del self._starting[place]
             client.close()
             raise
-        return Replica(number, client, ready, CoreStats(compiling=ready.compiling))
+        return Replica(number, place, client, ready, CoreStats(compiling=ready.compiling))
 
     def _serve(self, replica: Replica[ProcessClient]) -> None:
         self._fleet.add(replica)
-        self._starting.remove(replica.client)
+        del self._starting[replica.place]
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

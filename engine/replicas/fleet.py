@@ -49,6 +49,9 @@ C = TypeVar("C", bound=Sender)
 
 class Replica(msgspec.Struct, Generic[C], eq=False):
     number: int
+    """not used again"""
+    place: int
+    """among those that serve: the least that was free when it came"""
     client: C
     ready: CoreReady
     stats: CoreStats = CoreStats()

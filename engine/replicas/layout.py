@@ -8,19 +8,21 @@ from engine.config import EngineConfig
 from engine.executor.cores import share_of_cores
 
 
-def replica_config(config: EngineConfig, number: int) -> EngineConfig:
-    """`config` as one replica needs it: its own GPU. Replicas that come later take the places of earlier ones."""
+def replica_config(config: EngineConfig, place: int) -> EngineConfig:
+    """`config` as one replica needs it: its own GPU, and the ports that its place has. Those that come later take the
+    places of earlier ones."""
     device = config.device
     if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=number % config.parallel.data)
+        device = msgspec.structs.replace(device, index=place % config.parallel.data)
     cache = msgspec.structs.replace(config.cache, tell_front_end=config.cache.enable_prefix_caching)
-    return msgspec.structs.replace(config, device=device, cache=cache)
+    parallel = msgspec.structs.replace(config.parallel, data_rank=place)
+    return msgspec.structs.replace(config, device=device, cache=cache, parallel=parallel)
 
 
-def replica_cpus(config: EngineConfig, number: int) -> tuple[int, ...] | None:
+def replica_cpus(config: EngineConfig, place: int) -> tuple[int, ...] | None:
     """The logical CPUs that a replica may run on, where there is exactly a physical core for each compute thread of
     all; None: any of them."""
     if config.device.kind == "cuda":
         return None
     parallel = config.parallel
-    return share_of_cores(number % parallel.data, parallel.data, parallel.tensor * config.device.threads)
+    return share_of_cores(place % parallel.data, parallel.data, parallel.tensor * config.device.threads)

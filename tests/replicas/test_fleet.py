@@ -67,7 +67,7 @@ class Life:
             self.come()
 
     def come(self) -> None:
-        self.fleet.add(Replica(self.numbers, LittleCore(self.random, self.capacity), READY))
+        self.fleet.add(Replica(self.numbers, self.numbers, LittleCore(self.random, self.capacity), READY))
         self.numbers += 1
 
     def request(self, name: str, n: int) -> None:

@@ -162,6 +162,9 @@ def test_replicas_come_and_go_while_requests_run() -> None:
         assert client.replicas == [2]
         assert all(seen.tokens[f"r{index}"] == counted(20 + index, 8) for index in range(40))
         assert set(seen.ended.values()) == {"length"}
+        assert [replica.place for replica in client._fleet.replicas] == [2]
+        assert (client.add_replica(), [replica.place for replica in client._fleet.replicas]) == (3, [2, 0])
+        client.remove_replica(3)
         with pytest.raises(ConfigError, match="the only one"):
             client.remove_replica(2)
         with pytest.raises(ConfigError, match="there is no replica 7"):
