@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 from engine.observability.logs import last_words
@@ -22,6 +23,15 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1
 def python_command(module: str) -> list[str]:
     """The command line of a process that runs the `main` of `module`: nothing is forked, nothing pickled."""
     return [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps(sys.path)]
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP and its like; a debugger's trace stop is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 class ChildOutput:

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from engine import errors
+from engine.child import is_stopped
 from engine.config import EngineConfig
 from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
@@ -229,6 +230,8 @@ class ProcessClient:
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
             return None
+        if is_stopped(self._handle.pid):
+            return "it was stopped by a signal"
         return self._liveness.stalled(time.monotonic(), compiling=self._compiling)
 
     def abandon(self) -> None:

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import threading
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
-from engine.child import ChildOutput, exit_cause, python_command
+from engine.child import ChildOutput, exit_cause, is_stopped, python_command
 from engine.executor.frames import FrameBuffer, Message, WorkerStart, decode_message
 
 _READ_BYTES = 1 << 16
@@ -115,12 +114,7 @@ class WorkerHandle:
         return messages
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP and its like; a debugger's trace stop is none."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.pid)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,8 +1,8 @@
-"""Fakes of the core serve here, too."""
+"""Fakes of the core and of ranks serve here, too."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "core"))
+sys.path += [str(Path(__file__).parents[1] / room) for room in ("core", "executor")]
