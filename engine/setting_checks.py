@@ -57,7 +57,21 @@ def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
         return None
     if args.enable_prefix_caching is False:
         raise ConfigError("kv_events_config tells of the prefix cache, and enable_prefix_caching is off: leave one out")
+    _check_ports(config, args.data_parallel_size)
     return config
+
+
+def _check_ports(config: KVEventsConfig, replicas: int) -> None:
+    """Each replica adds its rank to both ports: they must not meet."""
+    endpoints = [config.endpoint, config.replay_endpoint or ""]
+    if not all(endpoint.startswith("tcp://") for endpoint in endpoints) or not re.search(r"\*|::", config.endpoint):
+        return
+    port, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
+    if abs(port - replay) < replicas:
+        raise ConfigError(
+            f"kv_events_config: endpoint and replay_endpoint have ports {port} and {replay}, and each of "
+            f"data_parallel_size ({replicas}) adds its rank: leave {replicas} between them"
+        )
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:

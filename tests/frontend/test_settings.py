@@ -78,6 +78,28 @@ def test_events_that_cannot_be_published_so_are_refused_by_name(settings: dict[s
         kv_events(enable_kv_cache_events=True, **settings)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "endpoint", "port", "meet"),
+    [
+        (1, "tcp://*:6000", 6000, True),
+        (1, "tcp://*:6000", 6001, False),
+        (2, "tcp://*:6000", 6001, True),
+        (2, "tcp://[::]:6001", 6000, True),
+        (2, "tcp://*:6000", 6002, False),
+        (2, "tcp://router:6000", 6001, False),
+        (2, "ipc:///tmp/e", 6001, False),
+    ],
+)
+def test_ports_of_replicas_that_would_meet_are_refused(replicas: int, endpoint: str, port: int, meet: bool) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"tcp://*:{port}"}
+    args = EngineArgs(model="m", data_parallel_size=replicas, kv_events_config=events)
+    if not meet:
+        assert kv_events_of(args) is not None
+        return
+    with pytest.raises(ConfigError, match=r"kv_events_config: endpoint and replay_endpoint have ports"):
+        kv_events_of(args)
+
+
 def test_events_of_a_cache_that_is_off_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_events_config tells of the prefix cache"):
         kv_events_of(
