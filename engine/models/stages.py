@@ -15,7 +15,7 @@ import msgspec
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.layer_groups import LayerGroup
 from engine.models.families.rows import Rows
-from engine.models.sharding import Span, check_divided
+from engine.models.sharding import Span
 from engine.models.spec import DecoderSpec, layer_weights
 
 _EMBEDDING, _UNEMBEDDING = "embed_tokens.weight", "lm_head.weight"
@@ -106,13 +106,6 @@ def check_stages(spec: DecoderSpec | None, stages: int) -> None:
     if stages > 1 and spec is not None:
         for index in range(stages):
             stage_of(spec, Stage(index, stages))
-
-
-def check_parts(spec: DecoderSpec | None, ranks: int, stages: int) -> tuple[Span, ...]:
-    """Layers of each stage, as `stage_layers`. Raises what `check_divided` and `check_stages` do."""
-    check_divided(spec, ranks)
-    check_stages(spec, stages)
-    return stage_layers(spec, stages)
 
 
 def _check(spec: DecoderSpec, stages: int) -> None:
