@@ -149,6 +149,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("ranks that compute a model together, each with its part of every matrix; on a CPU with threads each"),
     ] = 1
+    pipeline_parallel_size: Annotated[int, _about("stages, each with some of the layers; on a CPU, threads each")] = 1
     data_parallel_size: Annotated[
         int,
         _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
@@ -334,6 +335,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     whole_prompts: bool = False
     """a prompt is computed in one step, or not yet"""
+    stages: int = 1
+    """that compute a step each; a sequence whose token is in flight waits for it, and those that decode are divided"""
+    row_tokens: int = 1 << 20
+    """of a context that take as long to be looked at as all else of a token"""
 
     @property
     def max_drafts(self) -> int:
@@ -368,12 +373,18 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     """ranks, each with its part of every matrix"""
+    pipeline: int = 1
+    """stages, each with its layers; this or `tensor` is 1"""
     data: int = 1
     """replicas, each with the whole model"""
     data_rank: int = 0
     """of the data-parallel replicas, which one this is"""
     experts: ExpertPlacement | None = None
     """each rank has some whole; None: a part of every one"""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ import msgspec
 from engine.config import EngineArgs, EngineConfig
 from engine.layer_groups import LayerGroup, group_layers, most_blocks
 from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.sharding import Span
+from engine.models.stages import stage_layers
 from engine.sizes import size_text
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     """that the layers of a draft keep of a token; they share the blocks of one of the groups"""
     ranks: int = 1
     """that share the memory; each keeps what the draft does"""
+    stages: tuple[Span, ...] = ()
+    """layers of each stage, which share the memory, too; (): one has all"""
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -52,9 +56,10 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
         layers = self.model.layers
         if not self.model.keeps_kv:
             return 0
-        token = max(
-            kv_bytes_per_token((layers[i] for i in group.layers), self.dtype, self.ranks) for group in self.groups
-        )
+        token = 0
+        for own in self.stages or (Span(0, len(layers)),):
+            kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in self.groups]
+            token += max(kv_bytes_per_token(each, self.dtype, self.ranks) for each in kept)
         return (token + self.draft_bytes * self.ranks) * self.block_size
 
     def blocks_of(self, tokens: int) -> int:
@@ -87,6 +92,7 @@ def shortened_context(
         longest=model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
         ranks=config.parallel.tensor,
+        stages=stage_layers(model.spec, config.parallel.pipeline),
     )
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (

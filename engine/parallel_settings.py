@@ -9,6 +9,7 @@ import msgspec
 from engine.config import EngineArgs, EngineConfig, ParallelConfig
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import check_divided
+from engine.models.stages import check_stages
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
@@ -18,7 +19,13 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     check_divided(model.spec, args.tensor_parallel_size, experts)
-    return ParallelConfig(tensor=args.tensor_parallel_size, data=args.data_parallel_size, experts=experts)
+    check_stages(model.spec, args.pipeline_parallel_size)
+    return ParallelConfig(
+        tensor=args.tensor_parallel_size,
+        pipeline=args.pipeline_parallel_size,
+        data=args.data_parallel_size,
+        experts=experts,
+    )
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

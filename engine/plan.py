@@ -29,6 +29,7 @@ from engine.machine import Machine, main_memory, probe_machine
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription, describe_draft
 from engine.models.gguf_header import read_gguf_header
+from engine.models.stages import stage_layers
 from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
 from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
@@ -274,6 +275,7 @@ def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescriptio
         longest=config.model.max_model_len,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts.layers, config.cache.dtype),
         ranks=config.parallel.tensor,
+        stages=stage_layers(model.spec, config.parallel.pipeline),
     )
 
 

@@ -56,6 +56,7 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sho
 from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
+from engine.models.stages import stage_layers
 from engine.parallel_settings import parallel_of, placed
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of, kv_events_of
 from engine.sizes import setting_bytes, size_text
@@ -82,9 +83,8 @@ def resolve(
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
-    block_size = args.block_size if args.block_size is not None else 16
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
-    quantization = _quantization(args, dtype, kind, model)
+    block_size, quantization = args.block_size or 16, _quantization(args, dtype, kind, model)
     _check_weights_fit(facts, quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
@@ -93,7 +93,8 @@ def resolve(
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
-        ranks=args.tensor_parallel_size,
+        ranks=parallel.tensor,
+        stages=stage_layers(model.spec, parallel.pipeline),
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)
@@ -155,7 +156,8 @@ def _threads(args: EngineArgs, machine: Machine) -> int:
         return args.threads
     if args.cores is not None:
         return len(args.cores)
-    return max(machine.physical_cores // (args.tensor_parallel_size * args.data_parallel_size), 1)
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
+    return max(machine.physical_cores // ranks, 1)
 
 
 def _dtype(args: EngineArgs, checkpoint: str, kind: Kind, machine: Machine) -> RealDType:
@@ -338,7 +340,7 @@ def _step_tokens(args: EngineArgs, kind: Kind, facts: ModelFacts, dtype: str) ->
 def _scheduler(
     args: EngineArgs, kind: Kind, max_model_len: int, tokens: int, facts: ModelFacts, machine: Machine
 ) -> SchedulerConfig:
-    speculation = _speculation(args, kind, machine)
+    speculation, stages = _speculation(args, kind, machine), args.pipeline_parallel_size
     ahead = args.async_scheduling or (args.async_scheduling is None and kind == "cuda")
     mixed = args.max_mixed_prefill_tokens
     if mixed is not None and mixed > tokens:
@@ -354,9 +356,11 @@ def _scheduler(
         policy=args.scheduling_policy,
         preemption=args.preemption,
         vocab_size=facts.num_token_ids,
-        steps_in_flight=2 if ahead else 1,
+        steps_in_flight=stages + ahead,
         speculation=speculation,
         whole_prompts=not facts.keeps_kv,
+        stages=stages,
+        row_tokens=facts.row_tokens,
     )
 
 

@@ -93,19 +93,32 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
 
 
 def _check_ranks(args: EngineArgs, kind: Kind) -> None:
-    ranks = args.tensor_parallel_size
-    if kind == "cuda" and ranks > 1:
-        raise ConfigError(f"tensor_parallel_size ({ranks}): several ranks compute on CPUs only; set device='cpu'")
-    if ranks > MAX_RANKS:
-        raise ConfigError(f"tensor_parallel_size must be at most {MAX_RANKS}, got {ranks}")
-    if ranks > 1 and args.cores is not None:
-        raise ConfigError(f"cores binds the threads of one rank, and tensor_parallel_size is {ranks}: leave it out")
-    if args.enable_expert_parallel and ranks == 1:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        ranks = getattr(args, name)
+        if kind == "cuda" and ranks > 1:
+            raise ConfigError(f"{name} ({ranks}): several ranks compute on CPUs only; set device='cpu'")
+        if ranks > MAX_RANKS:
+            raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
+        if ranks > 1 and args.cores is not None:
+            raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
+    if args.enable_expert_parallel and args.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
         )
     if args.expert_placement is not None and not args.enable_expert_parallel:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
+    if args.pipeline_parallel_size > 1:
+        _check_stages(args)
+
+
+def _check_stages(args: EngineArgs) -> None:
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size ({args.pipeline_parallel_size}) and tensor_parallel_size "
+            f"({args.tensor_parallel_size}): a stage is computed by one rank; leave one of them out"
+        )
+    if args.async_scheduling:
+        raise ConfigError("async_scheduling: stages have steps in flight without it; leave it out")
 
 
 def _check_replicas(args: EngineArgs, kind: Kind, machine: Machine) -> None:
@@ -144,6 +157,7 @@ def _check_ranges(args: EngineArgs) -> None:
         "kv_cache_memory",
         "tensor_parallel_size",
         "data_parallel_size",
+        "pipeline_parallel_size",
     ):
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:

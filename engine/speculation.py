@@ -36,4 +36,9 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
         return config
     if config.method == "suffix" and device != "cpu":
         raise ConfigError("speculative_config: method 'suffix' needs device='cpu'; a GPU proposes with 'ngram'")
+    if (stages := args.pipeline_parallel_size) > 1 and config.method != "ngram":
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} is not of models in stages (pipeline_parallel_size "
+            f"{stages}); use 'ngram'"
+        )
     return config

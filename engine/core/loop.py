@@ -207,7 +207,10 @@ class CoreLoop:
         if self.stopped:
             return None
         deltas += self._end_overdue()
-        plan = self._plan_ahead()
+        planned = False
+        while self._plan_ahead():
+            planned = True
+            deltas += self._scheduler.end_failed()
         deltas += self._scheduler.end_failed()
         self._send_masks()
         step: StepTaken | None = None
@@ -216,7 +219,7 @@ class CoreLoop:
             deltas += brought
             self._send_masks()
         self._observer.mark(step_profile.PUBLISH)
-        self._nothing_to_do = plan is None and step is None
+        self._nothing_to_do = not planned and step is None
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
         if not self._nothing_to_do:
             self.turns += 1
@@ -226,9 +229,10 @@ class CoreLoop:
             return None
         return StepOutputs(deltas=deltas, stats=self._stats(), step=step, kv_events=kv_events)
 
-    def _plan_ahead(self) -> StepPlan | None:
+    def _plan_ahead(self) -> bool:
+        """Whether there was room for one more step, and something for it to do."""
         if self._in_flight >= self._most_in_flight:
-            return None
+            return False
         self.phase = "plan"
         plan = self._scheduler.plan()
         if plan is not None:
@@ -237,7 +241,7 @@ class CoreLoop:
             self._executor.submit(plan, self._step_done)
             self._submitted.append((time.perf_counter(), plan.rows.num_tokens))
             self._in_flight += 1
-        return plan
+        return plan is not None
 
     def _send_masks(self) -> None:
         """While the forward pass runs that they are for."""

@@ -85,7 +85,7 @@ def _build(
     in_flight = config.scheduler.steps_in_flight
     loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports)
     compiling = executor.compile_state() == "running"
-    if compiling or config.parallel.tensor > 1:  # which also tells of a rank that is lost while nobody steps
+    if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
     ready = CoreReady(
         num_blocks=ledger.num_blocks,

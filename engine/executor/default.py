@@ -10,4 +10,4 @@ from engine.executor.multiproc import MultiprocExecutor
 
 def make_executor(config: EngineConfig) -> Executor:
     """In this process what one rank computes; with processes of their own for the other ranks what several do."""
-    return MultiprocExecutor(config) if config.parallel.tensor > 1 else local_executor(config)
+    return MultiprocExecutor(config) if config.parallel.ranks > 1 else local_executor(config)

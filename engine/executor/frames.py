@@ -1,7 +1,7 @@
 """What the executor and the processes of its other ranks say to each other, over one Unix stream socket each.
 
-A frame is a header, the kind and a body: a step's plan or masks as bytes (`engine.step.encode_step`), or a message as
-msgpack. Nothing is pickled.
+A frame is a header, the kind and a body: a step's plan, masks or tokens as bytes (`engine.step.encode_step`), or a
+message as msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """"module:callable": a `rank.MakeGroup`"""
     executor: str
     """"module:callable": a `rank.MakeExecutor`"""
+    before: tuple[int, int] | None = None
+    after: tuple[int, int] | None = None
+    """`LinkEnd`s of a rank that computes a stage: where states come from, and go to"""
     log_level: int
     log_mark: str = ""
     """as `CoreStart.log_mark`"""
@@ -79,6 +82,8 @@ class Kind(IntEnum):
     MESSAGE = 0
     PLAN = 1
     MASKS = 2
+    TOKENS = 3
+    """what a step sampled that the worker has computed"""
 
 
 class Frame(NamedTuple):

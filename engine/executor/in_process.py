@@ -263,7 +263,7 @@ class InProcessExecutor:
             self._unbind()
             self._binding = Binding(cores)
         self._prepare_thread()
-        alone = self._config.parallel.tensor == 1  # other ranks without cores of their own compute on all of them, too
+        alone = self._config.parallel.ranks == 1  # other ranks without cores of their own compute on all of them, too
         if self._config.device.kind == "cpu" and (alone or cores is not None):
             self._give_up_places()
             self._places = Places(self._config.device.threads, Path(self._config.compile.cache_dir))

@@ -81,8 +81,8 @@ class InlineExecutor(InProcessExecutor):
 
 
 def computes_inline(config: EngineConfig) -> bool:
-    """Where steps are neither queued nor planned ahead."""
-    return config.device.kind == "cpu" and config.scheduler.steps_in_flight == 1
+    """Where steps are not planned ahead: as many are in flight as there are stages that compute one each."""
+    return config.device.kind == "cpu" and config.scheduler.steps_in_flight == config.parallel.pipeline
 
 
 def local_executor(

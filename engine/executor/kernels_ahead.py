@@ -51,7 +51,7 @@ def build_ahead(config: EngineConfig) -> None:
     if config.device.kind != "cpu":
         return
     cache_dir = Path(config.compile.cache_dir)
-    for module in DESCRIPTIONS_OF_RANKS if config.parallel.tensor > 1 else DESCRIPTIONS:
+    for module in DESCRIPTIONS_OF_RANKS if config.parallel.ranks > 1 else DESCRIPTIONS:
         sources = cast(_Describes, importlib.import_module(module)).sources()
         name = f"build-{sources.folder}"
         threading.Thread(target=_build, args=(sources, cache_dir), name=name, daemon=True).start()

@@ -1,7 +1,9 @@
 """Several ranks on one host: the driver's own in this process, each other one in a process of its own.
 
 Whatever the local executor is told, all workers are told first, so that nobody waits for the slower message; what comes
-back is rank 0's. A group that lost a rank is of no use: its collectives are aborted, and every later call says why.
+back is rank 0's. Ranks are parts of every matrix, or stages, of which rank 0 computes the last one: then the others are
+told what a step has sampled. A group that lost a rank is of no use: its collectives are aborted, and every later call
+says why.
 """
 
 from __future__ import annotations
@@ -31,16 +33,19 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.interface import CompileState, Executor
-from engine.executor.rank import MakeExecutor, MakeGroup, named
+from engine.executor.rank import MakeExecutor, MakeGroup, named, stage_group
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
 from engine.observability.logs import child_mark
+from engine.parallel.stage_group import stage_of_rank
+from engine.parallel.stage_link import StageLinks
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult, encode_step
 
 if TYPE_CHECKING:
+    from engine.parallel.group import Group
     from engine.parallel.shared_memory import SharedGroup
 
 logger = logging.getLogger(__name__)
@@ -71,7 +76,7 @@ def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
     if device.kind == "cuda":
         device = msgspec.structs.replace(device, index=rank)
     else:
-        cores = share_of_cores(rank, config.parallel.tensor, device.threads)
+        cores = share_of_cores(rank, config.parallel.ranks, device.threads)
         device = msgspec.structs.replace(device, cores=cores)
     return msgspec.structs.replace(config, device=device)
 
@@ -90,10 +95,12 @@ class MultiprocExecutor:
         parts: Parts = Parts(),  # noqa: B008  # it is frozen
     ) -> None:
         self._config = config
-        self._size = config.parallel.tensor
+        self._size = config.parallel.ranks
+        self._is_staged = config.parallel.pipeline > 1
         self._parts = parts
         self._workers: WorkerWatch | None = None
         self._group: SharedGroup | None = None
+        self._links: StageLinks | None = None
         self._cause: str | None = None
         """of a worker's failure, from the thread that watches"""
         self._rank_0: Executor | None = None
@@ -110,7 +117,7 @@ class MultiprocExecutor:
             memory = main_memory() if self._config.device.kind == "cpu" else None
             group = self._start_group()
             make_executor = cast(MakeExecutor, named(self._parts.executor))
-            self._rank_0 = make_executor(rank_config(self._config, 0), group, None)
+            self._rank_0 = make_executor(rank_config(self._config, 0), self._placed(group), None)
             mine, answers = self._all_do(Load(), self._local.load)
             reports = [mine, *(answer.report for answer in answers if isinstance(answer, Loaded))]
             return group_load_report(self._config.device.kind, reports, memory)
@@ -136,7 +143,8 @@ class MultiprocExecutor:
         self._local.submit(plan, done)
 
     def sample(self, masks: StepMasks) -> None:
-        self._serving().send(Frame(Kind.MASKS, 0, encode_step(masks)).encode())
+        if not self._is_staged:  # where only the last stage samples
+            self._serving().send(Frame(Kind.MASKS, 0, encode_step(masks)).encode())
         self._local.sample(masks)
 
     def collect(self) -> StepResult:
@@ -144,7 +152,7 @@ class MultiprocExecutor:
         if not self._uncollected:
             return self._local.collect()  # which says so
         try:
-            return self._local.collect()
+            result = self._local.collect()
         except Exception as error:
             if (failure := workers.failure) is not None:
                 raise failure from error
@@ -152,6 +160,10 @@ class MultiprocExecutor:
         finally:
             self._uncollected -= 1
             workers.owe_less()
+        if self._is_staged and result.token_ids:
+            told = StepResult(step_id=result.step_id, token_ids=result.token_ids, counts=result.counts)
+            workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode())
+        return result
 
     def compile_state(self) -> CompileState:
         """Ranks compile before they serve. Raises `EngineError` where a worker has gone, which an idle core learns in
@@ -181,13 +193,15 @@ class MultiprocExecutor:
         if self._workers is not None:
             self._workers.ask_to_leave()
         if self._group is not None:
-            self._group.abort("the executor is closed")  # nobody waits in a collective for somebody who has left
+            self._abort("the executor is closed")  # nobody waits in a collective for somebody who has left
         if self._rank_0 is not None:
             self._rank_0.close()
         if self._workers is not None:
             self._workers.close()
         if self._group is not None:
             self._group.close()
+        if self._links is not None:
+            self._links.close()
 
     @property
     def _local(self) -> Executor:
@@ -200,6 +214,7 @@ class MultiprocExecutor:
         allocate = cast(Callable[[int, int], int], named(self._parts.allocate))
         make_group = cast(MakeGroup, named(self._parts.make_group))
         cache_dir = Path(self._config.compile.cache_dir)
+        self._links = StageLinks(self._size) if self._is_staged else None
         group_fd = allocate(self._size, SLOT_BYTES)
         try:
             starts = [self._start(rank, group_fd) for rank in range(1, self._size)]
@@ -208,11 +223,30 @@ class MultiprocExecutor:
         finally:
             os.close(group_fd)
         if self._cause is not None:  # it came before there was a group
-            self._group.abort(self._cause)
+            self._abort(self._cause)
         return self._group
 
+    def _placed(self, group: SharedGroup) -> Group:
+        return stage_group(group, *self._ends(0)) if self._is_staged else group
+
+    def _ends(self, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+        """Of the links to the stages before and behind."""
+        if self._links is None:
+            return None, None
+        stage = stage_of_rank(rank, self._size).index
+        return self._links.before(stage), self._links.after(stage)
+
+    def _abort(self, reason: str) -> None:
+        if self._group is not None:
+            self._group.abort(reason)
+        if self._links is not None:
+            self._links.abort()
+
     def _start(self, rank: int, group_fd: int) -> WorkerStart:
+        before, after = self._ends(rank)
         return WorkerStart(
+            before=before,
+            after=after,
             config=rank_config(self._config, rank),
             rank=rank,
             size=self._size,
@@ -244,8 +278,7 @@ class MultiprocExecutor:
     def _worker_failed(self, cause: str) -> None:
         """From the thread that watches."""
         self._cause = cause
-        if self._group is not None:
-            self._group.abort(cause)
+        self._abort(cause)
         self._watcher()  # who asks for the state is told
 
     def _serving(self) -> WorkerWatch:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -33,15 +33,32 @@ from engine.executor.frames import (
 )
 from engine.executor.interface import Executor
 from engine.executor.worker import DriverLeftError, DriverLink
-from engine.step import StepMasks, decode_masks, decode_plan
+from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
+    from engine.parallel.group import Group
     from engine.parallel.shared_memory import SharedGroup  # a worker tells what fails before it imports torch
 
 MakeGroup = Callable[[int, str, int, int, Path], "SharedGroup"]
 """(descriptor of what they share, name, rank, size, cache directory)"""
-MakeExecutor = Callable[[EngineConfig, "SharedGroup", Callable[[], StepMasks] | None], Executor]
+MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
+
+
+class StageExecutor(Executor, Protocol):
+    """Of a stage that is not the last one."""
+
+    def learn(self, result: StepResult) -> None:
+        """What a step has sampled that was computed here."""
+        ...
+
+
+def stage_group(group: Group, before: tuple[int, int] | None, after: tuple[int, int] | None) -> Group:
+    from engine.parallel.stage_group import StageGroup
+    from engine.parallel.stage_link import LinkEnd
+
+    ends = (None if end is None else LinkEnd(*end) for end in (before, after))
+    return StageGroup(group, *ends)
 
 
 def named(name: str) -> object:
@@ -57,7 +74,8 @@ class Rank:
         make_group, make_executor = cast(MakeGroup, named(start.make_group)), cast(MakeExecutor, named(start.executor))
         group = make_group(start.group_fd, start.group_name, start.rank, start.size, Path(config.compile.cache_dir))
         os.close(start.group_fd)
-        self._local = make_executor(config, group, self._receive_masks)
+        place = group if config.parallel.pipeline == 1 else stage_group(group, start.before, start.after)
+        self._local = make_executor(config, place, self._receive_masks)
         self._home = threading.get_ident()
         self._steps = self._collected = 0
         """taken, and of them those whose end was seen"""
@@ -76,6 +94,8 @@ class Rank:
                 self._submit(frame)
             elif frame.kind is Kind.MASKS:
                 self._local.sample(decode_masks(frame.body))
+            elif frame.kind is Kind.TOKENS:
+                cast(StageExecutor, self._local).learn(decode_result(frame.body))
             elif not self._obey(frame):
                 return
 

@@ -11,7 +11,7 @@ from engine.executor.inline import InlineExecutor, computes_inline, local_execut
 from engine.parallel.group import Group
 from engine.runner.loading import load_parts
 from engine.runner.model_runner import ModelRunner
-from engine.step import StepMasks, StepPlan
+from engine.step import StepMasks, StepPlan, StepResult
 
 
 def rank_executor(
@@ -37,7 +37,8 @@ def executor_of(
 
 
 class _Receiving(InlineExecutor):
-    """A step with masked rows asks for its masks when its forward pass has been computed."""
+    """A step with masked rows asks for its masks when its forward pass has been computed. A stage, which samples
+    nothing, is told what was sampled."""
 
     def __init__(
         self,
@@ -47,6 +48,12 @@ class _Receiving(InlineExecutor):
     ) -> None:
         super().__init__(config, load_runner)
         self._receive_masks = receive_masks
+
+    def learn(self, result: StepResult) -> None:
+        """See `rank.StageExecutor`."""
+        runner = self._loaded()
+        assert isinstance(runner, ModelRunner)
+        self._call(lambda: runner.learn(result))
 
     def _masks_of(self, plan: StepPlan) -> StepMasks:
         self.sample(self._receive_masks())

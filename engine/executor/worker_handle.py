@@ -43,7 +43,7 @@ class WorkerHandle:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), start.group_fd),
+                pass_fds=(theirs.fileno(), start.group_fd, *(start.before or ()), *(start.after or ())),
             )
         except BaseException:
             self.socket.close()

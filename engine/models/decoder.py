@@ -245,7 +245,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients."""
+    """Weights are uninitialised until `engine.weights.loader.load_weights` fills them; nothing requires gradients. A
+    stage has an embedding only where its spec `begins`, an unembedding only where it `ends`."""
 
     attend: Attend
     embed_tokens: Embedding | PackedEmbedding | StoredEmbedding
@@ -271,13 +272,15 @@ class Decoder(nn.Module):
         self.shown_layers = tuple(shown_layers)
         hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
         table_rows = spec.table_rows or spec.vocab_size
-        self.embed_tokens = Embedding(table_rows, width, dtype, device)
+        if spec.begins:
+            self.embed_tokens = Embedding(table_rows, width, dtype, device)
         self.embedding_scale = None
         if spec.embedding_scale is not None:
             self.embedding_scale = spec.embedding_scale
             if spec.round_embedding_scale:
                 self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self.project_in = Linear(width, hidden, False, dtype, device) if width != hidden else None
+        narrow = width != hidden
+        self.project_in = Linear(width, hidden, False, dtype, device) if narrow and spec.begins else None
         self.embed_positions = None
         self._first_position = spec.position_offset or 0
         if spec.position_offset is not None:
@@ -289,11 +292,11 @@ class Decoder(nn.Module):
             self.layer_inputs = LayerInputs(spec, spec.layer_inputs, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in spec.layers)
         self.norm = NORMS[spec.norm](hidden, spec.norm_eps, dtype, device) if spec.final_norm else None
-        self.project_out = Linear(hidden, width, False, dtype, device) if width != hidden else None
-        self.lm_head = Linear(
-            width, table_rows, spec.head_bias, dtype, torch.device("meta") if spec.tie_embeddings else device
-        )
-        if spec.tie_embeddings:
+        self.project_out = Linear(hidden, width, False, dtype, device) if narrow and spec.ends else None
+        if spec.ends:
+            place = torch.device("meta") if spec.tie_embeddings else device
+            self.lm_head = Linear(width, table_rows, spec.head_bias, dtype, place)
+        if spec.ends and spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.head = None if spec.head is None else Head(spec.head, width, spec.norm_eps, device)
         self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
@@ -312,12 +315,13 @@ class Decoder(nn.Module):
         object.__setattr__(self, "attend", attend)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm.
+        """int64 [tokens], int64 [tokens] → [tokens, hidden_size] in the model's dtype, after the final norm. A later
+        stage is given what the one before it returned, in the place of tokens.
 
         With `shown_layers` [tokens, (1 + shown) * hidden_size]: behind that, what each of these layers was given, in
         their order. One tensor, because that is what a compiled program returns and a graph keeps.
         """
-        hidden = self._embedded(input_ids, positions)
+        hidden = self._embedded(input_ids, positions) if self.spec.begins else input_ids
         ropes = [rope(positions, self.dtype) for rope in self.ropes]
         own: Sequence[torch.Tensor | None] = [None] * len(self.layers)
         if self.layer_inputs is not None:

@@ -75,6 +75,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
+    def row_tokens(self) -> int:
+        """Of a context whose keys and values take as many operations as the weights that a token meets."""
+        return max(self.active_weights // sum(2 * layer.num_heads * layer.head_dim for layer in self.layers), 1)
+
+    @property
     def parameters(self) -> int:
         """Of all matrices."""
         return self.linear_weights + self.vocab_size * self.final_size * (1 if self.tie_embeddings else 2)

@@ -192,6 +192,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     tie_embeddings: bool = False
     head_bias: bool = False
+    begins: bool = True
+    """a model, or its first stage, which is given tokens; else a later stage, which is given states"""
+    ends: bool = True
+    """a model, or its last stage, which makes logits"""
     table_rows: int | None = None
     """of embedding and unembedding, of a rank's part of a model; None: vocab_size"""
     embedding_size: int | None = None
@@ -258,6 +262,12 @@ def _values(layer: LayerSpec, hidden: int) -> int:
     if experts is None:
         return dense
     return max(dense, experts.router.top_k * (3 * experts.inner_size + 2 * hidden) + 2 * experts.count) + hidden
+
+
+def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
+    """Of its matrices."""
+    mixer = spec.hidden_size * (layer.mixer.qkv_size + layer.mixer.q_size)
+    return mixer + _mlp_weights(layer, spec.hidden_size, all_experts=True)
 
 
 def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:

@@ -25,4 +25,4 @@ def replica_cpus(config: EngineConfig, place: int) -> tuple[int, ...] | None:
     if config.device.kind == "cuda":
         return None
     parallel = config.parallel
-    return share_of_cores(place % parallel.data, parallel.data, parallel.tensor * config.device.threads)
+    return share_of_cores(place % parallel.data, parallel.data, parallel.ranks * config.device.threads)

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from attention_backends.bidirectional import BidirectionalAttention
 from attention_backends.interface import AttentionBackend
@@ -18,7 +19,8 @@ from compilation.graphs import dispatcher
 from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.reading import choose_reading
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
+from engine.layer_groups import LayerGroup, group_layers
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
@@ -30,7 +32,10 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
+from engine.models.stages import layers_of, stage_groups, stage_of
 from engine.parallel.group import Group
+from engine.parallel.stage_group import StageGroup
+from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
@@ -82,6 +87,14 @@ class CausalModel(Protocol):
         ...
 
 
+def compilable(model: CausalModel) -> nn.Module:
+    """Raises EngineError."""
+    if not isinstance(model, nn.Module):
+        name = type(model).__name__
+        raise EngineError(f"{name} is no nn.Module, so it cannot be compiled: set compile to none")
+    return model
+
+
 def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker | None:
     """None where nothing is to be packed, or on a CPU the kernels cannot be built: then dense layers serve, slowly.
 
@@ -103,6 +116,15 @@ def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker |
     return Packer(ops, config.model.quantization)
 
 
+class StageParts(NamedTuple):
+    """What a rank has that computes a stage of a model."""
+
+    groups: tuple[LayerGroup, ...]
+    """of the whole model, with the stage's layers"""
+    before: StateLink | None
+    after: StateLink | None
+
+
 @dataclass(frozen=True)
 class RunnerParts:
     model: CausalModel
@@ -118,6 +140,8 @@ class RunnerParts:
     """of a model that judges prompts"""
     group: Group | None = None
     """of ranks, of whose model this is a part"""
+    stage: StageParts | None = None
+    """which it is, where those are stages"""
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -140,7 +164,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     spec, facts = description.spec, description.facts
     if group is not None:
         assert spec is not None  # resolving refuses it
-        spec = sharded(spec, Shard(group.rank, group.size, config.parallel.experts))
+        spec = _part(config, spec, group)
         facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
@@ -175,7 +199,25 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         draft=draft_parts,
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
+        stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
     )
+
+
+def _part(config: EngineConfig, whole: DecoderSpec, group: Group) -> DecoderSpec:
+    if isinstance(group, StageGroup):
+        return stage_of(whole, group.stage)
+    return sharded(whole, Shard(group.rank, group.size, config.parallel.experts))
+
+
+def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
+    assert whole is not None
+    slots, most_tokens = config.scheduler.steps_in_flight, config.scheduler.max_num_batched_tokens
+
+    def link(end: LinkEnd | None) -> StateLink | None:
+        return None if end is None else StateLink(end, slots, most_tokens, whole.hidden_size, dtype)
+
+    groups = group_layers(whole.facts.kept, config.model.max_model_len)
+    return StageParts(stage_groups(groups, layers_of(whole, group.stage)), link(group.before), link(group.after))
 
 
 def _backend(
@@ -237,9 +279,11 @@ def _filled(
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    shard = None if group is None else Shard(group.rank, group.size, config.parallel.experts)
-    load_weights(model, description, load_format=settings.load_format, seed=settings.seed, packer=packer, shard=shard)
-    if group is not None:
+    stage = group.stage if isinstance(group, StageGroup) else None
+    shard = None if group is None or stage is not None else Shard(group.rank, group.size, config.parallel.experts)
+    how, seed = settings.load_format, settings.seed
+    load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
+    if group is not None and stage is None:
         assert description.spec is not None
         join(model, description.spec, group)
     return model

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
 
 from attention_backends.op import ATTENTION_OP
 from compilation.behind import CompileJob, Swap
@@ -28,7 +27,7 @@ from engine.config import EngineConfig
 from engine.cpu_kernels.folding import fold
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
-from engine.layer_groups import full_group, group_layers, with_layers_behind
+from engine.layer_groups import full_group
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
 from engine.reports import LoadReport, WarmUpReport
@@ -37,22 +36,23 @@ from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
-from engine.runner.loading import CausalModel, RunnerParts, device_of, load_parts
+from engine.runner.loading import CausalModel, RunnerParts, compilable, device_of, load_parts
 from engine.runner.memory import activation_bytes, device_memory
 from engine.runner.observed import ObservedProgram
-from engine.runner.paged_attention import PagedAttention, attention_layers
+from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
 from engine.runner.ranks import compiled_by_all
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
+from engine.runner.stages import PassingOn, example_inputs, groups_and_layers, samplers_of
 from engine.runner.staging import BufferRing, StagedWrites
 from engine.runner.step_drafts import StepDrafts
-from engine.runner.step_sampler import StepSampler, WaitForMasks, no_masks
+from engine.runner.step_sampler import WaitForMasks, no_masks
 from engine.runner.streams import Streams, streams_of
 from engine.runner.sync_debug import hidden_syncs_are_errors, is_steady_decode
 from engine.runner.warm_up import warm_up_plans
 from engine.sampling import Sampler
-from engine.step import StepPlan
+from engine.step import StepPlan, StepResult
 
 _EXAMPLE_TOKENS = 8
 FIRST_CAPTURES_S = 10.0
@@ -88,15 +88,12 @@ class ModelRunner:
         self._kernels = select_kernels(device)
         self._streams = streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
-        self._groups = group_layers(parts.facts.kept, config.model.max_model_len)
-        layers = attention_layers(parts.facts, parts.sinks)
-        if parts.draft is not None:
-            self._groups = with_layers_behind(self._groups, len(layers), parts.draft.facts.num_layers)
-            layers = [*layers, *attention_layers(parts.draft.facts)]
+        self._groups, layers = groups_and_layers(config, parts)
         self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
-        cache_dir = Path(config.compile.cache_dir)
-        self._sampler = Sampler(rows, parts.facts.vocab_size, device, config.model.max_model_len, cache_dir=cache_dir)
+        self._before = None if parts.stage is None else parts.stage.before
+        self._example = example_inputs(parts, _EXAMPLE_TOKENS, device)
+        self._sampler, self._step_sampler = samplers_of(config, parts, self._table, self._kernels)
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
         # One host buffer more than steps in flight, so that none is waited for.
         depth = config.scheduler.steps_in_flight + 1 if self._streams.queued else 1
@@ -104,7 +101,6 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._step_sampler = StepSampler(parts, self._sampler, self._table, self._kernels)
         self._results = ResultCopier(self._streams)
         self._dispatcher = make_dispatcher(config, parts.backend)
         self._capturer = capturer
@@ -128,6 +124,7 @@ class ModelRunner:
         if parts.draft is None:
             return StepDrafts(proposer_of(config.scheduler.speculation, table, Path(config.compile.cache_dir)))
         group = full_group(self._groups)
+        assert isinstance(self._sampler, Sampler)  # resolving refuses drafts of models in stages
         passes = DraftPasses(table, self._sampler, self._kernels, attention, config.cache.block_size, group)
         return StepDrafts(draft_proposer(parts.draft, passes, parts.facts.num_layers))
 
@@ -181,7 +178,7 @@ class ModelRunner:
         """
         started = time.perf_counter()
         if self._config.compile.mode == "pieces":
-            self._check_compilable()
+            compilable(self._model)
         with torch.inference_mode():
             self._sampler.warm_up()
         wanted = self._config.compile.mode == "pieces" and not self._compiles_behind
@@ -280,7 +277,7 @@ class ModelRunner:
             if batch is None:
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
-                hidden = self._forward(batch)
+                hidden = self._forward(plan, batch)
                 step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
                 self._drafts.observe(batch, hidden)
             self._step_done.record()
@@ -333,35 +330,34 @@ class ModelRunner:
         self._inputs_ready.wait()
         return batch
 
-    def _forward(self, batch: StepBatch) -> torch.Tensor:
+    def learn(self, result: StepResult) -> None:
+        """What was sampled from the states that this stage passed on, in the order of the steps."""
+        if isinstance(self._step_sampler, PassingOn):
+            self._step_sampler.learn(result)
+
+    def _forward(self, plan: StepPlan, batch: StepBatch) -> torch.Tensor:
         """Hidden states of the real tokens; a graph's are overwritten by the next replay."""
+        given = batch.input_ids if self._before is None else self._before.receive(plan.step_id, batch.num_tokens)
         self._observer.mark(step_profile.ATTENTION_PLAN)
         self._attention.begin_step(batch.attention)
         self._observer.mark(step_profile.MODEL)
         if batch.dispatch.route == "eager" or self._graphs is None:
             observed = self._observed if self._is_watched else None
             run = self._run if observed is None else observed.program(self._compiled)
-            return run(batch.input_ids, batch.positions)
+            return run(given, batch.positions)
         return self._graphs.replay(batch.dispatch)[: batch.num_tokens]
-
-    def _check_compilable(self) -> nn.Module:
-        if not isinstance(self._model, nn.Module):
-            name = type(self._model).__name__
-            raise EngineError(f"{name} is no nn.Module, so it cannot be compiled: set compile to none")
-        return self._model
 
     def _compile(self, stop: threading.Event | None = None) -> CompiledModel:
         # A twin with the same parts and weights is traced: steps may run the model itself meanwhile.
-        twin = copy.copy(self._check_compilable())
+        twin = copy.copy(compilable(self._model))
         cast(CausalModel, twin).set_attention(torch.ops.pageloom.attention)
-        example = torch.arange(_EXAMPLE_TOKENS, dtype=torch.int64, device=self._device)
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
         settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
         alone = nullcontext() if self._group is None else self._group.alone()
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:
             return compile_model(
                 twin,
-                (example, example.clone()),
+                self._example,
                 frozenset({ATTENTION_OP}),
                 {ATTENTION_OP: self._attention.attend},
                 settings,

@@ -12,26 +12,38 @@ from engine.scheduling.failures import Failures
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import line_up
+from engine.scheduling.siblings import line_up, own_blocks
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, num_rows: int, costs: PreemptionCosts, exact: bool = False) -> None:
-        """`exact`: as of `RunningRows`."""
+    def __init__(self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts) -> None:
         self.kv = kv
         self.costs = costs
         self.pins = Pins(kv)
         self.failures = Failures()
-        self.rows = RunningRows(num_rows, exact)
+        self.rows = rows
         self.running = self.rows.sequences
         self.waiting = WaitingQueue()
         self.following = 0
         """sequences that wait for another one to compute what they have in common"""
         self.live: dict[str, Sequence] = {}
         """by the ids that clients know; of a search, all ids lead to its first member"""
+        # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
+        self._watermark = kv.pool.num_blocks // 100
         self.preemptions = self.swapped = 0
         """sequences since the start; those of them that went to the host tier"""
+
+    @property
+    def room(self) -> int:
+        """Blocks for who starts: not those that prompts half-way will still take, nor some for those that run."""
+        room, rows = self.kv.pool.num_free, self.rows
+        if not self.running:
+            return room
+        for seq in rows.owners[rows.ready & (rows.known - rows.computed > 1)].tolist():
+            room -= self.kv.blocks_to_grow(seq.blocks, len(seq.tokens))
+            room -= sum(own_blocks(follower, seq, self.kv) for follower in seq.followers)
+        return room - self._watermark
 
     def queue(self, leader: Sequence, others: list[Sequence]) -> None:
         leader.status = Status.WAITING

@@ -66,6 +66,7 @@ class Outcomes:
             tokens = [tokens[index] for index in np.flatnonzero(plain).tolist()]
         for seq, token in zip(owners.tolist(), tokens):
             seq.tokens.append(token)
+        rows.appended(numbers)
         self.generated_tokens += len(tokens)
         if tokens:
             deltas.append(TokenDeltas(request_ids=rows.request_ids[numbers].tolist(), token_ids=tokens))

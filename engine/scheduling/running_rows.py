@@ -15,13 +15,16 @@ from collections import Counter
 import numpy as np
 
 from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.micro_batches import in_turn
 from engine.scheduling.sequence import Sequence, Status
 
 
 class RunningRows:
-    def __init__(self, num_rows: int, exact: bool = False) -> None:
-        """`exact`: nothing is planned of a sequence before it is known how many of its drafts were right."""
-        self._exact = exact
+    def __init__(self, num_rows: int, exact: bool = False, stages: int = 1, row_tokens: int = 1) -> None:
+        """`exact`: nothing is planned of a sequence before it is known how many of its drafts were right. With several
+        `stages` nothing is before its token has arrived, and a step gets a share of those that decode
+        (`micro_batches.py`; `row_tokens` as there)."""
+        self._exact, self._stages, self._row_tokens = exact, stages, row_tokens
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
         self.owners = np.full(num_rows, None, dtype=object)
@@ -49,6 +52,9 @@ class RunningRows:
         """steps for which no drafts are looked for"""
         self.looks = np.zeros((num_rows, 2))
         """of its owner's latest drafts: how many were right, of how many it is known"""
+        self.turns = np.zeros(num_rows, dtype=np.int64)
+        """in which plan it was last"""
+        self._turn = 0
         self.stop_tokens: Counter[int] = Counter()
         """of all owners: how many have it"""
         self._num_entries = 0
@@ -139,8 +145,15 @@ class RunningRows:
     def append(self, seq: Sequence, token: int) -> None:
         """One that has arrived is the sequence's next."""
         seq.tokens.append(token)
-        if seq.row >= 0:
-            self.known[seq.row] += 1
+        if (row := seq.row) >= 0:
+            self.known[row] += 1
+            if self._stages > 1:
+                self.ready[row] = self.known[row] < self.limits[row]
+
+    def appended(self, rows: np.ndarray) -> None:
+        """A token of each has arrived, which is not its last one."""
+        if self._stages > 1:
+            self.ready[rows] = True
 
     def settle_blocks(self, seq: Sequence) -> None:
         """Its blocks hold what it has computed: those that decode are not told at every step."""
@@ -157,7 +170,8 @@ class RunningRows:
             self.known[row] += samples
             self.drafts[row] = 0
             self.unsure[row] += samples - 1
-            waits = self.unsure[row] and (self._exact or seq.matcher is not None)
+            self.turns[row] = self._turn
+            waits = self._stages > 1 or (self.unsure[row] and (self._exact or seq.matcher is not None))
             self.ready[row] = self.known[row] < self.limits[row] and seq.group is None and not waits
         return samples
 
@@ -181,7 +195,10 @@ class RunningRows:
         """Those that run and are ready: rows of which the next step is one token in a block of their own, and all
         other sequences, in order. `budget`: tokens that a step may have; where it may not do for all, all are others.
         """
+        self._turn += 1
         ready = np.flatnonzero(self.ready)
+        if self._stages > 1:
+            ready = self._in_turn(ready)
         computed = self.computed[ready]
         plain = (self.known[ready] - computed == 1) & (computed < self.room[ready]) & ~self.alone[ready]
         if self.drafts.any():
@@ -192,12 +209,24 @@ class RunningRows:
             return ready, []
         return ready[plain], sorted(self.owners[ready[~plain]].tolist(), key=_key)
 
+    def _in_turn(self, ready: np.ndarray) -> np.ndarray:
+        """Without those that decode in another step."""
+        decodes = self.known[ready] - self.computed[ready] == 1
+        decoding = ready[decodes]
+        others = np.flatnonzero((self.entries > 0) & ~self.ready)
+        in_flight = int(self.computed[others].sum()) + self._row_tokens * len(others)
+        chosen = in_turn(self.turns[decoding], self.computed[decoding] + self._row_tokens, in_flight, self._stages)
+        decodes[decodes] = ~chosen
+        chosen_now: np.ndarray = ready[~decodes]
+        return chosen_now
+
     def advance_plain(self, rows: np.ndarray) -> np.ndarray:
         """Rows from `split` are in the step that is planned. Returns what they had computed."""
         computed: np.ndarray = self.computed[rows]
         known = self.known[rows] + 1
         self.computed[rows], self.known[rows] = computed + 1, known
-        self.ready[rows] = known < self.limits[rows]
+        self.ready[rows] = (known < self.limits[rows]) & (self._stages == 1)
+        self.turns[rows] = self._turn
         return computed
 
 

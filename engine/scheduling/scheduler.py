@@ -24,10 +24,12 @@ from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.holdings import Holdings
+from engine.scheduling.micro_batches import most_prompt_tokens
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.prompt_shares import prompt_shares
+from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.siblings import own_blocks, prefix_limit
 from engine.scheduling.speculation import Speculation
@@ -53,9 +55,8 @@ class Scheduler:
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
-        self._held = Holdings(
-            kv, config.max_num_seqs, PreemptionCosts(config.preemption, swap_block_s, self._costs), exact
-        )
+        rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens)
+        self._held = Holdings(kv, rows, PreemptionCosts(config.preemption, swap_block_s, self._costs))
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
@@ -67,8 +68,6 @@ class Scheduler:
         """the head of the queue that did not fit, and the room there was"""
         self._num_steps = 0
         self._prompt_tokens = 0
-        # Admission leaves 1 % of the pool to those that run, or they would push out at once what was just admitted.
-        self._watermark = kv.pool.num_blocks // 100
         self._placement = Placement(self._held)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -147,6 +146,10 @@ class Scheduler:
         most = self._config.max_mixed_prefill_tokens
         if most is not None and (draft.tentative or len(draft.plain)):
             draft.budget = min(draft.budget, most)  # those who decode wait for the whole step
+        if self._config.stages > 1:
+            pending = sum(map(self._rows.remaining, prefilling)) + self._waiting_tokens
+            part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk)
+            draft.budget = min(draft.budget, part)
         if prefilling and draft.budget > 0:
             needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
             budget = max(self._for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
@@ -195,10 +198,16 @@ class Scheduler:
     def _for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
         """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
         budget, first = draft.budget, self._next()
-        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._room):
+        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._held.room):
             return budget
-        taken = min(budget // 2, len(first.tokens) * len(self._waiting))
+        taken = min(budget // 2, self._waiting_tokens)
         return max(budget - taken, min(budget, self._config.min_shared_chunk))
+
+    @property
+    def _waiting_tokens(self) -> int:
+        """If all are like the first one."""
+        first = self._next()
+        return 0 if first is None else len(first.tokens) * len(self._waiting)
 
     def _next(self) -> Sequence | None:
         """The first that waits, if it could start now as far as rows go."""
@@ -211,17 +220,6 @@ class Scheduler:
     def _is_blocked(self, seq: Sequence, room: int) -> bool:
         """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
         return bool(self._running and self._blocked and self._blocked[0] is seq and room <= self._blocked[1])
-
-    @property
-    def _room(self) -> int:
-        """Blocks for who starts: not those that prompts half-way will still take, nor some for those that run."""
-        room, rows = self._kv.pool.num_free, self._rows
-        if not self._running:
-            return room
-        for seq in rows.owners[rows.ready & (rows.known - rows.computed > 1)].tolist():
-            room -= self._kv.blocks_to_grow(seq.blocks, len(seq.tokens))
-            room -= sum(own_blocks(follower, seq, self._kv) for follower in seq.followers)
-        return room - self._watermark
 
     def _append(self, seq: Sequence, query_len: int) -> Growth | None:
         self._rows.settle_blocks(seq)
@@ -259,7 +257,7 @@ class Scheduler:
 
         All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
         """
-        room = self._room
+        room = self._held.room
         if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
@@ -281,7 +279,7 @@ class Scheduler:
         """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
         before there is room. Where nothing runs there will not be more: those followers wait by themselves that do not
         fit, and what cannot be split gives up its host blocks to be computed again."""
-        room = self._room
+        room = self._held.room
         if self._is_blocked(seq, room):
             return False
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]

@@ -103,6 +103,12 @@ class DevicePacker(RowsPacker):
             if matrix is not None:
                 model.lm_head = StoredLinear(matrix, None if head.bias is None else head.bias.detach().to(self.device))
 
+    def pack_embedding(self, model: Tables, part: Part, source: WeightSource | None, *, tied: bool) -> None:
+        raise NotImplementedError("stages compute on CPUs")
+
+    def pack_head(self, model: Tables, part: Part, source: WeightSource | None) -> None:
+        raise NotImplementedError("stages compute on CPUs")
+
     def fuse_heads_and_norms(self, model: Decoder) -> None:
         """What is no matrix, to the device."""
         for module in model.modules():

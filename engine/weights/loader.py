@@ -26,6 +26,7 @@ from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.models.sharding import Shard, shard_rows
 from engine.models.spec import DecoderSpec
+from engine.models.stages import Stage, stage_rows
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.quantized_source import QuantizedSource
@@ -53,10 +54,11 @@ def load_weights(
     seed: int = 0,
     packer: AnyPacker | None = None,
     shard: Shard | None = None,
+    stage: Stage | None = None,
 ) -> int:
     """Load the described checkpoint into `model`, converting to the model's dtype; returns the model's weight bytes.
 
-    `shard`: `model` is that part of the described one.
+    `shard`: `model` is that part of the described one; `stage`: those layers of it, of which alone bytes are read.
     `load_format="dummy"` reads nothing and draws small weights from `seed` instead (benchmarks). `packer`: puts packed
     layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
@@ -67,6 +69,7 @@ def load_weights(
     rows = _rows_of(spec, family.weight_rows)
     if load_format == "dummy":
         rows = rows if shard is None else shard_rows(spec, shard, rows)[0]
+        rows = rows if stage is None else stage_rows(spec, stage, rows)
         fill_randomly(model, seed)
         if packer is not None:
             _pack(model, None, rows, packer)
@@ -81,7 +84,10 @@ def load_weights(
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
             rows = _as_named(rows, family, source)
-            source = whole = ArrangedSource(source, rows, _left_out(family, spec))
+            left_out = _left_out(family, spec)
+            if stage is not None:
+                rows, left_out = _of_stage(spec, stage, rows, left_out)
+            source = whole = ArrangedSource(source, rows, left_out)
             if shard is not None:
                 rows, parts = shard_rows(spec, shard, rows)
                 source = ShardedSource(whole, parts)
@@ -108,6 +114,18 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]
     return re.compile("|".join(endings) if endings else "$^")
+
+
+def _of_stage(
+    spec: DecoderSpec, stage: Stage, rows: dict[str, Rows], left_out: re.Pattern[str]
+) -> tuple[dict[str, Rows], re.Pattern[str]]:
+    """Other stages' tensors are not looked at; a tied head that is stored again is the first one's to compare."""
+    own = stage_rows(spec, stage, rows)
+    others = [name for name in rows if name not in own]
+    if spec.tie_embeddings and not stage.is_first:
+        others.append("lm_head.weight")
+    patterns = [left_out.pattern, *(f"^{re.escape(name)}$" for name in others)]
+    return own, re.compile("|".join(patterns))
 
 
 def _as_named(rows: dict[str, Rows], family: Family, source: WeightSource) -> dict[str, Rows]:
@@ -174,9 +192,8 @@ def _matrices(model: Decoder, rows: Mapping[str, Rows]) -> dict[str, list[Part]]
 
 def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows], packer: AnyPacker) -> None:
     matrices = _matrices(model, rows)
-    (embedding,) = matrices.pop(_EMBEDDING)
-    head = matrices.pop("lm_head.weight", [None])[0]
-    packer.pack_tables(model, embedding, head, source)
+    embedding, head = (matrices.pop(name, [None])[0] for name in (_EMBEDDING, "lm_head.weight"))
+    _pack_tables(model, embedding, head, source, packer)
     for parameter, parts in matrices.items():
         path, _, name = parameter.removesuffix(".weight").rpartition(".")
         layer = getattr(model.get_submodule(path), name)
@@ -189,6 +206,18 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
             packed = packer.pack_experts(experts, parts, matrices[f"{path}.down"], source)
             setattr(model.get_submodule(above), name, packed)
     packer.fuse_heads_and_norms(model)
+
+
+def _pack_tables(
+    model: Decoder, embedding: Part | None, head: Part | None, source: WeightSource | None, packer: AnyPacker
+) -> None:
+    if model.spec.begins and model.spec.ends:
+        assert embedding is not None
+        packer.pack_tables(model, embedding, head, source)
+    elif embedding is not None:
+        packer.pack_embedding(model, embedding, source, tied=model.spec.tie_embeddings)
+    elif head is not None:
+        packer.pack_head(model, head, source)
 
 
 def _check(

@@ -164,25 +164,35 @@ class Packer(RowsPacker):
     ) -> None:
         """Embedding and unembedding; `head_part` None: they are tied, and share one packed matrix. An embedding of its
         own stays dense, unless blocks are kept."""
-        embedding, head = model.embed_tokens, model.lm_head
-        assert isinstance(embedding, Embedding) and isinstance(head, Linear)
-        n, k = embedding.weight.shape
-        if head_part is None:
-            run = self._table(embedding.weight, embedding_part, source)
-            if run is not None:
-                packed = _packed(run)
-                model.embed_tokens = PackedEmbedding(self._ops, packed, n, k, run.format)
-                model.lm_head = PackedLinear(self._ops, packed, n, k, run.format, wide=True)
+        if head_part is not None:
+            self.pack_embedding(model, embedding_part, source, tied=False)
+            self.pack_head(model, head_part, source)
             return
-        if self._quantization in ("gguf", "stored") and source is not None:
-            run = self._table(embedding.weight, embedding_part, source)
+        self.pack_embedding(model, embedding_part, source, tied=True)
+        table = model.embed_tokens
+        if isinstance(table, PackedEmbedding):
+            model.lm_head = PackedLinear(self._ops, table.weight, table.n, table.k, Format(table.format), wide=True)
+
+    def pack_embedding(self, model: Tables, part: Part, source: WeightSource | None, *, tied: bool) -> None:
+        """`tied`: as the unembedding is packed, which it is, too."""
+        embedding = model.embed_tokens
+        assert isinstance(embedding, Embedding)
+        n, k = embedding.weight.shape
+        if tied or (self._quantization in ("gguf", "stored") and source is not None):
+            run = self._table(embedding.weight, part, source)
         else:
-            run = None if source is None else self._kept(embedding_part, k, source, Format.INT8)
+            run = None if source is None else self._kept(part, k, source, Format.INT8)
         if run is not None and run.order is None:
             model.embed_tokens = PackedEmbedding(self._ops, _packed(run), n, k, run.format)
-        else:
-            self._fill(embedding.weight, [embedding_part], source)
-        run = self._table(head.weight, head_part, source)
+        elif not tied:
+            self._fill(embedding.weight, [part], source)
+
+    def pack_head(self, model: Tables, part: Part, source: WeightSource | None) -> None:
+        """An unembedding of its own."""
+        head = model.lm_head
+        assert isinstance(head, Linear)
+        n, k = head.weight.shape
+        run = self._table(head.weight, part, source)
         if run is not None:
             bias = None if head.bias is None else head.bias.detach().clone()
             model.lm_head = PackedLinear(self._ops, _packed(run), n, k, run.format, bias=bias, wide=True)

@@ -39,8 +39,9 @@ class ProfiledEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         """Raises `ConfigError` for several ranks or replicas, and what `LLM` raises."""
-        if args.tensor_parallel_size > 1:
-            raise ConfigError("tensor_parallel_size: what is profiled is a model that one rank computes; leave it out")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(args, name) > 1:
+                raise ConfigError(f"{name}: what is profiled is a model that one rank computes; leave it out")
         if args.data_parallel_size > 1:
             raise ConfigError("data_parallel_size: what is profiled is one replica; leave it out")
         self._runner: ModelRunner | None = None

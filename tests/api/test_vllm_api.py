@@ -235,8 +235,8 @@ def test_engine_arguments_under_vllms_names() -> None:
     )
     assert isinstance(args, EngineArgs)
     assert (args.memory_fraction, args.compile, args.swap_space) == (0.5, "none", 2 << 30)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        EngineArgs(model="m", pipeline_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="enable_lora"):
+        EngineArgs(model="m", enable_lora=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="frobnicate"):
         EngineArgs(model="m", frobnicate=2)  # type: ignore[call-arg]
 

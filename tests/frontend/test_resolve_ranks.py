@@ -9,6 +9,7 @@ import pytest
 from test_resolve import H100, PER_TOKEN, _resolve
 
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.executor.inline import computes_inline
 from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
@@ -45,6 +46,39 @@ def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescrip
     assert _resolve(mixture, tensor_parallel_size=1).parallel.experts is None
     with pytest.raises(ConfigError, match="24 units is divided in multiples of 16"):
         _resolve(mixture, tensor_parallel_size=2)
+
+
+def test_stages_are_refused_before_anything_is_loaded_where_there_is_something_that_they_cannot_do(
+    model: ModelDescription,
+) -> None:
+    config = _resolve(model, pipeline_parallel_size=2)
+    assert (config.parallel.pipeline, config.parallel.ranks) == (2, 2)
+    assert (config.scheduler.stages, config.scheduler.steps_in_flight) == (2, 2)
+    assert computes_inline(config)
+    for stages, says in ((0, "at least 1"), (65, "at most 64"), (64, "exceeds the")):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(model, pipeline_parallel_size=stages)
+    with pytest.raises(UnsupportedModelError, match="runs through the library"):
+        _resolve(msgspec.structs.replace(model, spec=None), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="compute on CPUs only"):
+        _resolve(model, H100, H100, pipeline_parallel_size=2)
+    for setting, says in (
+        ({"cores": (0, 1)}, "cores binds the threads of one rank"),
+        ({"tensor_parallel_size": 2}, r"pipeline_parallel_size \(2\) and tensor_parallel_size \(2\)"),
+        ({"async_scheduling": True}, "stages have steps in flight without it"),
+        ({"speculative_config": {"method": "suffix"}}, "method 'suffix' is not of models in stages"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(model, pipeline_parallel_size=2, **setting)
+    assert _resolve(model, pipeline_parallel_size=2, speculative_config={"method": "ngram"}).scheduler.stages == 2
+
+
+def test_a_memory_for_keys_and_values_holds_those_that_all_stages_keep(model: ModelDescription) -> None:
+    lengths = {
+        stages: _resolve(model, kv_cache_memory=PER_TOKEN * 64, pipeline_parallel_size=stages).model.max_model_len
+        for stages in (1, 2)
+    }
+    assert lengths == {1: 64, 2: 64}
 
 
 def test_a_memory_for_keys_and_values_holds_those_that_several_ranks_have(model: ModelDescription) -> None:

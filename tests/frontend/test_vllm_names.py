@@ -48,6 +48,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert (
         from_line("-tp", "1", "--cpu-offload-gb", "0", "--disable-log-requests", "--tokenizer-mode", "auto").seed == 0
     )
+    assert from_line("-pp", "3").pipeline_parallel_size == 3
 
 
 def test_options_have_vllms_short_names() -> None:
@@ -59,8 +60,8 @@ def test_options_have_vllms_short_names() -> None:
 
 
 def test_what_would_be_lost_is_refused_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is refused: it is not supported yet"):
-        make_args("model", {"pipeline_parallel_size": 2})
+    with pytest.raises(ConfigError, match="enable_lora=True is refused: adapters are not supported yet"):
+        make_args("model", {"enable_lora": True})
     with pytest.raises(
         ConfigError, match="distributed_executor_backend='ray' is refused: ranks are processes of this host"
     ):

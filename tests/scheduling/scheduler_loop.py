@@ -42,9 +42,10 @@ class Loop:
         drafts: int = 0,
         pads: bool = False,
         exact: bool = False,
+        stages: tuple[int, int] = (1, 8),
     ) -> None:
         """`drafts`: of each sequence in a step, at most; 0: nobody proposes any. `pads`: the device computes as many as
-        planned. `exact`: nothing is planned behind them."""
+        planned. `exact`: nothing is planned behind them. `stages`: how many; tokens of a context that cost a row."""
         self._asked = {name: value for name, value in locals().items() if name != "self"}
         speculation = SpeculationConfig(method="ngram" if drafts else None, num_speculative_tokens=drafts or 10)
         config = SchedulerConfig(
@@ -57,8 +58,10 @@ class Loop:
             preemption=preemption,
             min_shared_chunk=min_shared_chunk,
             speculation=speculation,
+            stages=stages[0],
+            row_tokens=stages[1],
         )
-        self.depth = depth
+        self.depth, self.stages = depth, stages[0]
         self.kv = KVCache(
             num_blocks, block_size, caching, windows, max(budget, (depth + 1) * (1 + drafts)), num_host_blocks
         )
@@ -143,6 +146,8 @@ class Loop:
             self.num_plain.append(self.scheduler._steps._steps[-1][1].num_plain)
             self.executor.submit(plan)
             self.pending.append(plan)
+            if self.stages > 1:
+                self._assert_nobody_waits_in_another_step()
         self._send_masks()
         due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
         if due:
@@ -150,6 +155,12 @@ class Loop:
             self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
             self._send_masks()
         return plan is not None or due or bool(failed) or bool(compiled)
+
+    def _assert_nobody_waits_in_another_step(self) -> None:
+        """The first stage does not know a token before it has arrived."""
+        *before, (_, last) = self.scheduler._steps._steps
+        in_flight = {seq for _, step in before for seq in step.owners[step.rows.samples > 0]}
+        assert in_flight.isdisjoint(last.owners)
 
     def _send_masks(self) -> None:
         masks = self.scheduler.masks()

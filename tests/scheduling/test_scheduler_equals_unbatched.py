@@ -76,7 +76,8 @@ def loops(draw: st.DrawFn) -> Loop:
     windows: tuple[int | None, ...] = draw(
         st.sampled_from([(None,), (None,), (None,), (5,), (None, 3), (2, None, 9), (4, 4)])
     )
-    depth, drafts = draw(st.sampled_from([0, 1, 1, 2])), draw(st.sampled_from([0, 1, 3, 8]))
+    stages, drafts = draw(st.sampled_from([1, 1, 1, 2, 3])), draw(st.sampled_from([0, 1, 3, 8]))
+    depth = draw(st.sampled_from([0, 1, 1, 2])) if stages == 1 else stages - 1
     most = max(budget, (depth + 1) * (1 + drafts))
     enough = sum(most_blocks(26, window, block_size, most) for window in windows)
     return Loop(
@@ -93,6 +94,7 @@ def loops(draw: st.DrawFn) -> Loop:
         drafts=drafts,
         pads=draw(st.booleans()),
         exact=draw(st.sampled_from([False, False, True])),
+        stages=(stages, draw(st.sampled_from([1, 8, 100]))),
         max_model_len=draw(st.integers(23, 27)),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),

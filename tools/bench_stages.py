@@ -1,0 +1,85 @@
+"""Stages beside one process: tokens per second of a batch that decodes and of prompts, in alternation.
+
+Each engine computes with ``--threads`` threads a stage. Prints JSON as the last line. Usage:
+``python tools/bench_stages.py MODEL [--stages 2] [--pairs 3]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from engine import LLM, SamplingParams
+
+
+def prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
+    rng = random.Random(seed)
+    return [{"prompt_token_ids": [rng.randrange(100, 20000) for _ in range(length)]} for _ in range(count)]
+
+
+def rates(llm: LLM, rows: int, tokens: int, prompt: int, round_: int) -> tuple[float, float, float]:
+    """Tokens per second of rows that decode, of as many prompts, and of one prompt alone."""
+    given = prompts(rows, 16, 2 * round_)
+    began = time.perf_counter()
+    llm.generate(given, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    decoded = rows * tokens / (time.perf_counter() - began)
+    first = SamplingParams(temperature=0.0, max_tokens=1)
+    given = prompts(4, prompt, 2 * round_ + 1)
+    began = time.perf_counter()
+    llm.generate(given, first, use_tqdm=False)
+    read = 4 * prompt / (time.perf_counter() - began)
+    began = time.perf_counter()
+    llm.generate(prompts(1, prompt, 1000 + round_), first, use_tqdm=False)
+    return decoded, read, prompt / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--quantization", default="auto")
+    asked = parser.parse_args()
+
+    def engine(stages: int) -> LLM:
+        settings: dict[str, Any] = {"quantization": asked.quantization, "threads": asked.threads, "max_model_len": 1024}
+        return LLM(asked.model, device="cpu", pipeline_parallel_size=stages, enable_prefix_caching=False, **settings)
+
+    found: dict[int, list[tuple[float, float, float]]] = {1: [], asked.stages: []}
+    with engine(1) as one, engine(asked.stages) as several:
+        engines = {1: one, asked.stages: several}
+        for round_ in range(-1, asked.pairs):
+            for stages, llm in engines.items():
+                seen = rates(llm, asked.rows, asked.tokens, asked.prompt, round_ + 1)
+                if round_ >= 0:
+                    found[stages].append(seen)
+    medians = {stages: [statistics.median(each) for each in zip(*seen, strict=True)] for stages, seen in found.items()}
+    ratios = [several / one for several, one in zip(medians[asked.stages], medians[1], strict=True)]
+    names = ("decode", "prompts", "one_prompt")
+    print(
+        json.dumps(
+            {
+                "stages": asked.stages,
+                **{
+                    name: {
+                        "one": round(medians[1][i], 1),
+                        "stages": round(medians[asked.stages][i], 1),
+                        "ratio": round(ratios[i], 3),
+                    }
+                    for i, name in enumerate(names)
+                },
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
