@@ -144,10 +144,10 @@ def timed_executor(config: EngineConfig) -> Executor:
                     write()
             return pending
 
-        def _forward(self, batch: Any) -> Any:
+        def _forward(self, plan: Any, batch: Any) -> Any:
             marks.append(time.perf_counter())
             try:
-                return super()._forward(batch)
+                return super()._forward(plan, batch)
             finally:
                 marks.append(time.perf_counter())
 
