@@ -117,9 +117,9 @@ class ProcessClient:
     def start(self) -> CoreReady:
         if self._started:
             raise EngineError("a ProcessClient starts one core: make a new client for another")
-        self._started = True
         if self._abandoned:
             raise CoreDiedError("the start was abandoned")
+        self._started = True
         self._directory = SocketDirectory()
         self._context = zmq.Context()
         self._receiver = self._context.socket(zmq.PULL)

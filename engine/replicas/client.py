@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 
 from engine.config import EngineConfig
@@ -41,7 +41,7 @@ class ReplicatedClient:
         self._make_client = make_client
         self._fleet: Fleet[ProcessClient] = Fleet(router or Router(config.cache.block_size))
         self._lock = threading.Lock()
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         """held by whoever adds or removes a replica"""
         self._starting: dict[int, ProcessClient] = {}
         """by their places"""
@@ -56,7 +56,12 @@ class ReplicatedClient:
         size = self._config.parallel.data
         try:
             with ThreadPoolExecutor(max_workers=size) as pool:
-                replicas = sorted(pool.map(lambda _: self._start_one(), range(size)), key=lambda each: each.number)
+                starts = [pool.submit(self._start_one) for _ in range(size)]
+                try:
+                    replicas = sorted((each.result() for each in as_completed(starts)), key=lambda each: each.number)
+                except BaseException:
+                    self.abandon()  # nobody waits for the others
+                    raise
         except BaseException:
             self.close()
             raise
@@ -101,14 +106,17 @@ class ReplicatedClient:
             client.abandon()
 
     def close(self) -> None:
-        """Not while somebody receives."""
+        """Not while somebody receives. Who adds or removes a replica meanwhile raises first."""
         if self._closed:
             return
         self._closed = True
-        clients = [*self._starting.values(), *self._clients]
-        with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
-            list(pool.map(lambda client: client.close(), clients))
-        os.close(self._wake)
+        for client in list(self._starting.values()):
+            client.abandon()  # whoever starts it closes it, too
+        with self._changing:
+            clients = [*self._starting.values(), *self._clients]
+            with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
+                list(pool.map(lambda client: client.close(), clients))
+            os.close(self._wake)
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
@@ -138,10 +146,13 @@ class ReplicatedClient:
                 raise ConfigError(f"there is no replica {number}: there are {self.replicas}")
             if len(self.replicas) == 1:
                 raise ConfigError(f"replica {number} is the only one: shut the engine down instead")
-            self._fleet.drain(number)
+            self._fleet.drain(replica)
             until = None if drain_timeout_s is None else time.monotonic() + drain_timeout_s
             while not self._fleet.is_idle(number) and (until is None or time.monotonic() < until):
                 time.sleep(LOOK_S)
+                self._check_open()
+                if not replica.draining:
+                    raise ConfigError(f"replica {number} is the only one that is left")
             replica.leaving = True
             while replica in self._fleet.replicas and replica.leaving and not self._closed:
                 os.eventfd_write(self._wake, 1)  # the receiver lets go of it
@@ -149,6 +160,7 @@ class ReplicatedClient:
                     if not self._receivers:
                         self._fleet.let_go()
                 time.sleep(LOOK_S)
+            self._check_open()
             if replica in self._fleet.replicas:
                 raise ConfigError(f"replica {number} is the only one that is left")
             replica.client.close()
@@ -157,10 +169,11 @@ class ReplicatedClient:
         """Serve with as many from now on; of those that are too many the youngest go. Raises as the two above."""
         if not 1 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
-        while len(self.replicas) < replicas:
-            self.add_replica()
-        while len(self.replicas) > replicas:
-            self.remove_replica(self.replicas[-1], drain_timeout_s)
+        with self._changing:  # as a whole: two that differ would undo each other's steps
+            while len(self.replicas) < replicas:
+                self.add_replica()
+            while len(self.replicas) > replicas:
+                self.remove_replica(self.replicas[-1], drain_timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -141,6 +141,8 @@ class Deliveries:
         sequence = self._sequences.get(delta.request_id)
         if sequence is None or sequence.request.replica != replica:
             return
+        if delta.token_ids or delta.pooled:
+            news.began.append(sequence.request.message.request_id)
         if sequence.repeats:
             repeated = _without_repeated(sequence, delta)
             if repeated is None:
@@ -153,8 +155,6 @@ class Deliveries:
         sequence.seen += len(delta.token_ids)
         sequence.prompt_logprobs += len(delta.prompt_logprobs)
         sequence.seen_prompt_logprobs += len(delta.prompt_logprobs)
-        if delta.token_ids or delta.pooled:
-            news.began.append(sequence.request.message.request_id)
         if delta.finish_reason is not None and (ended := self.end(delta.request_id)) is not None:
             news.ended.append(ended)
         if delta != SequenceDelta(request_id=delta.request_id):

@@ -55,6 +55,8 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
     client: C
     ready: CoreReady
     stats: CoreStats = CoreStats()
+    draining: bool = False
+    """it gets no more requests"""
     leaving: bool = False
     """nobody is to listen to it any more"""
 
@@ -81,10 +83,11 @@ class Fleet(Generic[C]):
             self._router.add(replica.number)
             self.replicas += (replica,)
 
-    def drain(self, number: int) -> None:
-        """It gets no more requests."""
+    def drain(self, replica: Replica[C]) -> None:
+        """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
         with self._lock:
-            self._router.drain(number)
+            if replica in self.replicas:
+                self._drain(replica, True)
 
     def is_idle(self, number: int) -> bool:
         """No request that was sent there goes on."""
@@ -132,7 +135,11 @@ class Fleet(Generic[C]):
                     self._hand_over(replica)
                 else:
                     replica.leaving = False
-                    self._router.drain(replica.number, False)
+                    self._drain(replica, False)
+
+    def _drain(self, replica: Replica[C], draining: bool) -> None:
+        replica.draining = draining
+        self._router.drain(replica.number, draining)
 
     def _stats(self) -> CoreStats:
         return stats_of_all([replica.stats for replica in self.replicas], self._gone)
@@ -198,7 +205,11 @@ class Fleet(Generic[C]):
         self.replicas = tuple(each for each in self.replicas if each is not replica)
         self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
         failed: list[Delta] = []
-        for name in self._router.remove(replica.number):
+        lost = self._router.remove(replica.number)
+        if all(each.draining for each in self.replicas):  # who else?
+            for each in self.replicas:
+                self._drain(each, False)
+        for name in lost:
             error = self._moved(name)
             for left in self._deliveries.left(name) if error is not None else []:
                 self._deliveries.end(left)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from random import Random
+from typing import NoReturn
 
 from core_fakes import FakeExecutor
 
+from engine.config import EngineConfig
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
@@ -33,6 +36,12 @@ class Counting(FakeExecutor):
 
 class SlowlyCounting(Counting):
     step_s = 0.05
+
+
+def never_made(config: EngineConfig) -> NoReturn:
+    """An executor that takes for ever."""
+    while True:
+        time.sleep(60)
 
 
 def tokens_of(name: str, count: int) -> list[int]:

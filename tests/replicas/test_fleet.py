@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from core_fakes import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_fakes import LittleCore, tokens_of
@@ -22,7 +23,7 @@ from engine.core.wire import (
     each_delta,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
-from engine.replicas.deliveries import DIVERGED
+from engine.replicas.deliveries import DIVERGED, Deliveries
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
 from engine.step import RowParams
@@ -110,7 +111,7 @@ class Life:
         if len(alive) > 1:
             replica = self.random.choice(alive)
             if leave:
-                self.fleet.drain(replica.number)
+                self.fleet.drain(replica)
                 replica.leaving = True
             else:
                 replica.client.dead = True
@@ -253,6 +254,15 @@ def test_a_stalled_replica_gets_nothing_while_another_makes_progress() -> None:
 def test_a_request_without_a_replica_is_refused() -> None:
     life = Life(7)
     for replica in life.fleet.replicas:
-        life.fleet.drain(replica.number)
+        life.fleet.drain(replica)
     with pytest.raises(EngineError, match="all are being removed"):
         life.fleet.send(added("a", [1], 2))
+
+
+def test_what_was_taken_over_counts_as_begun_while_it_repeats() -> None:
+    deliveries = Deliveries()
+    deliveries.add(request("a", max_tokens=4), 0)
+    deliveries.take_in(0, [SequenceDelta(request_id="a", token_ids=[1, 2])])
+    deliveries.move("a", 1)
+    news = deliveries.take_in(1, [SequenceDelta(request_id="a", token_ids=[1])])
+    assert (news.began, news.deltas) == (["a"], [])

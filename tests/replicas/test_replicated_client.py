@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -17,7 +17,7 @@ from core_fakes import request, tiny_config
 
 from engine.config import EngineConfig, ParallelConfig
 from engine.core.client import ProcessClient
-from engine.core.wire import AbortRequests, StepOutputs, each_delta
+from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
 from engine.replicas.client import ReplicatedClient
 
@@ -42,6 +42,7 @@ def replicas(executor: str = "Counting", size: int = 2) -> Iterator[ReplicatedCl
     finally:
         client.close()
         client.close()
+        made = [each for each in made if each._started]
         assert not any(psutil.pid_exists(each.pid) for each in made)
         assert not any(os.path.exists(each.socket_directory) for each in made)
         assert set(threading.enumerate()) <= threads
@@ -224,3 +225,92 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
         assert client.stalled() is not None
         for pid in pids(client).values():
             os.kill(pid, signal.SIGCONT)
+
+
+def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """The thread that calls it, and what it raises."""
+    raised: list[object] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+def test_closing_ends_a_drain() -> None:
+    with replicas("SlowlyCounting") as client:
+        for index in range(6):
+            client.send(request(f"r{index}", max_tokens=2000, prompt_len=20 + index))
+        thread, raised = in_background(lambda: client.remove_replica(0))
+        while not client._fleet.replicas[0].draining:
+            time.sleep(0.01)
+        client.close()
+        thread.join()
+        assert [type(error) for error in raised] == [CoreDiedError]
+
+
+def test_closing_ends_the_start_of_another_one() -> None:
+    with replicas() as client:
+        make, placed, go = client._make_client, threading.Event(), threading.Event()
+
+        def held(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+            made = make(config, cpus)
+            start = made.start
+
+            def start_late() -> CoreReady:
+                placed.set()
+                go.wait()
+                return start()
+
+            made.start = start_late  # type: ignore[method-assign]
+            return made
+
+        client._make_client = held
+        adding, raised = in_background(client.add_replica)
+        placed.wait()
+        closing, failed = in_background(client.close)
+        while not client._closed:
+            time.sleep(0.01)
+        go.set()
+        adding.join()
+        closing.join()
+        assert [type(error) for error in raised] == [CoreDiedError] and not failed
+        assert client.replicas == [0, 1]
+
+
+def test_a_drained_one_serves_again_when_it_is_the_last() -> None:
+    with replicas("SlowlyCounting") as client:
+        names = {f"r{index}" for index in range(6)}
+        for index in range(6):
+            client.send(request(f"r{index}", max_tokens=60, prompt_len=20 + index))
+        assert {holder(client, name) for name in names} == {0, 1}
+        thread, raised = in_background(lambda: client.remove_replica(0))
+        while not client._fleet.replicas[0].draining:
+            time.sleep(0.01)
+        os.kill(pids(client)[1], signal.SIGKILL)
+        seen = Seen()
+        seen.until_ended(client, names)
+        thread.join()
+        assert [type(error) for error in raised] == [ConfigError]
+        assert set(seen.ended.values()) == {"length"}
+        client.send(request("after"))
+        seen.until_ended(client, {"after"})
+
+
+def test_a_start_that_fails_does_not_wait_for_the_others() -> None:
+    made: list[ProcessClient] = []
+
+    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+        kind = "core_fakes:NotFitting" if made else "replica_fakes:never_made"
+        made.append(ProcessClient(config, executor=kind, cpus=cpus))
+        return made[-1]
+
+    client = ReplicatedClient(msgspec.structs.replace(tiny_config(), parallel=ParallelConfig(data=2)), make)
+    with pytest.raises(ConfigError, match="9 GiB"):
+        client.start()
+    assert not any(psutil.pid_exists(each.pid) for each in made)
