@@ -196,7 +196,9 @@ class ReplicatedClient:
             del self._starting[place]
             client.close()
             raise
-        return Replica(number, place, client, ready, CoreStats(compiling=ready.compiling))
+        return Replica(
+            number, place, client, ready, CoreStats(compiling=ready.compiling, kv_blocks_total=ready.num_blocks)
+        )
 
     def _serve(self, replica: Replica[ProcessClient]) -> None:
         self._fleet.add(replica)
