@@ -12,7 +12,6 @@ Prints a line of JSON for each policy. Usage: ``python tools/bench_routing.py MO
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -22,22 +21,11 @@ from engine.config import EngineArgs, EngineConfig, make_args
 from engine.core.wire import AddRequest, StepOutputs, each_delta
 from engine.kv_budget import kv_bytes_per_token
 from engine.replicas.client import ReplicatedClient
-from engine.replicas.router import Place, Router
+from engine.replicas.router import Router
 from engine.resolve import resolve_here
 from engine.step import RowParams
-
-
-class TakingTurns(Router):
-    """Every replica in turn, whatever it has."""
-
-    def __init__(self, block_size: int) -> None:
-        super().__init__(block_size)
-        self._turn = itertools.count()
-
-    def places(self, request: AddRequest) -> list[Place]:
-        places = sorted(super().places(request), key=lambda place: place.replica)
-        first = next(self._turn) % len(places)
-        return [*places[first:], *places[:first]]
+from entrypoints.bench.cluster.routers import TakingTurns
+from entrypoints.bench.cluster.simulate import loads_and_hits
 
 
 def prompts_of(asked: argparse.Namespace, vocab_size: int) -> list[tuple[int, list[int]]]:
@@ -88,8 +76,7 @@ def run(client: ReplicatedClient, prompts: list[tuple[int, list[int]]], asked: a
             under_way -= delta.finish_reason is not None
     assert last is not None
     stats = last.stats
-    loads = [each.stats.prompt_tokens - each.stats.prefix_hit_tokens for each in client._fleet.replicas]
-    loads = [load + each.stats.generated_tokens for load, each in zip(loads, client._fleet.replicas, strict=True)]
+    loads, _ = loads_and_hits(client.stats_of_each())
     return {
         "seconds": round(time.monotonic() - began, 2),
         "hit_tokens": stats.prefix_hit_tokens,

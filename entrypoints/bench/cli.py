@@ -1,5 +1,5 @@
-"""`engine-bench`: latency, throughput and serving benchmarks, profiles, the paper's evaluation. The last line of the
-output is one JSON object."""
+"""`engine-bench`: latency, throughput and serving benchmarks, profiles, the paper's
+evaluation, clusters on a virtual clock. The last line of the output is one JSON object."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from entrypoints.bench import profile
+from entrypoints.bench.cluster import command as cluster
 from entrypoints.bench.paper import command as paper
 from entrypoints.options import (
     FlexibleArgumentParser,
@@ -92,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     profile.add_command(commands)
     paper.add_command(commands)
+    cluster.add_commands(commands)
 
     serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
     serve.add_argument("--base-url", default="http://127.0.0.1:8000")
@@ -111,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    checks = {"profile": profile.check, "paper": paper.check}
+    checks = {"profile": profile.check, "paper": paper.check, "cluster": cluster.check}
     if options.command in checks:
         try:
             checks[options.command](options)
@@ -142,6 +144,8 @@ def _run(options: argparse.Namespace) -> list[dict[str, object]]:
         return profile.profile(options)
     if options.command == "paper":
         return paper.paper(options)
+    if options.command in ("step-costs", "cluster"):
+        return cluster.step_costs(options) if options.command == "step-costs" else cluster.cluster(options)
     if options.command == "throughput" and options.workload:
         from entrypoints.bench.workloads import workload
 

@@ -1,0 +1,143 @@
+"""What a step takes, as a function of its plan, fitted to steps that were measured.
+
+Linear layers take what their tokens take: nearly the same from one to a few, where weights are read, and in proportion
+where there are many. So seconds are piecewise linear in tokens, between knots; and there is an amount for each token
+that is sampled (the unembedding), for each token of context that a decoding row reads, and for each pair of tokens of a
+prompt's part and of what it attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ConfigError
+from engine.reports import LoadReport
+from engine.step import Rows
+
+KNOTS = (1, 4, 16, 64, 256, 1024, 4096)
+"""tokens; of those only what was measured counts"""
+LINEAR = ("sampled", "decode_context", "prompt_pairs")
+FEWEST_STEPS = 50
+_HELD_OUT = 5
+"""every so many-th step is not fitted to, but compared"""
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """What of a plan decides how long it takes."""
+
+    tokens: int
+    sampled: int
+    decode_context: int
+    prompt_pairs: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> StepWork:
+        lens, computed = rows.query_lens.astype(np.int64), rows.computed.astype(np.int64)
+        decodes = lens <= 1
+        pairs = lens * computed + lens * (lens + 1) // 2
+        return cls(
+            int(lens.sum()),
+            int(rows.samples.sum()),
+            int((computed + lens)[decodes].sum()),
+            int(pairs[~decodes].sum()),
+        )
+
+
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one engine under its settings, on one machine. Written and read as JSON."""
+
+    source: str
+    """model, settings and machine, in words"""
+    model: str
+    max_num_batched_tokens: int
+    """what they were measured for, at most"""
+    knots: list[int]
+    at_knots_s: list[float]
+    each_s: dict[str, float]
+    """of `LINEAR`"""
+    error: float
+    """mean of |predicted / measured - 1|, of steps that were not fitted to"""
+    steps: int
+    """that were measured"""
+    report: LoadReport
+    """of the executor: what memory it leaves for keys and values"""
+
+    def seconds(self, work: StepWork) -> float:
+        base = float(np.interp(work.tokens, self.knots, self.at_knots_s))
+        if work.tokens > self.knots[-1]:
+            base *= work.tokens / self.knots[-1]
+        amounts = {name: float(getattr(work, name)) for name in LINEAR}
+        return base + sum(self.each_s[name] * amount for name, amount in amounts.items())
+
+
+def read_costs(text: bytes, name: str) -> StepCosts:
+    """Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=StepCosts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} holds no step costs (engine-bench step-costs writes them): {error}") from error
+
+
+def fit(
+    works: Sequence[StepWork], seconds: Sequence[float], *, source: str, model: str, budget: int, report: LoadReport
+) -> StepCosts:
+    """Least squares of relative errors, with no amount below 0. Raises ConfigError for too few steps."""
+    if len(works) < FEWEST_STEPS:
+        raise ConfigError(f"step costs need at least {FEWEST_STEPS} steps, got {len(works)}")
+    measured = np.array(seconds)
+    largest = max(work.tokens for work in works)
+    knots = [knot for knot in KNOTS if knot < largest] + [largest]
+    columns = _columns(works, knots)
+    fitted = np.arange(len(works)) % _HELD_OUT != 0
+    found = _not_negative(columns[fitted] / measured[fitted, None])
+    error = np.abs(columns[~fitted] @ found / measured[~fitted] - 1).mean()
+    count = len(knots)
+    return StepCosts(
+        source=source,
+        model=model,
+        max_num_batched_tokens=budget,
+        knots=knots,
+        at_knots_s=found[:count].tolist(),
+        each_s=dict(zip(LINEAR, found[count:].tolist(), strict=True)),
+        error=float(error),
+        steps=len(works),
+        report=report,
+    )
+
+
+def _columns(works: Sequence[StepWork], knots: list[int]) -> NDArray[np.float64]:
+    """Of each step a row: its share of each knot, and the linear amounts."""
+    tokens = np.array([work.tokens for work in works], dtype=float)
+    shares = [np.interp(tokens, knots, np.eye(len(knots))[index]) for index in range(len(knots))]
+    amounts = [np.array([getattr(work, name) for work in works], dtype=float) for name in LINEAR]
+    return np.stack([*shares, *amounts], axis=1)
+
+
+def _not_negative(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 with columns @ x as near to 1 as can be (Lawson and Hanson's active sets)."""
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-30)
+    matrix, goal = columns / scale, np.ones(len(columns))
+    found, used = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], dtype=bool)
+    for _ in range(3 * matrix.shape[1]):
+        gain = matrix.T @ (goal - matrix @ found)
+        gain[used] = 0.0
+        if gain.max() <= 1e-9:
+            break
+        used[int(gain.argmax())] = True
+        while True:
+            tried = np.zeros_like(found)
+            tried[used] = np.linalg.lstsq(matrix[:, used], goal, rcond=None)[0]
+            below = used & (tried <= 0)
+            if not below.any():
+                break
+            step = (found[below] / np.maximum(found[below] - tried[below], 1e-30)).min()
+            found = found + step * (tried - found)
+            used &= found > 1e-12
+            found[~used] = 0.0
+        found = tried
+    solution: NDArray[np.float64] = found / scale
+    return solution

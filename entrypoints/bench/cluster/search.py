@@ -1,0 +1,30 @@
+"""The fewest replicas that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.errors import ConfigError
+from entrypoints.bench.cluster.outcome import Outcome
+
+
+def fewest(run: Callable[[int], Outcome], holds: Callable[[Outcome], bool], most: int) -> list[Outcome]:
+    """What was run, by the number of replicas, up to the fewest that hold. Raises ConfigError where `most` do not.
+
+    More replicas are taken to be better: doubled until they hold, then halved in between.
+    """
+    seen: dict[int, Outcome] = {}
+
+    def does(size: int) -> bool:
+        seen[size] = run(size)
+        return holds(seen[size])
+
+    low, high = 0, 1
+    while not does(high):
+        if high == most:
+            raise ConfigError(f"not even {most} replicas hold: {seen[most]}")
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if does(middle) else (middle, high)
+    return [seen[size] for size in sorted(seen) if size <= high]

@@ -1,0 +1,189 @@
+"""Clusters on a virtual clock: costs found again, runs that can be worked out by hand, the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from scripted_server import save_model
+
+from engine.config import EngineConfig, make_args
+from engine.errors import ConfigError
+from engine.replicas.router import Router
+from engine.reports import LoadReport
+from engine.resolve import resolve_here
+from engine.step import Rows, ScheduledRow
+from entrypoints.bench.cli import main
+from entrypoints.bench.cluster.costs import StepCosts, StepWork, fit, read_costs
+from entrypoints.bench.cluster.outcome import mean_of
+from entrypoints.bench.cluster.routers import TakingTurns
+from entrypoints.bench.cluster.search import fewest
+from entrypoints.bench.cluster.simulate import Cluster
+from entrypoints.bench.cluster.traffic import Arrival, Traffic, arrivals, check
+
+MIB = 1 << 20
+REPORT = LoadReport(
+    weight_bytes=MIB,
+    activation_bytes=MIB,
+    workspace_bytes=MIB,
+    block_bytes=1024,
+    device_bytes_total=1 << 33,
+    device_bytes_free=1 << 33,
+    attention_backend="virtual",
+)
+
+
+def costs(token_s: float = 0.001, step_s: float = 0.01, **each: float) -> StepCosts:
+    """`step_s`, and `token_s` for each token."""
+    return StepCosts(
+        source="made up",
+        model="tiny",
+        max_num_batched_tokens=4096,
+        knots=[1, 1001],
+        at_knots_s=[step_s + token_s, step_s + 1001 * token_s],
+        each_s={"sampled": 0.0, "decode_context": 0.0, "prompt_pairs": 0.0, **each},
+        error=0.0,
+        steps=100,
+        report=REPORT,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("cluster") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> EngineConfig:
+    return resolve_here(make_args(str(model), {"device": "cpu", "max_num_batched_tokens": 256}))[1]
+
+
+def given(config: EngineConfig, rate: float, seconds: float = 6.0, seed: int = 0, **changes: int) -> list[Arrival]:
+    traffic = Traffic(rate=rate, **{"input_len": 40, "output_len": 8, **changes})
+    check(traffic, config.model.max_model_len)
+    return arrivals(traffic, seconds, seed, config.model.vocab_size)
+
+
+def test_what_a_step_has_to_do() -> None:
+    rows = Rows.of([ScheduledRow(0, 99, 1, 1), ScheduledRow(1, 9, 1, 1), ScheduledRow(2, 10, 4, 0)])
+    assert StepWork.of(rows) == StepWork(tokens=6, sampled=2, decode_context=110, prompt_pairs=50)
+
+
+def test_costs_are_found_again_from_noisy_steps() -> None:
+    draw = np.random.default_rng(1)
+    truth = costs(token_s=2e-4, step_s=3e-3, sampled=5e-5, decode_context=1e-7, prompt_pairs=2e-8)
+    works = [
+        StepWork(int(tokens), int(draw.integers(1, 64)), int(draw.integers(0, 9000)), int(draw.integers(0, 9000)))
+        for tokens in np.exp(draw.uniform(0, np.log(900), size=600))
+    ]
+    seconds = [truth.seconds(work) * draw.uniform(0.97, 1.03) for work in works]
+    found = fit(works, seconds, source="", model="", budget=1000, report=REPORT)
+    assert found.error < 0.03
+    for work in works:
+        assert found.seconds(work) == pytest.approx(truth.seconds(work), rel=0.05)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=StepCosts) == found
+
+
+def test_no_amount_is_negative_and_few_steps_are_too_few() -> None:
+    works = [StepWork(tokens, 1, tokens * 10, 0) for tokens in range(1, 61)]
+    found = fit(works, [0.01 + 0.001 / work.tokens for work in works], source="", model="", budget=64, report=REPORT)
+    assert min(*found.at_knots_s, *found.each_s.values()) >= 0.0
+    with pytest.raises(ConfigError, match="at least 50 steps, got 9"):
+        fit(works[:9], [1.0] * 9, source="", model="", budget=64, report=REPORT)
+    with pytest.raises(ConfigError, match=r"holds no step costs \(engine-bench step-costs"):
+        read_costs(b"{}", "x.json")
+
+
+def test_one_request_takes_its_steps(config: EngineConfig) -> None:
+    [arrival] = given(config, rate=1e-9, seconds=0.0, output_len=8)
+    seen = Cluster(config, costs(), 1, Router(16)).run([arrival])
+    assert seen.ttft_p50 == pytest.approx(0.01 + 0.04)
+    assert seen.tpot_p50 == pytest.approx(0.01 + 0.001)
+    assert seen.seconds == pytest.approx(0.05 + 7 * 0.011)
+    assert (seen.requests, seen.hits, seen.load_max_over_mean) == (1, 0.0, 1.0)
+
+
+def test_nothing_depends_on_anything_but_the_seed(config: EngineConfig) -> None:
+    runs = [Cluster(config, costs(), 3, Router(16)).run(given(config, rate=40.0, seed=seed)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    together = mean_of(runs)
+    assert together.ttft_p50 == pytest.approx(sum(run.ttft_p50 for run in runs) / 3)
+    assert together.spread["ttft_p50"] > 0.0
+
+
+def test_more_replicas_are_faster_and_evenly_loaded(config: EngineConfig) -> None:
+    runs = {size: Cluster(config, costs(), size, Router(16)).run(given(config, rate=60.0)) for size in (1, 2, 4)}
+    assert runs[1].ttft_p90 > 3 * runs[2].ttft_p90 > 3 * runs[4].ttft_p90
+    assert runs[4].load_max_over_mean < 1.1
+
+
+def test_the_router_finds_prefixes_that_taking_turns_does_not(config: EngineConfig) -> None:
+    """Each replica's cache holds half of all heads."""
+    small = msgspec.structs.replace(config.cache, kv_cache_memory=100 * 1024)
+    of_little = msgspec.structs.replace(config, cache=small)
+    heads = given(config, rate=15.0, seconds=40.0, input_len=160, heads=16, head_tokens=128)
+    routed = Cluster(of_little, costs(), 2, Router(16)).run(heads)
+    in_turn = Cluster(of_little, costs(), 2, TakingTurns(16)).run(heads)
+    assert routed.hits > in_turn.hits + 0.1
+    assert routed.ttft_p90 < in_turn.ttft_p90
+    assert routed.load_max_over_mean < 1.2
+
+
+def test_a_lost_replicas_requests_are_computed_by_the_others(config: EngineConfig) -> None:
+    requests = given(config, rate=40.0, seconds=8.0)
+    whole = Cluster(config, costs(), 2, Router(16)).run(requests)
+    less = Cluster(config, costs(), 2, Router(16)).run(requests, lose_at_s=3.0)
+    assert less.requests == whole.requests == len(requests)
+    assert less.ttft_p90 > whole.ttft_p90
+
+
+def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
+    sizes: list[int] = []
+
+    def run(size: int):  # type: ignore[no-untyped-def]
+        sizes.append(size)
+        return Cluster(config, costs(), size, Router(16)).run(given(config, rate=100.0, seconds=1.0))
+
+    found = fewest(run, lambda seen: seen.replicas >= 5, 64)
+    assert (sizes, [seen.replicas for seen in found]) == ([1, 2, 4, 8, 6, 5], [1, 2, 4, 5])
+    with pytest.raises(ConfigError, match="not even 2 replicas hold"):
+        fewest(run, lambda seen: False, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"range_ratio": 1.0}, r"range_ratio must be in \[0, 1\)"),
+        ({"rate": 0.0}, "rate must be positive"),
+        ({"heads": 2, "head_tokens": 40}, "leave the shortest prompt no token of its own"),
+        ({"input_len": 5000}, "exceed max_model_len"),
+    ],
+)
+def test_traffic_that_cannot_be_is_refused(changes: dict[str, float], problem: str) -> None:
+    traffic = msgspec.convert({"rate": 1.0, "input_len": 40, "output_len": 8, **changes}, Traffic)
+    with pytest.raises(ConfigError, match=problem):
+        check(traffic, 512)
+
+
+def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "costs.json"
+    settings = ["--device", "cpu", "--compile", "none", "--threads", "1", "--max-num-batched-tokens", "256"]
+    settings += ["--max-num-seqs", "8", "--kv-cache-memory", "8MiB", "--load-format", "dummy"]
+    assert main(["step-costs", str(model), "--out", str(file), "--rounds", "1", *settings]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
+    assert found["steps"] > 100 and found["knots"][-1] <= 256
+    traffic = ["--rate", "200", "--seconds", "2", "--seeds", "2", "--input-len", "32", "--output-len", "8"]
+    command = ["cluster", str(model), "--costs", str(file), *traffic, *settings]
+    assert main([*command, "--replicas", "1,2"]) == 0
+    out = capsys.readouterr().out
+    results = json.loads(out.splitlines()[-1])["results"]
+    assert [(each["kind"], each["replicas"]) for each in results] == [("simulated", 1.0), ("simulated", 2.0)]
+    assert "±" in out and "step costs: tiny" in out
+    assert main([*command, "--ttft", "10", "--tpot", "10"]) == 0
+    assert main([*command, "--max-num-batched-tokens", "512"]) == 1
+    assert "exceeds the 256 that the step costs were measured for" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--ttft", "10"])
