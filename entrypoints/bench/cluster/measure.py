@@ -17,6 +17,8 @@ from entrypoints.bench.cluster.costs import StepCosts, fit
 from entrypoints.bench.cluster.virtual import NotingExecutor
 
 _COMPILING_LOOK_S = 0.2
+_MOST_TOKENS = 8192
+"""of prompts that run together"""
 
 
 def measure(config: EngineConfig, *, rounds: int, seed: int, source: str) -> StepCosts:
@@ -52,7 +54,7 @@ def _batches(config: EngineConfig, draw: np.random.Generator) -> Iterator[list[t
     longest, most = config.scheduler.max_model_len - 1, config.scheduler.max_num_seqs
     for count in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         for prompt in (16, 256, 1024):
-            if count <= most and prompt < longest and count * prompt <= 32768:
+            if count <= most and prompt < longest and count * prompt <= _MOST_TOKENS:
                 yield [(prompt, min(12, longest - prompt))] * count
     for prompt in (32, 128, 512, 2048):
         if prompt < longest:
