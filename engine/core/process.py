@@ -70,7 +70,9 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
-    write_log("core", start.log_level, start.log_mark)
+    parallel = start.config.parallel
+    name = "core" if parallel.data == 1 else f"replica {parallel.data_rank}"
+    write_log(name, start.log_level, start.log_mark)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if start.cpus is not None:
         os.sched_setaffinity(0, start.cpus)

@@ -137,6 +137,7 @@ class ReplicatedClient:
                 raise ConfigError(f"there are {len(self.replicas)} replicas, and at most {MAX_REPLICAS} are allowed")
             replica = self._start_one()
             self._serve(replica)
+            self._fleet.tell()
             os.eventfd_write(self._wake, 1)  # whoever receives listens to it, too
         return replica.number
 
@@ -167,6 +168,8 @@ class ReplicatedClient:
             self._check_open()
             if replica in self._fleet.replicas:
                 raise ConfigError(f"replica {number} is the only one that is left")
+            self._fleet.tell()
+            os.eventfd_write(self._wake, 1)
             replica.client.close()
 
     def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:

@@ -127,6 +127,11 @@ class Fleet(Generic[C]):
             self._hand_over(replica)
             return StepOutputs(deltas=[], stats=self._stats())
 
+    def tell(self) -> None:
+        """Whoever receives learns how many there are now."""
+        with self._lock:
+            self.told.append(StepOutputs(deltas=[], stats=self._stats()))
+
     def let_go(self) -> None:
         """Of those that are leaving, but not of the last one; the others go on with what they had."""
         with self._lock:

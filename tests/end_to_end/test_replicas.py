@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,14 +119,22 @@ def base(model: Path) -> Iterator[str]:
         yield url
 
 
+def wait_for(base: str, size: int) -> None:
+    """The server is told of it by itself, without a request."""
+    until = time.monotonic() + 60
+    while metric(base, "pageloom_replicas") != size:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_a_server_is_scaled_while_it_answers(base: str) -> None:
     body = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     first = httpx.post(f"{base}/v1/completions", json=body).json()["choices"][0]["text"]
     for size in (3, 1):
         answer = httpx.post(f"{base}/scale_elastic_ep", json={"new_data_parallel_size": size}, timeout=60)
         assert answer.json() == {"message": f"Scaled to {size} data parallel engines"}
+        wait_for(base, size)
         assert httpx.post(f"{base}/v1/completions", json=body).json()["choices"][0]["text"] == first
-        assert metric(base, "pageloom_replicas") == size
     assert httpx.post(f"{base}/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
     refused = httpx.post(f"{base}/scale_elastic_ep", json={"new_data_parallel_size": 65})
     assert refused.status_code == 400 and "replicas must be in [1, 64]" in refused.json()["error"]["message"]
