@@ -1,4 +1,4 @@
-"""What several ranks cannot compute together is refused before anything is loaded, naming the settings."""
+"""What ranks and replicas come to; what cannot be computed together is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_resolve import H100, PER_TOKEN, _resolve
+from test_resolve import H100, PER_TOKEN, _resolve, machine
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.executor.inline import computes_inline
+from engine.machine import CudaDevice
 from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
@@ -88,3 +89,24 @@ def test_a_memory_for_keys_and_values_holds_those_that_several_ranks_have(model:
         for ranks in (1, 2, 4)
     }
     assert lengths == {1: 64, 2: 64, 4: 32}
+
+
+def test_replicas_share_a_cpus_cores_and_memory_and_each_have_a_gpu(model: ModelDescription) -> None:
+    found = _resolve(model, data_parallel_size=2)
+    assert (found.parallel.data, found.device.threads) == (2, max(_resolve(model).device.threads // 2, 1))
+    assert _resolve(model, H100, H100, data_parallel_size=2, device="cuda").parallel.data == 2
+    cases: tuple[tuple[dict[str, object], tuple[CudaDevice, ...], str], ...] = (
+        ({"data_parallel_size": 65}, (), "data_parallel_size must be at most 64, got 65"),
+        ({"data_parallel_size": 0}, (), "data_parallel_size must be at least 1, got 0"),
+        ({"data_parallel_size": 2, "cores": (0, 1)}, (), "cores binds the threads of one replica"),
+        ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "each needs a GPU, and there are 1"),
+    )
+    for settings, gpus, problem in cases:
+        with pytest.raises(ConfigError, match=problem):
+            _resolve(model, *gpus, **settings)
+    memory = machine().memory_bytes
+    assert _resolve(model, swap_space=memory // 2 + 1).cache.swap_space == memory // 2 + 1
+    with pytest.raises(ConfigError, match="exceeds a replica's share of the machine's memory"):
+        _resolve(model, data_parallel_size=2, swap_space=memory // 2 + 1)
+    with pytest.raises(ConfigError, match="exceeds a replica's share of this machine's memory"):
+        _resolve(model, data_parallel_size=2, kv_cache_memory=memory // 2 + 1)

@@ -191,11 +191,12 @@ def test_an_aborted_request_says_nothing_more() -> None:
         assert len(seen.tokens["a"]) == before
 
 
-def test_a_start_that_fails_is_the_first_ones_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("other", ["Counting", "never_made"])  # which is there soon, or never
+def test_a_start_that_fails_waits_for_nobody_and_leaves_nothing(other: str) -> None:
     made: list[ProcessClient] = []
 
     def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
-        kind = "core_fakes:NotFitting" if made else "replica_fakes:Counting"
+        kind = "core_fakes:NotFitting" if made else f"replica_fakes:{other}"
         made.append(ProcessClient(config, executor=kind, cpus=cpus))
         return made[-1]
 
@@ -300,17 +301,3 @@ def test_a_drained_one_serves_again_when_it_is_the_last() -> None:
         assert set(seen.ended.values()) == {"length"}
         client.send(request("after"))
         seen.until_ended(client, {"after"})
-
-
-def test_a_start_that_fails_does_not_wait_for_the_others() -> None:
-    made: list[ProcessClient] = []
-
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
-        kind = "core_fakes:NotFitting" if made else "replica_fakes:never_made"
-        made.append(ProcessClient(config, executor=kind, cpus=cpus))
-        return made[-1]
-
-    client = ReplicatedClient(msgspec.structs.replace(tiny_config(), parallel=ParallelConfig(data=2)), make)
-    with pytest.raises(ConfigError, match="9 GiB"):
-        client.start()
-    assert not any(psutil.pid_exists(each.pid) for each in made)
