@@ -91,9 +91,10 @@ def test_regenerate_and_edit_go_on_from_there(page: Visit, page_base: str) -> No
     page.set("Temperature", "1.5")
     page.page.keyboard.press("Escape")
     page.page.get_by_role("button", name="Regenerate").last.click()
-    while (after := page.kept())[3:] == before[3:]:  # its figures differ, where its text does not
+    while page.kept()[3:] == before[3:]:  # its figures differ, where its text does not
         page.page.wait_for_timeout(20)
     page.answered(2)
+    after = page.kept()
     assert after[:3] == before[:3] and len(after) == 4
     history = [{"role": m["role"], "content": m["content"]} for m in after[:3]]
     assert after[3]["content"] == answer_of(page_base, history, seed=7, temperature=1.5) != before[3]["content"]
