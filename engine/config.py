@@ -380,7 +380,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_rank: int = 0
     """of the data-parallel replicas, which one this is"""
     experts: ExpertPlacement | None = None
-    """each rank has some whole; None: a part of every one"""
+    """each rank, or replica, has some whole; None: a part of every one, or all"""
 
     @property
     def ranks(self) -> int:

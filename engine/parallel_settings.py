@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config import EngineArgs, EngineConfig, ParallelConfig
 from engine.models.placement import ExpertPlacement, read_placement
-from engine.models.sharding import check_divided
+from engine.models.sharding import check_divided, check_experts_divided
 from engine.models.stages import check_stages
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
-    check_divided(model.spec, args.tensor_parallel_size, experts)
+    _check(args, model, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
@@ -33,5 +33,12 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     if args.expert_placement is None:
         return config
     parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
-    check_divided(model.spec, parallel.tensor, parallel.experts)
+    _check(args, model, parallel.experts)
     return msgspec.structs.replace(config, parallel=parallel)
+
+
+def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:
+    if experts is not None and args.data_parallel_size > 1:
+        check_experts_divided(model.spec, args.data_parallel_size, experts)
+    else:
+        check_divided(model.spec, args.tensor_parallel_size, experts)

@@ -101,14 +101,31 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
             raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
         if ranks > 1 and args.cores is not None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
-    if args.enable_expert_parallel and args.tensor_parallel_size == 1:
-        raise ConfigError(
-            "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
-        )
+    if args.enable_expert_parallel:
+        _check_experts(args, kind)
     if args.expert_placement is not None and not args.enable_expert_parallel:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
+
+
+def _check_experts(args: EngineArgs, kind: Kind) -> None:
+    replicas = args.data_parallel_size
+    if args.tensor_parallel_size == replicas == 1:
+        raise ConfigError(
+            "enable_expert_parallel deals experts out to ranks or replicas, and tensor_parallel_size and "
+            "data_parallel_size are 1: raise one of them, or drop this"
+        )
+    if replicas == 1:
+        return
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (ranks := getattr(args, name)) > 1:
+            raise ConfigError(
+                f"enable_expert_parallel deals experts out to the {replicas} replicas of data_parallel_size, of one "
+                f"rank each, and {name} is {ranks}: leave one of the two out"
+            )
+    if kind == "cuda":
+        raise ConfigError("enable_expert_parallel: replicas have each other's experts on CPUs only; set device='cpu'")
 
 
 def _check_stages(args: EngineArgs) -> None:

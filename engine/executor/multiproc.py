@@ -39,6 +39,7 @@ from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
 from engine.observability.logs import child_mark
+from engine.parallel.group_memory import SLOT_BYTES
 from engine.parallel.stage_group import stage_of_rank
 from engine.parallel.stage_link import StageLinks
 from engine.reports import LoadReport, WarmUpReport
@@ -55,8 +56,6 @@ T = TypeVar("T")
 GROUP_NAME = "tensor"
 """the same in all ranks and at every start: compiled pieces call collectives by it (a process's second group has a
 number behind it)"""
-SLOT_BYTES = 1 << 20
-"""of what a rank tells the others at once; more goes in parts"""
 
 
 class Parts(msgspec.Struct, frozen=True):

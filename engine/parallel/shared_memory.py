@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import os
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,33 +13,12 @@ import torch
 from torch._ops import OpOverload
 
 from attention_backends.native_build import build_for_this_cpu
-from engine.limits import MAX_RANKS
 from engine.parallel.build import sources
+from engine.parallel.group_memory import allocate
 
-_MAGIC = b"plgroup1"
-_PAGE = 4096
+__all__ = ["SharedGroup", "abort", "allocate"]
+
 _loading = threading.Lock()
-
-
-def allocate(size: int, slot_bytes: int) -> int:
-    """The memory of one group of `size` ranks, each of which has two slots of `slot_bytes` (rounded up to pages), as
-    the descriptor of a file without a name: it is gone when no process has it open or mapped.
-
-    The caller closes it; workers inherit it (`subprocess.Popen(pass_fds=...)`). Each rank can be taken once: ranks
-    that begin anew need a new memory. Raises ValueError; OSError where there is no memory.
-    """
-    if not 1 <= size <= MAX_RANKS or slot_bytes < 1:
-        raise ValueError(f"a group has 1 to {MAX_RANKS} ranks and slots of bytes, not {size} ranks, {slot_bytes} bytes")
-    slot = -(-slot_bytes // _PAGE) * _PAGE
-    fd = os.memfd_create("pageloom-group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, _PAGE + size * (_PAGE + 2 * slot))
-        os.pwrite(fd, struct.pack("=8sQQ", _MAGIC, size, slot), 0)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def abort(fd: int, reason: str, cache_dir: Path) -> None:
@@ -68,6 +44,7 @@ class SharedGroup:
         self._rank, self._size = rank, size
         self._all_reduce: OpOverload = self._ops.all_reduce.default
         self._all_gather: OpOverload = self._ops.all_gather.default
+        self._reduce_rows: OpOverload = self._ops.reduce_rows.default
 
     @property
     def name(self) -> str:
@@ -90,6 +67,11 @@ class SharedGroup:
     def all_gather(self) -> OpOverload:
         """See `AllGather`; x is of any dtype, its rows may lie apart."""
         return self._all_gather
+
+    @property
+    def reduce_rows(self) -> OpOverload:
+        """See `ReduceRows`; x and the residual are contiguous."""
+        return self._reduce_rows
 
     def abort(self, reason: str) -> None:
         """See `Group.abort`. Nothing once this rank is closed."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
+from engine.models.expert_exchange import ExpertExchange, join_experts
 from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
@@ -142,6 +143,8 @@ class RunnerParts:
     """of ranks, of whose model this is a part"""
     stage: StageParts | None = None
     """which it is, where those are stages"""
+    exchange: ExpertExchange | None = None
+    """of replicas, over which experts are divided"""
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -150,9 +153,9 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
+def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group | None = None) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
-    the model together, each its part.
+    the model together, each its part. `replicas`: over which experts are divided, and nothing else.
 
     Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
     also what the preflight finds missing, before anything else takes time.
@@ -162,9 +165,10 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         check_device(config, device)
     description = describe(config.model.path, config.model.model_impl)
     spec, facts = description.spec, description.facts
-    if group is not None:
+    shard = _shard_of(config, group, replicas)
+    if shard is not None or isinstance(group, StageGroup):
         assert spec is not None  # resolving refuses it
-        spec = _part(config, spec, group)
+        spec = stage_of(spec, group.stage) if isinstance(group, StageGroup) else sharded(spec, cast(Shard, shard))
         facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
@@ -178,7 +182,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     if spec is None:
         model: Decoder | FallbackModel = _library_model(config, description, packer)
     else:
-        model = _filled(config, description, spec, shown_layers, packer, group)
+        model = _filled(config, description, spec, shown_layers, packer, shard, group)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     if isinstance(packer, Packer):
@@ -186,6 +190,10 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     draft_parts = (
         None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
     )
+    exchange = None if replicas is None else ExpertExchange(replicas, dtype)
+    if exchange is not None:
+        assert isinstance(model, Decoder)
+        join_experts(model, exchange)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -200,13 +208,16 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
+        exchange=exchange,
     )
 
 
-def _part(config: EngineConfig, whole: DecoderSpec, group: Group) -> DecoderSpec:
-    if isinstance(group, StageGroup):
-        return stage_of(whole, group.stage)
-    return sharded(whole, Shard(group.rank, group.size, config.parallel.experts))
+def _shard_of(config: EngineConfig, group: Group | None, replicas: Group | None) -> Shard | None:
+    if replicas is not None:
+        return Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True)
+    if group is None or isinstance(group, StageGroup):
+        return None
+    return Shard(group.rank, group.size, config.parallel.experts)
 
 
 def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
@@ -271,16 +282,16 @@ def _filled(
     spec: DecoderSpec,
     shown_layers: Sequence[int],
     packer: Packer | DevicePacker | None,
+    shard: Shard | None,
     group: Group | None,
 ) -> Decoder:
-    """The model with its weights; of the described one the part that is `spec`, where there is a group."""
+    """The model with its weights; of the described one the part that is `spec`, where that is not all."""
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     stage = group.stage if isinstance(group, StageGroup) else None
-    shard = None if group is None or stage is not None else Shard(group.rank, group.size, config.parallel.experts)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
     if group is not None and stage is None:

@@ -22,6 +22,16 @@ struct ReduceCall {
   Float type, out_type;
 };
 
+struct ReduceRowsCall {
+  Tag tag;
+  const char* x;         // [all rows, columns] of `type`
+  const char* residual;  // [own rows, columns] of `out_type`, or null
+  char* out;             // the same
+  int64_t count;         // elements of x
+  int64_t begin, end;    // of them this rank's
+  Float type, out_type;
+};
+
 struct GatherCall {
   Tag tag;
   const char* x;  // rows of columns[rank] elements, `x_stride` bytes apart
@@ -45,6 +55,7 @@ class SharedGroup {
   // Throw std::runtime_error where the group is stopped, before or meanwhile; another call of another rank stops it.
   void all_reduce(const ReduceCall& call);
   void all_gather(const GatherCall& call);
+  void reduce_rows(const ReduceRowsCall& call);
 
   // Where the last one that failed in native code says why.
   std::string failure;

@@ -13,7 +13,8 @@ inline constexpr uint64_t kMagic = 0x31'70756f7267'6c70;  // "plgroup1": this la
 inline constexpr int64_t kMostReason = 1024;
 inline constexpr int64_t kMostRanks = 64;
 
-enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3 };  // Add: of a residual
+// Add: of a residual.
+enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3, kReduceRows = 4 };
 
 // What a rank has called. Types are torch's numbers.
 struct Tag {
