@@ -8,7 +8,8 @@ import msgspec
 
 from engine.config import EngineArgs, EngineConfig, ParallelConfig
 from engine.models.placement import ExpertPlacement, read_placement
-from engine.models.sharding import check_divided, check_experts_divided
+from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
+from engine.models.spec import DecoderSpec
 from engine.models.stages import check_stages
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
     _check(args, model, parallel.experts)
     return msgspec.structs.replace(config, parallel=parallel)
+
+
+def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:
+    """What one of several replicas holds: all, or all but the others' experts."""
+    if not args.enable_expert_parallel or args.data_parallel_size == 1:
+        return spec
+    return sharded(spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True))
 
 
 def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import local_executor
+from engine.models.expert_exchange import ExpertExchange
 from engine.parallel.group import Group
 from engine.parallel.shared_memory import SharedGroup
-from engine.runner.loading import load_parts
+from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 GROUP_NAME = "replicas"
 
@@ -34,9 +38,21 @@ def replica_executor(config: EngineConfig, group_fd: int) -> InProcessExecutor:
 
 
 def executor_of(config: EngineConfig, replicas: Group, leave: Callable[[], None]) -> InProcessExecutor:
-    """Of any transport."""
+    """Of any transport. As it is closed, it calls `leave`, and tells the log how many tokens each expert was given."""
+    exchanges: list[ExpertExchange] = []
 
     def load_runner(config: EngineConfig) -> ModelRunner:
-        return ModelRunner.load(config, functools.partial(load_parts, replicas=replicas))
+        return ModelRunner.load(config, load)
 
-    return local_executor(config, load_runner, leave)
+    def load(config: EngineConfig) -> RunnerParts:
+        parts = load_parts(config, replicas=replicas)
+        if parts.exchange is not None:
+            exchanges.append(parts.exchange)
+        return parts
+
+    def tell_and_leave() -> None:
+        leave()
+        for exchange in exchanges:  # tools/place_experts.py reads it
+            logger.info("expert loads of replica %d: %s", replicas.rank, json.dumps(exchange.loads()))
+
+    return local_executor(config, load_runner, tell_and_leave)

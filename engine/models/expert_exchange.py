@@ -51,11 +51,13 @@ class _Layer(NamedTuple):
 class ExpertExchange:
     """Of one rank. Layers are those of the whole model, by their numbers."""
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
+    def __init__(self, group: Group, dtype: torch.dtype, num_layers: int) -> None:
+        self._group, self._dtype, self._num_layers = group, dtype, num_layers
         self._layers: dict[int, _Layer] = {}
         self._rows = [0] * group.size
         """of each rank, in this round"""
+        self._counts = False
+        """what is chosen in this round"""
 
     def add(self, layer: int, part: Experts | PackedExperts | StoredExperts, spec: ExpertsSpec, hidden: int) -> None:
         """`part`: this rank's own of a layer's experts."""
@@ -77,6 +79,7 @@ class ExpertExchange:
         mine = torch.tensor([[rows, start.busy, start.wake]])
         everyones = group.all_gather(mine, [3] * group.size, group.name).view(group.size, 3)
         self._rows = everyones[:, 0].tolist()
+        self._counts = start.wake > 0  # before the first one nobody has sent a request
         busy, wakes = everyones[:, 1].tolist(), set(everyones[:, 2].tolist())
         if not rows:
             for number, layer in self._layers.items():
@@ -92,7 +95,8 @@ class ExpertExchange:
         group, rows, own = self._group, self._rows, self._layers[layer]
         if not any(rows):
             return x
-        own.loads.add_(torch.bincount(ids.flatten(), minlength=own.loads.size(0)))
+        if self._counts:
+            own.loads.add_(torch.bincount(ids.flatten(), minlength=own.loads.size(0)))
         everyones = self._gather(x)
         choices = self._gather(torch.cat((ids, factors.view(torch.int32)), dim=1))
         all_ids, all_factors = (part.contiguous() for part in choices.chunk(2, dim=1))
@@ -105,13 +109,11 @@ class ExpertExchange:
         flat = group.all_gather(x.reshape(1, -1), [rows * columns for rows in self._rows], group.name)
         return flat.view(-1, columns)
 
-    def loads(self) -> dict[int, list[int]]:
-        """Of each layer that has experts: how many own tokens each was given, since the last call of `forget_loads`."""
-        return {number: layer.loads.tolist() for number, layer in self._layers.items()}
-
-    def forget_loads(self) -> None:
-        for layer in self._layers.values():
-            layer.loads.zero_()
+    def loads(self) -> list[list[int]]:
+        """Of each layer and expert: how many of this rank's tokens it was given since the start; [] of a layer that has
+        none."""
+        given = {number: layer.loads.tolist() for number, layer in self._layers.items()}
+        return [given.get(number, []) for number in range(self._num_layers)]
 
 
 Exchange = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor]

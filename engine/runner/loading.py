@@ -190,9 +190,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     draft_parts = (
         None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
     )
-    exchange = None if replicas is None else ExpertExchange(replicas, dtype)
-    if exchange is not None:
+    exchange = None
+    if replicas is not None:
         assert isinstance(model, Decoder)
+        exchange = ExpertExchange(replicas, dtype, facts.num_layers)
         join_experts(model, exchange)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels

@@ -156,7 +156,7 @@ class Machine(RuleBasedStateMachine):
             self.deliver(which, len(replica.inbox) + 1)
             self.prepare(which)
         turns = 0
-        while any([self._plan(which) | self._collect(which) for which in range(len(self.replicas))]):
+        while True in [self._plan(which) | self._collect(which) for which in range(len(self.replicas))]:
             turns += 1
             assert turns < 200, "rounds without end"
         assert not any(replica.is_busy or replica.in_flight for replica in self.replicas)

@@ -4,7 +4,10 @@ and what happens when one goes."""
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +24,7 @@ from one_process import AllParts
 from test_tensor_parallel import FIVE, KINDS, SHARED, answers, args_of, prompts, save_tiny
 
 from engine import LLM, EngineArgs, SamplingParams
+from engine.config import EngineConfig
 from engine.core.in_process_client import InProcessClient
 from engine.errors import ConfigError, CoreDiedError
 from engine.models.placement import ExpertPlacement, write_placement
@@ -42,17 +46,17 @@ def generated(args: EngineArgs, params: Any, parts: AllParts | None = None, coun
         return answers(llm.generate(prompts(count), params, use_tqdm=False))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "settings"),
-    [
-        ("Qwen2Moe", SHARED, {}),
-        pytest.param("Qwen3Moe", FIVE, {}, marks=pytest.mark.exhaustive),
-        pytest.param("Qwen2Moe", SHARED, {"quantization": "int8"}, marks=pytest.mark.exhaustive),
-        pytest.param("Qwen2Moe", SHARED, {"async_scheduling": True}, marks=pytest.mark.exhaustive),
-        pytest.param("Qwen3Moe", FIVE, {"replicas": 3}, marks=pytest.mark.exhaustive),
-        pytest.param("GptOss", {"num_local_experts": 5}, {}, marks=pytest.mark.exhaustive),
-    ],
+CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("Qwen3Moe", FIVE, {}),
+    ("Qwen2Moe", SHARED, {"quantization": "int8"}),
+    ("Qwen2Moe", SHARED, {"async_scheduling": True}),
+    ("Qwen3Moe", FIVE, {"replicas": 3}),
+    ("GptOss", {"num_local_experts": 5}, {}),
 )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "changes", "settings"), CASES)
 def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(
     family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -65,6 +69,43 @@ def test_a_thousand_greedy_tokens_have_the_bits_of_all_parts_in_one_process(
     assert found == generated(args, GREEDY, AllParts(size, ExpertPlacement()))
 
 
+def test_replicas_with_divided_experts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One start for all that follows: bits, loads, idle ones that sleep, what is refused; then one is killed."""
+    caplog.set_level(logging.INFO)
+    save_tiny("Qwen2Moe", tmp_path, **SHARED)
+    args = args_of(tmp_path, ranks=1, dtype="bfloat16")
+    made: list[ReplicatedClient] = []
+
+    def factory(config: EngineConfig) -> ReplicatedClient:
+        made.append(ReplicatedClient(config))
+        return made[-1]
+
+    with LLM.from_args(divided(args), client_factory=factory) as llm:
+        found = answers(llm.generate(prompts(64), GREEDY, use_tqdm=False))
+        assert sum(len(tokens) for tokens, _ in found) == 1024
+        assert found == generated(args, GREEDY, AllParts(2, ExpertPlacement()))
+        processes = [psutil.Process(replica.client.pid) for replica in made[0]._fleet.replicas]
+        time.sleep(0.2)
+        used = [sum(each.cpu_times()[:2]) for each in processes]
+        time.sleep(0.5)
+        assert all(sum(each.cpu_times()[:2]) - was < 0.2 for each, was in zip(processes, used, strict=True))
+        changes = (made[0].add_replica, lambda: made[0].remove_replica(0), lambda: made[0].scale(3))
+        for change in changes:
+            with pytest.raises(ConfigError, match="none comes or goes"):
+                change()
+        processes[1].send_signal(signal.SIGTERM)  # as a shutdown does
+        with pytest.raises(CoreDiedError, match=r"replica 1 has been closed|SIGTERM ends a core"):
+            llm.generate(prompts(64), GREEDY, use_tqdm=False)
+        until(lambda: not any(map(runs, processes)))
+    given = 2 * (sum(len(prompt["prompt_token_ids"]) for prompt in prompts(64)) + 64 * 15)
+    loads = re.findall("expert loads of replica 1: (.*)", capfd.readouterr().err)
+    assert len(loads) == 1 and [sum(layer) for layer in json.loads(loads[0])] != [0] * 3
+    assert all(0 < sum(layer) < given for layer in json.loads(loads[0]))
+
+
+@pytest.mark.exhaustive
 def test_a_mixed_workload_gives_the_tokens_of_all_parts_in_one_process(tmp_path: Path) -> None:
     """Samples, beams, penalties, grammars, drafts and swapping beside each other, with experts anywhere."""
     save_tiny("Qwen2Moe", tmp_path, **SHARED)
@@ -138,7 +179,8 @@ class Running:
         assert not any(psutil.pid_exists(pid) for pid in self.pids)
 
 
-@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_that_goes_ends_all_with_its_cause(signum: signal.Signals, busy: bool, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
@@ -164,23 +206,3 @@ def process_of(pid: int) -> psutil.Process | None:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
-
-
-def test_idle_replicas_sleep_and_none_comes_or_goes(tmp_path: Path) -> None:
-    running = Running(tmp_path)
-    try:
-        running.send(count=3, max_tokens=5)
-        until(lambda: all(replica.client.idle for replica in running.client._fleet.replicas) and running.outputs > 0)
-        processes = [psutil.Process(pid) for pid in running.pids]
-        used = [sum(each.cpu_times()[:2]) for each in processes]
-        time.sleep(1.0)
-        assert all(sum(each.cpu_times()[:2]) - was < 0.3 for each, was in zip(processes, used, strict=True))
-        for change in (
-            running.client.add_replica,
-            lambda: running.client.remove_replica(0),
-            lambda: running.client.scale(3),
-        ):
-            with pytest.raises(ConfigError, match="none comes or goes"):
-                change()
-    finally:
-        running.close()
