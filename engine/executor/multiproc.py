@@ -45,8 +45,7 @@ from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult, encode_step
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.shared_memory import SharedGroup
+    from engine.parallel.group import Group, OwnGroup
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +69,19 @@ class Parts(msgspec.Struct, frozen=True):
     """`rank.MakeGroup`"""
 
 
+def parts_for(config: EngineConfig) -> Parts:
+    """What carries the collectives of ranks that compute on such a device."""
+    if config.device.kind == "cuda":
+        group = "engine.parallel.device_group"
+        return Parts(allocate=f"{group}:allocate", make_group=f"{group}:nccl_group")
+    return Parts()
+
+
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
     """`config` as one rank needs it: its GPU, or its share of this host's cores."""
     device = config.device
     if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=rank)
+        device = msgspec.structs.replace(device, index=device.index + rank)
     else:
         cores = share_of_cores(rank, config.parallel.ranks, device.threads)
         device = msgspec.structs.replace(device, cores=cores)
@@ -89,17 +96,14 @@ class MultiprocExecutor:
     calls raise `EngineError` with the cause. Who waits for nothing is told by the call of `watch_compilation`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        parts: Parts = Parts(),  # noqa: B008  # it is frozen
-    ) -> None:
+    def __init__(self, config: EngineConfig, parts: Parts | None = None) -> None:
+        """`parts`: None for those that the device has."""
         self._config = config
         self._size = config.parallel.ranks
         self._is_staged = config.parallel.pipeline > 1
-        self._parts = parts
+        self._parts = parts or parts_for(config)
         self._workers: WorkerWatch | None = None
-        self._group: SharedGroup | None = None
+        self._group: OwnGroup | None = None
         self._links: StageLinks | None = None
         self._cause: str | None = None
         """of a worker's failure, from the thread that watches"""
@@ -160,6 +164,8 @@ class MultiprocExecutor:
         finally:
             self._uncollected -= 1
             workers.owe_less()
+        if (failure := workers.failure) is not None:  # a device whose exchange was stopped goes on with what it has
+            raise failure
         if self._is_staged and result.token_ids:
             told = StepResult(step_id=result.step_id, token_ids=result.token_ids, counts=result.counts)
             workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode())
@@ -210,7 +216,7 @@ class MultiprocExecutor:
             raise EngineError("the executor has no model: call load() first")
         return self._rank_0
 
-    def _start_group(self) -> SharedGroup:
+    def _start_group(self) -> OwnGroup:
         allocate = cast(Callable[[int, int], int], named(self._parts.allocate))
         make_group = cast(MakeGroup, named(self._parts.make_group))
         cache_dir = Path(self._config.compile.cache_dir)
@@ -226,7 +232,7 @@ class MultiprocExecutor:
             self._abort(self._cause)
         return self._group
 
-    def _placed(self, group: SharedGroup) -> Group:
+    def _placed(self, group: Group) -> Group:
         return stage_group(group, *self._ends(0)) if self._is_staged else group
 
     def _ends(self, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

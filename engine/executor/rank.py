@@ -36,10 +36,9 @@ from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.shared_memory import SharedGroup  # a worker tells what fails before it imports torch
+    from engine.parallel.group import Group, OwnGroup  # a worker tells what fails before it imports torch
 
-MakeGroup = Callable[[int, str, int, int, Path], "SharedGroup"]
+MakeGroup = Callable[[int, str, int, int, Path], "OwnGroup"]
 """(descriptor of what they share, name, rank, size, cache directory)"""
 MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
