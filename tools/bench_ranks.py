@@ -28,7 +28,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "core"))
 from core_fakes import tiny_config  # type: ignore[import-not-found]  # of the tests
 from fake_ranks import FAKE_GROUP, Light, group_config  # type: ignore[import-not-found]  # of the tests
 
-from engine.executor.multiproc import MultiprocExecutor, Parts
+from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.ranks import Parts
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult, Write, Writes
 
 _TIME = struct.Struct("<q")
