@@ -155,13 +155,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
     ] = 1
     distributed_executor_backend: Annotated[
-        ExecutorBackend | None,
+        ExecutorBackend,
         _about(
             "who starts those ranks: mp, this process, on this host; ray, a Ray cluster, also on other hosts; "
             "external_launcher, torchrun, which starts this program once for each (docs/many-hosts.md); uni: there is "
-            "one; default: mp"
+            "one"
         ),
-    ] = None
+    ] = "mp"
     ray_placement_strategy: Annotated[
         RayPlacement | None,
         _about(

@@ -27,7 +27,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
         pipeline=args.pipeline_parallel_size,
         data=args.data_parallel_size,
         experts=experts,
-        backend="mp" if backend is None or backend == "uni" else backend,
+        backend="mp" if backend == "uni" else backend,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )

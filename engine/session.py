@@ -27,6 +27,7 @@ from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
 from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
+from engine.replicas.client import ReplicatedClient
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Session:
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
+        if isinstance(client, ReplicatedClient):
+            self.metrics.stats_of_each = client.stats_of_each
         self.pinned = PinnedPrefixes(config.limits)
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False

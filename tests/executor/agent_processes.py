@@ -19,7 +19,7 @@ from engine.executor.agent import AgentTask
 from engine.executor.connections import Address
 from engine.executor.multiproc import MultiprocExecutor
 from engine.executor.ranks import Parts
-from engine.executor.remote_ranks import RemoteRanks
+from engine.executor.remote_ranks import Places, RemoteRanks
 
 
 class AgentProcesses:
@@ -108,7 +108,7 @@ class SlowProxy:
             to.shutdown(socket.SHUT_WR)
 
 
-def remote_executor(config: EngineConfig, executor: str, places: AgentProcesses, *group: str) -> MultiprocExecutor:
+def remote_executor(config: EngineConfig, executor: str, places: Places, *group: str) -> MultiprocExecutor:
     """`group`: what the shared memory's parts are, where they are not the engine's own."""
 
     def make_ranks(config: EngineConfig, parts: Parts) -> RemoteRanks:
