@@ -21,6 +21,7 @@ from engine.frontend.pins import PinnedPrefixes
 from engine.frontend.texts import check_params, check_text, no_tokenizer
 from engine.frontend.tokenizer import Tokenizer
 from engine.grammars.vocabularies import ModelVocabulary
+from engine.launched import leave_unless_first
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
@@ -63,6 +64,7 @@ def generates_not(model: ModelDescription) -> str:
 
 def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
     """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    leave_unless_first(args)
     model, config = resolve_with_plan(args)
     tokenizer = load_tokenizer(args, config)
     client = client_factory(config)

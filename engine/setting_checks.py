@@ -109,6 +109,34 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
+    check_launch(args)
+
+
+def check_launch(args: EngineArgs) -> None:
+    """Of who starts the ranks. Raises `ConfigError`."""
+    backend, ranks = args.distributed_executor_backend, args.tensor_parallel_size * args.pipeline_parallel_size
+    if backend != "ray" and args.ray_placement_strategy is not None:
+        raise ConfigError("ray_placement_strategy is of distributed_executor_backend='ray': set that, too")
+    if backend == "uni" and ranks > 1:
+        raise ConfigError(f"distributed_executor_backend='uni' is of one rank, and there are {ranks}: leave it out")
+    if backend not in ("ray", "external_launcher"):
+        if args.distributed_timeout_seconds is not None:
+            raise ConfigError(
+                "distributed_timeout_seconds is how long ranks of distributed_executor_backend='ray' or "
+                "'external_launcher' may take to join: set that, too, or leave it out"
+            )
+        return
+    name = f"distributed_executor_backend={backend!r}"
+    if ranks == 1:
+        raise ConfigError(f"{name} places ranks, and there is one: raise tensor_parallel_size, or leave it out")
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(f"{name}: stages are processes of one host; use 'mp', or tensor_parallel_size")
+    if args.data_parallel_size > 1:
+        raise ConfigError(f"{name}: it places the ranks of one replica; use 'mp', or one engine for each replica")
+    if args.distributed_timeout_seconds is not None and not 0 < args.distributed_timeout_seconds <= 86400:
+        raise ConfigError(
+            f"distributed_timeout_seconds must be in (0, 86400], got {args.distributed_timeout_seconds:g}"
+        )
 
 
 def _check_stages(args: EngineArgs) -> None:

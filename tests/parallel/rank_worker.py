@@ -17,6 +17,7 @@ import torch
 from rank_cases import draw_case, hash_of, run_case
 
 from engine.executor.rank import MakeGroup, named
+from engine.parallel.socket_group import SocketGroup
 
 
 class Worker:
@@ -32,6 +33,15 @@ class Worker:
             self._group = cast(MakeGroup, named(make_group))(fd, name, rank, size, cache_dir)
         finally:
             os.close(fd)
+
+    def join_by_sockets(self, name: str, rank: int, others: list[bool], cache_dir: Path) -> None:
+        sockets = [recv_handle(self._pipe) if is_other else -1 for is_other in others]
+        if self._group is not None:
+            self._group.close()
+        self._group = SocketGroup(sockets, name, rank, cache_dir)
+
+    def abort(self, reason: str) -> None:
+        self._group.abort(reason)
 
     def leave(self) -> None:
         self._group.close()

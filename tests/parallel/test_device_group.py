@@ -19,7 +19,8 @@ from tiny_families import save_tiny
 from attention_backends.toolchain import find_compiler
 from engine import LLM, EngineArgs, SamplingParams
 from engine.core.in_process_client import InProcessClient
-from engine.executor.multiproc import MultiprocExecutor, Parts
+from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.ranks import Parts
 from engine.parallel.device_group import WHOLE_BYTES, DeviceGroup, allocate
 
 
