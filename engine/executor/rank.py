@@ -12,7 +12,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -36,11 +36,12 @@ from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.shared_memory import SharedGroup  # a worker tells what fails before it imports torch
+    from engine.parallel.group import Group, OwnGroup  # a worker tells what fails before it imports torch
 
-MakeGroup = Callable[[int, str, int, int, Path], "SharedGroup"]
+MakeGroup = Callable[[int, str, int, int, Path], "OwnGroup"]
 """(descriptor of what they share, name, rank, size, cache directory)"""
+MakeSocketGroup = Callable[[Sequence[int], str, int, Path], "OwnGroup"]
+"""(sockets to the ranks, which are the group's from then on, name, rank, cache directory)"""
 MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
 
@@ -67,13 +68,23 @@ def named(name: str) -> object:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _group(start: WorkerStart) -> OwnGroup:
+    cache_dir = Path(start.config.compile.cache_dir)
+    if start.peers:
+        make_socket_group = cast(MakeSocketGroup, named(start.make_group))
+        return make_socket_group(start.peers, start.group_name, start.rank, cache_dir)
+    make_group = cast(MakeGroup, named(start.make_group))
+    group = make_group(start.group_fd, start.group_name, start.rank, start.size, cache_dir)
+    os.close(start.group_fd)
+    return group
+
+
 class Rank:
     def __init__(self, start: WorkerStart, link: DriverLink) -> None:
         self._link = link
         config = start.config
-        make_group, make_executor = cast(MakeGroup, named(start.make_group)), cast(MakeExecutor, named(start.executor))
-        group = make_group(start.group_fd, start.group_name, start.rank, start.size, Path(config.compile.cache_dir))
-        os.close(start.group_fd)
+        make_executor = cast(MakeExecutor, named(start.executor))
+        group = _group(start)
         place = group if config.parallel.pipeline == 1 else stage_group(group, start.before, start.after)
         self._local = make_executor(config, place, self._receive_masks)
         self._home = threading.get_ident()

@@ -19,7 +19,7 @@ from engine.models.device_packed import StoredExperts
 from engine.models.experts import Experts
 from engine.models.packed_experts import PackedExperts
 from engine.models.spec import ExpertsSpec
-from engine.parallel.group import Group
+from engine.parallel.group import RowsGroup
 from engine.step import RoundStart
 
 EXCHANGE_OP = "pageloom::divided_experts"
@@ -51,7 +51,7 @@ class _Layer(NamedTuple):
 class ExpertExchange:
     """Of one rank. Layers are those of the whole model, by their numbers."""
 
-    def __init__(self, group: Group, dtype: torch.dtype, num_layers: int) -> None:
+    def __init__(self, group: RowsGroup, dtype: torch.dtype, num_layers: int) -> None:
         self._group, self._dtype, self._num_layers = group, dtype, num_layers
         self._layers: dict[int, _Layer] = {}
         self._rows = [0] * group.size

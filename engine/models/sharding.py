@@ -127,8 +127,6 @@ def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
         shard.placement.check(counts, shard.size)
     if shard.only_experts:
         return msgspec.structs.replace(spec, layers=tuple(_with_own_experts(spec, shard)))
-    if spec.head is not None and spec.head.token_ids:
-        raise UnsupportedModelError("tensor_parallel_size: a head made of rows of the unembedding is not divided")
     if spec.vocab_size < PANEL * shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
     return msgspec.structs.replace(

@@ -63,9 +63,6 @@ class Group(Protocol):
     @property
     def all_gather(self) -> AllGather: ...
 
-    @property
-    def reduce_rows(self) -> ReduceRows: ...
-
     def alone(self) -> AbstractContextManager[None]:
         """Within it the calling thread's collectives are with nobody and return zeros: for compilers, which try code
         whose results nobody reads, while other threads compute."""
@@ -74,4 +71,19 @@ class Group(Protocol):
     def abort(self, reason: str) -> None:
         """From any thread: whoever waits in a collective of this group, or will, gets a RuntimeError with `reason`;
         other ranks, too. The first reason stays."""
+        ...
+
+
+class RowsGroup(Group, Protocol):
+    """Of ranks that have rows of their own."""
+
+    @property
+    def reduce_rows(self) -> ReduceRows: ...
+
+
+class OwnGroup(Group, Protocol):
+    """As whoever made it has it."""
+
+    def close(self) -> None:
+        """Frees what it holds; idempotent."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from engine.models.stages import Stage
-from engine.parallel.group import AllGather, AllReduce, Group, ReduceRows
+from engine.parallel.group import AllGather, AllReduce, Group
 from engine.parallel.stage_link import LinkEnd
 
 
@@ -41,10 +41,6 @@ class StageGroup:
     @property
     def all_gather(self) -> AllGather:
         return self._group.all_gather
-
-    @property
-    def reduce_rows(self) -> ReduceRows:
-        return self._group.reduce_rows
 
     def alone(self) -> AbstractContextManager[None]:
         return self._group.alone()

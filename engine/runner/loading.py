@@ -34,7 +34,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
 from engine.models.stages import layers_of, stage_groups, stage_of
-from engine.parallel.group import Group
+from engine.parallel.group import Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
@@ -153,7 +153,7 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group | None = None) -> RunnerParts:
+def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsGroup | None = None) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
     the model together, each its part. `replicas`: over which experts are divided, and nothing else.
 
@@ -213,7 +213,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     )
 
 
-def _shard_of(config: EngineConfig, group: Group | None, replicas: Group | None) -> Shard | None:
+def _shard_of(config: EngineConfig, group: Group | None, replicas: RowsGroup | None) -> Shard | None:
     if replicas is not None:
         return Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True)
     if group is None or isinstance(group, StageGroup):

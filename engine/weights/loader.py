@@ -92,6 +92,8 @@ def load_weights(
                 rows, parts = shard_rows(spec, shard, rows)
                 source = ShardedSource(whole, parts)
             _fill(model, source, rows, packer)
+            if model.head is not None and model.head.spec.token_ids:
+                _fill_head(model, model.head, whole, rows)  # whole in each rank
             if description.generates:
                 _check_tied_copy(model, whole, rows)
     return weight_bytes(model)
@@ -159,8 +161,6 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
         if name not in packed:
             source.read_into(name, place)
     del places, name, place  # what a packed layer replaces is freed at once
-    if model.head is not None and model.head.spec.token_ids:
-        _fill_head(model, model.head, source, rows)
     if packer is not None:
         _pack(model, source, rows, packer)
 

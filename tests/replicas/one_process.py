@@ -10,12 +10,13 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig
 from engine.executor.inline import InlineExecutor
 from engine.models.decoder import Decoder
 from engine.models.expert_exchange import DividedExperts
 from engine.models.placement import ExpertPlacement
-from engine.parallel.group import Group
+from engine.parallel.group import RowsGroup
+from engine.parallel_config import ParallelConfig
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
 
@@ -34,7 +35,7 @@ class AllParts:
         divided = msgspec.structs.replace(config, parallel=ParallelConfig(data=self._size, experts=self._placement))
         parts = []
         for rank in range(self._size):
-            group = cast(Group, SimpleNamespace(rank=rank, size=self._size, name="nobody"))
+            group = cast(RowsGroup, SimpleNamespace(rank=rank, size=self._size, name="nobody"))
             parts.append(load_parts(divided, replicas=group))
             assert isinstance(parts[-1].model, Decoder)
             self._of_ranks.append(parts[-1].model)
