@@ -111,7 +111,7 @@ Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::
 Tensor reduce_rows(Tensor x, std::vector<int64_t> rows, std::optional<Tensor> residual, int32_t dtype,
                    std::string name) {
   static constexpr const char* kOp = "reduce_rows";
-  const std::shared_ptr<SharedGroup> group = open_groups().find(name);
+  const std::shared_ptr<Group> group = open_groups().find(name);
   return stopping_where_refused(*group, [&] {
     const ScalarType type = x.scalar_type(), out_type = static_cast<ScalarType>(dtype);
     ReduceRowsCall call{};
