@@ -175,7 +175,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         bool, _about("each rank, or each replica, has some of a mixture's experts, whole, and computes them for all")
     ] = False
     expert_placement: Annotated[
-        str | None, _about("a file that says which of them has which expert (tools/place_experts.py); default: in order")
+        str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
