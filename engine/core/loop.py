@@ -191,7 +191,7 @@ class CoreLoop:
         if self._in_flight >= self._most_in_flight:
             return False
         self.phase = "plan"
-        rounds, busy = self._rounds, self._scheduler.is_busy
+        rounds, busy = self._rounds, self._rounds is not None and self._scheduler.is_busy
         if rounds is not None and not rounds.wanted(busy):
             return False
         known = plan = self._scheduler.plan()
