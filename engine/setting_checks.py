@@ -101,6 +101,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
             raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
         if ranks > 1 and args.cores is not None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
+    if (ranks := args.tensor_parallel_size * args.pipeline_parallel_size) > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel_size times pipeline_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if args.enable_expert_parallel and args.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
@@ -140,11 +142,6 @@ def check_launch(args: EngineArgs) -> None:
 
 
 def _check_stages(args: EngineArgs) -> None:
-    if args.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size ({args.pipeline_parallel_size}) and tensor_parallel_size "
-            f"({args.tensor_parallel_size}): a stage is computed by one rank; leave one of them out"
-        )
     if args.async_scheduling:
         raise ConfigError("async_scheduling: stages have steps in flight without it; leave it out")
 
