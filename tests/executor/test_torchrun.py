@@ -56,4 +56,3 @@ def test_a_process_is_a_rank_until_the_first_one_leaves(tmp_path: Path) -> None:
     executor.close()
     rank.join()
     assert left == [0]
-

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Ray starts give the bits of those that the engine starts itself; a node that is lost is said."""
+"""Ranks that torchrun or Ray starts give the bits of those that the engine starts; a node that is lost is named."""
 
 from __future__ import annotations
 
