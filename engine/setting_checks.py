@@ -95,8 +95,8 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
 def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         ranks = getattr(args, name)
-        if kind == "cuda" and ranks > 1:
-            raise ConfigError(f"{name} ({ranks}): several ranks compute on CPUs only; set device='cpu'")
+        if kind == "cuda" and ranks > 1 and name == "pipeline_parallel_size":
+            raise ConfigError(f"{name} ({ranks}): stages compute on CPUs only; set device='cpu'")
         if ranks > MAX_RANKS:
             raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
         if ranks > 1 and args.cores is not None:
@@ -110,6 +110,11 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
     check_launch(args)
+    if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r}: ranks on GPUs are processes of one "
+            "host, since NCCL between hosts is unproven here; use 'mp', or device='cpu'"
+        )
 
 
 def check_launch(args: EngineArgs) -> None:
@@ -153,8 +158,11 @@ def _check_replicas(args: EngineArgs, kind: Kind, machine: Machine) -> None:
     replicas = args.data_parallel_size
     if replicas > MAX_REPLICAS:
         raise ConfigError(f"data_parallel_size must be at most {MAX_REPLICAS}, got {replicas}")
-    if kind == "cuda" and replicas > len(machine.cuda):
-        raise ConfigError(f"data_parallel_size ({replicas}): each needs a GPU, and there are {len(machine.cuda)}")
+    if kind == "cuda" and (needed := replicas * args.tensor_parallel_size) > len(machine.cuda):
+        raise ConfigError(
+            f"data_parallel_size ({replicas}) and tensor_parallel_size ({args.tensor_parallel_size}): each rank "
+            f"needs a GPU, which makes {needed}, and there are {len(machine.cuda)}"
+        )
     if replicas > 1 and args.cores is not None:
         raise ConfigError(f"cores binds the threads of one replica, and data_parallel_size is {replicas}: leave it out")
 

@@ -31,7 +31,7 @@ from engine.executor.frames import (
 from engine.executor.interface import CompileState, Executor
 from engine.executor.rank import MakeExecutor, named
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
-from engine.executor.ranks import GROUP_NAME, LocalRanks, Parts, Ranks
+from engine.executor.ranks import GROUP_NAME, LocalRanks, Parts, Ranks, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
@@ -40,7 +40,7 @@ from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult, encode_step
 
 if TYPE_CHECKING:
-    from engine.parallel.native_group import NativeGroup
+    from engine.parallel.group import OwnGroup
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +59,17 @@ class MultiprocExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        parts: Parts = Parts(),  # noqa: B008  # it is frozen
+        parts: Parts | None = None,
         make_ranks: Callable[[EngineConfig, Parts], Ranks] = LocalRanks,
     ) -> None:
+        """`parts`: None for those that the device has."""
         self._config = config
         self._size = config.parallel.ranks
         self._is_staged = config.parallel.pipeline > 1
-        self._parts, self._make_ranks = parts, make_ranks
+        self._parts, self._make_ranks = parts or parts_for(config), make_ranks
         self._workers: WorkerWatch | None = None
         self._ranks: Ranks | None = None
-        self._group: NativeGroup | None = None
+        self._group: OwnGroup | None = None
         self._cause: str | None = None
         """of a worker's failure, from the thread that watches"""
         self._rank_0: Executor | None = None
@@ -129,6 +130,8 @@ class MultiprocExecutor:
         finally:
             self._uncollected -= 1
             workers.owe_less()
+        if (failure := workers.failure) is not None:  # a device whose exchange was stopped goes on with what it has
+            raise failure
         if self._is_staged and result.token_ids:
             told = StepResult(step_id=result.step_id, token_ids=result.token_ids, counts=result.counts)
             workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode())
@@ -179,7 +182,7 @@ class MultiprocExecutor:
             raise EngineError("the executor has no model: call load() first")
         return self._rank_0
 
-    def _start_group(self, ranks: Ranks) -> NativeGroup:
+    def _start_group(self, ranks: Ranks) -> OwnGroup:
         starts = [self._start(rank) for rank in range(1, self._size)]
         self._workers = WorkerWatch(range(1, self._size), lambda: ranks.start(starts), self._worker_failed)
         self._group = ranks.join()

@@ -36,12 +36,11 @@ from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.native_group import NativeGroup  # a worker tells what fails before it imports torch
+    from engine.parallel.group import Group, OwnGroup  # a worker tells what fails before it imports torch
 
-MakeGroup = Callable[[int, str, int, int, Path], "NativeGroup"]
+MakeGroup = Callable[[int, str, int, int, Path], "OwnGroup"]
 """(descriptor of what they share, name, rank, size, cache directory)"""
-MakeSocketGroup = Callable[[Sequence[int], str, int, Path], "NativeGroup"]
+MakeSocketGroup = Callable[[Sequence[int], str, int, Path], "OwnGroup"]
 """(sockets to the ranks, which are the group's from then on, name, rank, cache directory)"""
 MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
@@ -69,7 +68,7 @@ def named(name: str) -> object:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _group(start: WorkerStart) -> NativeGroup:
+def _group(start: WorkerStart) -> OwnGroup:
     cache_dir = Path(start.config.compile.cache_dir)
     if start.peers:
         make_socket_group = cast(MakeSocketGroup, named(start.make_group))

@@ -21,8 +21,7 @@ from engine.parallel.stage_link import StageLinks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.parallel.group import Group
-    from engine.parallel.native_group import NativeGroup
+    from engine.parallel.group import Group, OwnGroup
 
 GROUP_NAME = "tensor"
 """the same in all ranks and at every start: compiled pieces call collectives by it (a process's second group has a
@@ -56,11 +55,11 @@ class Ranks(Protocol):
         """What that rank computes with; of rank 0 after `start`."""
         ...
 
-    def join(self) -> NativeGroup:
+    def join(self) -> OwnGroup:
         """The driver's own place in the group, after `start`."""
         ...
 
-    def placed(self, group: NativeGroup) -> Group:
+    def placed(self, group: Group) -> Group:
         """The same as rank 0's executor sees it."""
         ...
 
@@ -99,14 +98,14 @@ class LocalRanks:
     def config_of(self, rank: int) -> EngineConfig:
         return rank_config(self._config, rank)
 
-    def join(self) -> NativeGroup:
+    def join(self) -> OwnGroup:
         assert self._memory is not None
         make_group = cast(MakeGroup, named(self._parts.make_group))
         group = make_group(self._memory, GROUP_NAME, 0, self._size, self._cache_dir)
         self._close_memory()
         return group
 
-    def placed(self, group: NativeGroup) -> Group:
+    def placed(self, group: Group) -> Group:
         return group if self._links is None else stage_group(group, *self._ends(0))
 
     def hosts(self) -> list[str]:
@@ -135,11 +134,19 @@ class LocalRanks:
             self._memory = None
 
 
+def parts_for(config: EngineConfig) -> Parts:
+    """What carries the collectives of ranks that compute on such a device."""
+    if config.device.kind == "cuda":
+        group = "engine.parallel.device_group"
+        return Parts(allocate=f"{group}:allocate", make_group=f"{group}:nccl_group")
+    return Parts()
+
+
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
     """`config` as one rank needs it: its GPU, or its share of this host's cores."""
     device = config.device
     if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=rank)
+        device = msgspec.structs.replace(device, index=device.index + rank)
     else:
         cores = share_of_cores(rank, config.parallel.ranks, device.threads)
         device = msgspec.structs.replace(device, cores=cores)

@@ -26,8 +26,7 @@ from engine.executor.remote_worker import RemoteWorker
 from engine.executor.worker_link import Handle
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.native_group import NativeGroup
+    from engine.parallel.group import Group, OwnGroup
 
 Kind = Literal["agent", "frames", "sums"]
 M = TypeVar("M", Hello, Spawned)
@@ -118,7 +117,7 @@ class RemoteRanks:
     def config_of(self, rank: int) -> EngineConfig:
         return self._config if self._memory is None else rank_config(self._config, rank)
 
-    def join(self) -> NativeGroup:
+    def join(self) -> OwnGroup:
         if self._memory is not None:
             make_group = cast(MakeGroup, named(self._parts.make_group))
             return make_group(self._memory, GROUP_NAME, 0, self._size, self._cache_dir)
@@ -130,7 +129,7 @@ class RemoteRanks:
         self._sums = {}
         return group
 
-    def placed(self, group: NativeGroup) -> Group:
+    def placed(self, group: Group) -> Group:
         return group
 
     def hosts(self) -> list[str]:

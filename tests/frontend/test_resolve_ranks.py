@@ -29,8 +29,11 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
             _resolve(model, tensor_parallel_size=ranks)
     with pytest.raises(UnsupportedModelError, match="runs through the library"):
         _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="compute on CPUs only"):
-        _resolve(model, H100, H100, tensor_parallel_size=2)
+    assert _resolve(model, H100, H100, tensor_parallel_size=2).device.kind == "cuda"
+    with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
+        _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="stages compute on CPUs only"):
+        _resolve(model, H100, H100, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="cores binds the threads of one rank"):
         _resolve(model, cores=(0, 1), tensor_parallel_size=2)
 
@@ -61,6 +64,8 @@ def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, **settings)
+    with pytest.raises(ConfigError, match="NCCL between hosts is unproven here"):
+        _resolve(model, H100, H100, distributed_executor_backend="ray", **two)
 
 
 def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
@@ -128,7 +133,7 @@ def test_replicas_share_a_cpus_cores_and_memory_and_each_have_a_gpu(model: Model
         ({"data_parallel_size": 65}, (), "data_parallel_size must be at most 64, got 65"),
         ({"data_parallel_size": 0}, (), "data_parallel_size must be at least 1, got 0"),
         ({"data_parallel_size": 2, "cores": (0, 1)}, (), "cores binds the threads of one replica"),
-        ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "each needs a GPU, and there are 1"),
+        ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "needs a GPU, which makes 2, and there are 1"),
     )
     for settings, gpus, problem in cases:
         with pytest.raises(ConfigError, match=problem):

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -32,8 +32,8 @@ class RankProcess:
     def send(self, name: str, *arguments: object) -> None:
         self._pipe.send((name, arguments))
 
-    def join(self, fd: int, name: str, rank: int, size: int, cache_dir: Path) -> None:
-        self.send("join", name, rank, size, cache_dir)
+    def join(self, fd: int, name: str, rank: int, size: int, cache_dir: Path, make_group: str) -> None:
+        self.send("join", name, rank, size, cache_dir, make_group)
         send_handle(self._pipe, fd, self.process.pid)
 
     def join_by_sockets(self, streams: Sequence[socket.socket | None], name: str, rank: int, cache_dir: Path) -> None:
@@ -85,8 +85,15 @@ def connected() -> tuple[socket.socket, socket.socket]:
 class Workers:
     """Processes for groups, which are started when one is wanted and serve one group after another."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(
+        self,
+        cache_dir: Path,
+        make_group: str = "engine.parallel.shared_memory:SharedGroup",
+        allocate: Callable[[int, int], int] = allocate,
+    ) -> None:
+        """`make_group`: "module:callable" of an `engine.executor.rank.MakeGroup`."""
         self._cache_dir = cache_dir
+        self._make_group, self._allocate = make_group, allocate
         self._processes: list[RankProcess] = []
         self._fds: list[int] = []
         self._groups = 0
@@ -114,11 +121,11 @@ class Workers:
 
     def group(self, size: int, slot_bytes: int = 1 << 16) -> Ranks:
         processes = self._running(size)
-        fd = allocate(size, slot_bytes)
+        fd = self._allocate(size, slot_bytes)
         self._fds.append(fd)
         ranks = Ranks(processes, fd)
         for rank, process in enumerate(ranks.processes):
-            process.join(fd, f"group-{len(self._fds)}", rank, size, self._cache_dir)
+            process.join(fd, f"group-{len(self._fds)}", rank, size, self._cache_dir, self._make_group)
         for process in ranks.processes:
             process.result()
         return ranks
