@@ -112,6 +112,11 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
     check_launch(args)
+    if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r}: ranks on GPUs are processes of one "
+            "host, since NCCL between hosts is unproven here; use 'mp', or device='cpu'"
+        )
 
 
 def check_launch(args: EngineArgs) -> None:

@@ -64,6 +64,8 @@ def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, **settings)
+    with pytest.raises(ConfigError, match="NCCL between hosts is unproven here"):
+        _resolve(model, H100, H100, distributed_executor_backend="ray", **two)
 
 
 def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
