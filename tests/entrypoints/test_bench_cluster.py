@@ -137,7 +137,7 @@ def test_a_stage_holds_its_layers_and_the_last_one_samples(model: Path) -> None:
 
 
 def test_a_cell_stands_for_all(config: EngineConfig) -> None:
-    traffic = Traffic(rate=200.0, input_len=40, output_len=8)
+    traffic = Traffic(rate=90.0, input_len=40, output_len=8)
 
     def run(replicas: int, share: float) -> Outcome:
         requests = arrivals(traffic.of_some(share), 20.0, 0, config.model.vocab_size)
