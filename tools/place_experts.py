@@ -1,8 +1,8 @@
 """Which rank should have which expert of a mixture, so that all have as much to do with texts like yours?
 
-Runs the model over the prompts of a file, a line each (empty ones are passed over), counts how many tokens every expert of every layer is given, and
-writes the placement that balances them for `--expert-placement`. Prints how much the busiest rank has to do, over the
-mean, in order and so placed, on these texts.
+Runs the model over the prompts of a file, a line each (empty ones are passed over), counts how many tokens every expert
+of every layer is given, and writes the placement that balances them for `--expert-placement`. Prints
+how much the busiest rank has to do, over the mean, in order and so placed, on these texts.
 
     python tools/place_experts.py MODEL PROMPTS.txt OUT.json --ranks 2 [--max-tokens 64]
 """
