@@ -126,8 +126,9 @@ class ReplicatedClient:
         return [replica.number for replica in self._fleet.replicas if not replica.leaving]
 
     def stats_of_each(self) -> dict[int, CoreStats]:
-        """What each of those that serve has told last, by their numbers."""
-        return {replica.number: replica.stats for replica in self._fleet.replicas}
+        """What each of those that serve has told last, by their places, which are the numbers in the log and the ranks
+        of KV events."""
+        return {replica.place: replica.stats for replica in self._fleet.replicas}
 
     def add_replica(self) -> int:
         """Start another one and return its number. Raises what `start` raises, and the others go on."""

@@ -201,6 +201,7 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
     [
         ({"range_ratio": 1.0}, r"range_ratio must be in \[0, 1\)"),
         ({"rate": 0.0}, "rate must be positive"),
+        ({"rate": float("nan")}, "rate must be positive"),
         ({"heads": 2, "head_tokens": 40}, "leave the shortest prompt no token of its own"),
         ({"input_len": 5000}, "exceed max_model_len"),
     ],

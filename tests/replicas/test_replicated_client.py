@@ -166,6 +166,7 @@ def test_replicas_come_and_go_while_requests_run() -> None:
         assert set(seen.ended.values()) == {"length"}
         assert [replica.place for replica in client._fleet.replicas] == [2]
         assert (client.add_replica(), [replica.place for replica in client._fleet.replicas]) == (3, [2, 0])
+        assert list(client.stats_of_each()) == [2, 0]  # as KV events and the log call them
         client.remove_replica(3)
         with pytest.raises(ConfigError, match="the only one"):
             client.remove_replica(2)
