@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
+from engine.errors import ConfigError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.spec import DecoderSpec
@@ -38,8 +39,12 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     """With experts where the file says, if there is one. Raises ConfigError."""
     if args.expert_placement is None:
         return config
-    parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
-    _check(args, model, parallel.experts)
+    try:
+        experts = read_placement(args.expert_placement)
+    except ConfigError as error:
+        raise ConfigError(f"expert_placement: {error}") from error
+    parallel = msgspec.structs.replace(config.parallel, experts=experts)
+    _check(args, model, experts)
     return msgspec.structs.replace(config, parallel=parallel)
 
 

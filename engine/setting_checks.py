@@ -18,6 +18,7 @@ from engine.sizes import setting_bytes
 Kind = Literal["cpu", "cuda"]
 
 _ENDPOINT = re.compile(r"tcp://\S+:[0-9]{1,5}|ipc://.+")
+_MAX_PORT = 65535
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -62,7 +63,12 @@ def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
 
 
 def _check_ports(config: KVEventsConfig, replicas: int) -> None:
-    """Each replica adds its rank to both ports: they must not meet."""
+    """Each replica adds its rank to both ports: there must be such ports, and they must not meet."""
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name) or ""
+        if endpoint.startswith("tcp://") and not 1 <= int(endpoint.rpartition(":")[2]) <= _MAX_PORT + 1 - replicas:
+            among = "" if replicas == 1 else f", and of data_parallel_size ({replicas}) each adds its rank"
+            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: ports are 1 to {_MAX_PORT}{among}")
     endpoints = [config.endpoint, config.replay_endpoint or ""]
     if not all(endpoint.startswith("tcp://") for endpoint in endpoints) or not re.search(r"\*|::", config.endpoint):
         return
@@ -101,6 +107,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
             raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
         if ranks > 1 and args.cores is not None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
+    if (ranks := args.tensor_parallel_size * args.pipeline_parallel_size) > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel_size times pipeline_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if args.enable_expert_parallel:
         _check_experts(args, kind)
     if args.expert_placement is not None and not args.enable_expert_parallel:
@@ -108,6 +116,11 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
     check_launch(args)
+    if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r}: ranks on GPUs are processes of one "
+            "host, since NCCL between hosts is unproven here; use 'mp', or device='cpu'"
+        )
 
 
 def check_launch(args: EngineArgs) -> None:
@@ -157,11 +170,6 @@ def _check_experts(args: EngineArgs, kind: Kind) -> None:
 
 
 def _check_stages(args: EngineArgs) -> None:
-    if args.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size ({args.pipeline_parallel_size}) and tensor_parallel_size "
-            f"({args.tensor_parallel_size}): a stage is computed by one rank; leave one of them out"
-        )
     if args.async_scheduling:
         raise ConfigError("async_scheduling: stages have steps in flight without it; leave it out")
 

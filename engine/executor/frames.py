@@ -35,6 +35,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """"module:callable": a `rank.MakeGroup`, or a `rank.MakeSocketGroup`"""
     executor: str
     """"module:callable": a `rank.MakeExecutor`"""
+    parts_fd: int = -1
+    """as `group_fd`, of those that compute a stage together; -1: there is nobody else"""
     before: tuple[int, int] | None = None
     after: tuple[int, int] | None = None
     """`LinkEnd`s of a rank that computes a stage: where states come from, and go to"""

@@ -1,9 +1,9 @@
 """Several ranks: the driver's own in this process, each other one in a process of its own, on this host or another.
 
 Whatever the local executor is told, all workers are told first, so that nobody waits for the slower message; what comes
-back is rank 0's. Ranks are parts of every matrix, or stages, of which rank 0 computes the last one: then the others are
-told what a step has sampled. A group that lost a rank is of no use: its collectives are aborted, and every later call
-says why.
+back is rank 0's. Ranks are parts of every matrix, or stages, or both; rank 0 computes the last stage, or its first
+part, and earlier stages are told what a step has sampled. A group that lost a rank is of no use: its collectives are
+aborted, and every later call says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.executor.frames import (
 from engine.executor.interface import CompileState, Executor
 from engine.executor.rank import MakeExecutor, named
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
-from engine.executor.ranks import GROUP_NAME, LocalRanks, Parts, Ranks, parts_for
+from engine.executor.ranks import LocalRanks, Parts, Ranks, group_name, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
@@ -65,7 +65,10 @@ class MultiprocExecutor:
         """`parts`: None for those that the device has."""
         self._config = config
         self._size = config.parallel.ranks
-        self._is_staged = config.parallel.pipeline > 1
+        self._sampling = range(1, config.parallel.tensor)
+        """workers that compute the last stage, or all of it, with rank 0"""
+        self._ahead = range(config.parallel.tensor, self._size)
+        """those that compute an earlier one"""
         self._parts, self._make_ranks = parts or parts_for(config), make_ranks
         self._workers: WorkerWatch | None = None
         self._ranks: Ranks | None = None
@@ -113,8 +116,9 @@ class MultiprocExecutor:
         self._local.submit(plan, done)
 
     def sample(self, masks: StepMasks) -> None:
-        if not self._is_staged:  # where only the last stage samples
-            self._serving().send(Frame(Kind.MASKS, 0, encode_step(masks)).encode())
+        workers = self._serving()
+        if self._sampling:
+            workers.send(Frame(Kind.MASKS, 0, encode_step(masks)).encode(), self._sampling)
         self._local.sample(masks)
 
     def collect(self) -> StepResult:
@@ -132,9 +136,9 @@ class MultiprocExecutor:
             workers.owe_less()
         if (failure := workers.failure) is not None:  # a device whose exchange was stopped goes on with what it has
             raise failure
-        if self._is_staged and result.token_ids:
+        if self._ahead and result.token_ids:
             told = StepResult(step_id=result.step_id, token_ids=result.token_ids, counts=result.counts)
-            workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode())
+            workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode(), self._ahead)
         return result
 
     def compile_state(self) -> CompileState:
@@ -194,7 +198,7 @@ class MultiprocExecutor:
         if self._group is not None:
             self._group.abort(reason)
         if self._ranks is not None:
-            self._ranks.abort()
+            self._ranks.abort(reason)
 
     def _start(self, rank: int) -> WorkerStart:
         return WorkerStart(
@@ -204,7 +208,7 @@ class MultiprocExecutor:
             driver_pid=os.getpid(),
             socket_fd=-1,
             group_fd=-1,
-            group_name=GROUP_NAME,
+            group_name=group_name(self._config),
             make_group=self._parts.make_group,
             executor=self._parts.executor,
             log_level=logger.getEffectiveLevel(),

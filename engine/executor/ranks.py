@@ -12,10 +12,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.executor.cores import share_of_cores
 from engine.executor.frames import WorkerStart
-from engine.executor.rank import MakeGroup, named, stage_group
+from engine.executor.rank import GROUP_NAME, STAGES_NAME, MakeGroup, named, stage_group
 from engine.executor.worker_handle import WorkerHandle
 from engine.executor.worker_link import Handle
-from engine.parallel.stage_group import stage_of_rank
+from engine.parallel.stage_group import place_of_rank
 from engine.parallel.stage_link import StageLinks
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
     from engine.parallel.group import Group, OwnGroup
 from engine.parallel.group_memory import SLOT_BYTES
-
-GROUP_NAME = "tensor"
-"""the same in all ranks and at every start: compiled pieces call collectives by it (a process's second group has a
-number behind it)"""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -66,7 +62,7 @@ class Ranks(Protocol):
         """By rank, which machine each is on: those of one share its memory."""
         ...
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """From any thread: whoever waits for another rank otherwise than in a collective is woken."""
         ...
 
@@ -81,18 +77,29 @@ class LocalRanks:
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self._config, self._size, self._parts = config, config.parallel.ranks, parts
         self._cache_dir = Path(config.compile.cache_dir)
-        self._links = StageLinks(self._size) if config.parallel.pipeline > 1 else None
+        self._stages, self._tensor = config.parallel.pipeline, config.parallel.tensor
+        self._links = [StageLinks(self._stages) for _ in range(self._tensor)] if self._stages > 1 else []
         allocate = cast("Callable[[int, int], int]", named(parts.allocate))
         self._memory: int | None = allocate(self._size, SLOT_BYTES)
+        several = self._stages > 1 and self._tensor > 1
+        self._of_stages = [allocate(self._tensor, SLOT_BYTES) for _ in range(self._stages)] if several else []
+        self._own_parts: OwnGroup | None = None
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
         assert self._memory is not None
         for start in starts:
             before, after = self._ends(start.rank)
+            of_stage = self._of_stages[start.rank // self._tensor] if self._of_stages else -1
             start = msgspec.structs.replace(
-                start, config=self.config_of(start.rank), group_fd=self._memory, before=before, after=after
+                start,
+                config=self.config_of(start.rank),
+                group_fd=self._memory,
+                parts_fd=of_stage,
+                before=before,
+                after=after,
             )
-            yield WorkerHandle(start, (self._memory, *(before or ()), *(after or ())))
+            shared = (self._memory,) if of_stage < 0 else (self._memory, of_stage)
+            yield WorkerHandle(start, (*shared, *(before or ()), *(after or ())))
 
     def config_of(self, rank: int) -> EngineConfig:
         return rank_config(self._config, rank)
@@ -100,37 +107,49 @@ class LocalRanks:
     def join(self) -> OwnGroup:
         assert self._memory is not None
         make_group = cast(MakeGroup, named(self._parts.make_group))
-        group = make_group(self._memory, GROUP_NAME, 0, self._size, self._cache_dir)
+        group = make_group(self._memory, group_name(self._config), 0, self._size, self._cache_dir)
+        if self._of_stages:
+            self._own_parts = make_group(self._of_stages[0], GROUP_NAME, 0, self._tensor, self._cache_dir)
         self._close_memory()
         return group
 
     def placed(self, group: Group) -> Group:
-        return group if self._links is None else stage_group(group, *self._ends(0))
+        return stage_group(self._config, 0, group, self._own_parts, *self._ends(0)) if self._links else group
 
     def hosts(self) -> list[str]:
         return ["here"] * self._size
 
-    def abort(self) -> None:
-        if self._links is not None:
-            self._links.abort()
+    def abort(self, reason: str) -> None:
+        for links in self._links:
+            links.abort()
+        if self._own_parts is not None:
+            self._own_parts.abort(reason)
 
     def close(self) -> None:
         self._close_memory()
-        if self._links is not None:
-            self._links.close()
-            self._links = None
+        if self._own_parts is not None:
+            self._own_parts.close()
+            self._own_parts = None
+        for links in self._links:
+            links.close()
+        self._links = []
 
     def _ends(self, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """Of the links to the stages before and behind."""
-        if self._links is None:
+        if not self._links:
             return None, None
-        stage = stage_of_rank(rank, self._size).index
-        return self._links.before(stage), self._links.after(stage)
+        stage, part = place_of_rank(rank, self._stages, self._tensor)
+        return self._links[part].before(stage.index), self._links[part].after(stage.index)
 
     def _close_memory(self) -> None:
-        if self._memory is not None:
-            os.close(self._memory)
-            self._memory = None
+        for memory in (*self._of_stages, *(() if self._memory is None else (self._memory,))):
+            os.close(memory)
+        self._memory, self._of_stages = None, []
+
+
+def group_name(config: EngineConfig) -> str:
+    """Of the group of all ranks."""
+    return GROUP_NAME if config.parallel.pipeline == 1 else STAGES_NAME
 
 
 def parts_for(config: EngineConfig) -> Parts:

@@ -20,8 +20,8 @@ from engine.executor.agent import boot_id
 from engine.executor.agent_frames import VERSION, AgentStream, Ended, Hello, Spawn, Spawned
 from engine.executor.connections import Address, Listener
 from engine.executor.frames import WorkerStart
-from engine.executor.rank import MakeGroup, MakeSocketGroup, named
-from engine.executor.ranks import GROUP_NAME, Parts, rank_config
+from engine.executor.rank import GROUP_NAME, MakeGroup, MakeSocketGroup, named
+from engine.executor.ranks import Parts, rank_config
 from engine.executor.remote_worker import RemoteWorker
 from engine.executor.worker_link import Handle
 from engine.parallel.group_memory import SLOT_BYTES
@@ -136,7 +136,7 @@ class RemoteRanks:
     def hosts(self) -> list[str]:
         return self._hosts
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """There is nothing but collectives."""
 
     def close(self) -> None:

@@ -73,10 +73,10 @@ class WorkerWatch:
         """By rank, from rank 1 on."""
         return [worker.pid for worker in self._workers]
 
-    def send(self, frame: bytes) -> None:
-        """To each worker; never waits."""
+    def send(self, frame: bytes, ranks: range | None = None) -> None:
+        """To those workers, or to each; never waits."""
         for worker in self._workers:
-            if not worker.link.send(frame):
+            if (ranks is None or worker.rank in ranks) and not worker.link.send(frame):
                 self._wake()
 
     def owe(self) -> None:

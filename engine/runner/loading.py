@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
-from engine.models.stages import layers_of, stage_groups, stage_of
+from engine.models.stages import Stage, layers_of, stage_groups, stage_of
 from engine.parallel.group import Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
@@ -165,10 +165,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
         check_device(config, device)
     description = describe(config.model.path, config.model.model_impl)
     spec, facts = description.spec, description.facts
-    shard = _shard_of(config, group, replicas)
-    if shard is not None or isinstance(group, StageGroup):
+    place = _place(config, group, replicas)
+    if group is not None or replicas is not None:
         assert spec is not None  # resolving refuses it
-        spec = stage_of(spec, group.stage) if isinstance(group, StageGroup) else sharded(spec, cast(Shard, shard))
+        spec = _part(spec, place)
         facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
@@ -182,7 +182,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     if spec is None:
         model: Decoder | FallbackModel = _library_model(config, description, packer)
     else:
-        model = _filled(config, description, spec, shown_layers, packer, shard, group)
+        model = _filled(config, description, spec, shown_layers, packer, place)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     if isinstance(packer, Packer):
@@ -213,12 +213,22 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     )
 
 
-def _shard_of(config: EngineConfig, group: Group | None, replicas: RowsGroup | None) -> Shard | None:
+_Place = tuple[Group | None, Shard | None, Stage | None]
+"""with whom a rank computes the same layers, its part of their matrices, and which layers these are"""
+
+
+def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None = None) -> _Place:
     if replicas is not None:
-        return Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True)
-    if group is None or isinstance(group, StageGroup):
-        return None
-    return Shard(group.rank, group.size, config.parallel.experts)
+        return None, Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True), None
+    parts = group.parts if isinstance(group, StageGroup) else group
+    shard = None if parts is None else Shard(parts.rank, parts.size, config.parallel.experts)
+    return parts, shard, group.stage if isinstance(group, StageGroup) else None
+
+
+def _part(whole: DecoderSpec, place: _Place) -> DecoderSpec:
+    _, shard, stage = place
+    spec = whole if shard is None else sharded(whole, shard)
+    return spec if stage is None else stage_of(spec, stage, whole)
 
 
 def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
@@ -228,7 +238,9 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
     def link(end: LinkEnd | None) -> StateLink | None:
         return None if end is None else StateLink(end, slots, most_tokens, whole.hidden_size, dtype)
 
-    groups = group_layers(whole.facts.kept, config.model.max_model_len)
+    _, shard, _ = _place(config, group)
+    kept = (whole if shard is None else sharded(whole, shard)).facts.kept
+    groups = group_layers(kept, config.model.max_model_len)
     return StageParts(stage_groups(groups, layers_of(whole, group.stage)), link(group.before), link(group.after))
 
 
@@ -283,19 +295,18 @@ def _filled(
     spec: DecoderSpec,
     shown_layers: Sequence[int],
     packer: Packer | DevicePacker | None,
-    shard: Shard | None,
-    group: Group | None,
+    place: _Place,
 ) -> Decoder:
     """The model with its weights; of the described one the part that is `spec`, where that is not all."""
+    parts, shard, stage = place
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    stage = group.stage if isinstance(group, StageGroup) else None
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
-    if group is not None and stage is None:
+    if parts is not None:
         assert description.spec is not None
-        join(model, description.spec, group)
+        join(model, description.spec if stage is None else stage_of(description.spec, stage), parts)
     return model
