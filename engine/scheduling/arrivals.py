@@ -11,6 +11,7 @@ from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammars.interface import Matcher
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.fetches import Fetches
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
@@ -18,8 +19,9 @@ from engine.step import RowParams
 
 
 class Arrivals:
-    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained) -> None:
+    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained, fetches: Fetches) -> None:
         self._config = config
+        self._fetches = fetches
         self._held = held
         self._constrained = constrained
         self._number = 0
@@ -27,8 +29,8 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for their grammar, too."""
-        return len(self._held.waiting) + self._held.following + len(self._constrained)
+        """Those that wait for their grammar, or for pages, too."""
+        return len(self._held.waiting) + self._held.following + len(self._constrained) + len(self._fetches)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
@@ -63,8 +65,14 @@ class Arrivals:
         for seq in samples:
             seq.siblings, seq.max_blocks = samples, need
         leader.pin = request.pin
+        leader.hands_over = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         held.live.update(zip(request.request_ids, samples, strict=True))
-        self._queue(request, samples, start)
+        if not self._fetches.begin(request, samples):
+            self._queue(request, samples, start)
+
+    def go_on(self, request: AddRequest, samples: list[Sequence]) -> None:
+        """Pages have come for it, or will not. Raises `InvalidRequestError` where its grammar has failed meanwhile."""
+        self._queue(request, samples, None if request.grammar is None else self._constrained.start(request.grammar))
 
     def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
         if request.grammar is not None and start is None:
