@@ -27,9 +27,9 @@ class _Lease(msgspec.Struct):
 class Leases:
     """`keep` while the prompt is computed; then `offer`, or `drop` where it does not end well."""
 
-    def __init__(self, kv: KVCache, connector: Connector | None, most: int = 256) -> None:
-        """`most`: leases at a time; older ones give way. Together they hold at most half of the pool."""
-        self._kv, self._connector, self._most = kv, connector, most
+    def __init__(self, kv: KVCache, connector: Connector | None) -> None:
+        """Leases together hold at most half of the pool; older ones give way."""
+        self._kv, self._connector = kv, connector
         self._kept: dict[str, _Lease] = {}
         """by request: those whose prompt is being computed"""
         self._offered: dict[int, _Lease] = {}
@@ -63,7 +63,9 @@ class Leases:
         self._generation += 1
         self._offered[self._generation] = lease
         params = self._connector.offer(self._generation, _pages(lease, prompt, self._kv.block_size))
-        while len(self) > 1 and (len(self) > self._most or self.num_blocks > self._kv.pool.num_blocks // 2):
+        while len(self) > 1 and (
+            len(self) > self._connector.most_leases or self.num_blocks > self._kv.pool.num_blocks // 2
+        ):
             self.give_way()
         return params
 

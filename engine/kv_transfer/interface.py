@@ -32,6 +32,11 @@ News = FetchDone | LeaseEnded
 class Connector(Protocol):
     """All methods are the core's, return at once and raise nothing; news come through its inbox."""
 
+    @property
+    def most_leases(self) -> int:
+        """At a time; older ones give way."""
+        ...
+
     def offer(self, generation: int, pages: dict[bytes, int]) -> KVTransferParams:
         """Whoever has these parameters may read the device's blocks `pages`, by their keys in the prefix cache, until
         `LeaseEnded` or `withdraw`. `generation`: of the lease, never used again."""

@@ -9,6 +9,7 @@ from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammars.interface import Matcher
+from engine.kv_transfer.interface import FetchDone
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.fetches import Fetches
@@ -70,9 +71,18 @@ class Arrivals:
         if not self._fetches.begin(request, samples):
             self._queue(request, samples, start)
 
-    def go_on(self, request: AddRequest, samples: list[Sequence]) -> None:
-        """Pages have come for it, or will not. Raises `InvalidRequestError` where its grammar has failed meanwhile."""
-        self._queue(request, samples, None if request.grammar is None else self._constrained.start(request.grammar))
+    def landed(self, done: FetchDone) -> tuple[Sequence, str] | None:
+        """Pages have come, or will not: who waited for them goes on. Returns who fails, and why: its grammar did."""
+        goes_on = self._fetches.ended(done)
+        if goes_on is None:
+            return None
+        request, samples = goes_on
+        try:
+            start = None if request.grammar is None else self._constrained.start(request.grammar)
+            self._queue(request, samples, start)
+        except InvalidRequestError as error:
+            return samples[0], str(error)
+        return None
 
     def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
         if request.grammar is not None and start is None:

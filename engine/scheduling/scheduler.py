@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
-from engine.errors import EngineError, InvalidRequestError
+from engine.errors import EngineError
 from engine.grammars.interface import Grammars
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
 from engine.kv_cache.leases import Leases
@@ -56,7 +56,7 @@ class Scheduler:
         connector: Connector | None = None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
-        sequence before it is known how many of its drafts were right. `connector`: to other engines, if there are any."""
+        sequence before it is known how many of its drafts were right. `connector`: to other engines, if any."""
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
@@ -113,13 +113,8 @@ class Scheduler:
         if isinstance(news, LeaseEnded):
             self._leases.end(news.generation, news.expired)
             return []
-        goes_on = self._fetches.ended(news)
-        if goes_on is not None:
-            try:
-                self._arrivals.go_on(*goes_on)
-            except InvalidRequestError as error:
-                return self._end_with_error(goes_on[1][0], str(error), "invalid")
-        return []
+        failed = self._arrivals.landed(news)
+        return [] if failed is None else self._end_with_error(*failed, "invalid")
 
     def has_begun(self, request_id: str) -> bool:
         """A step has taken it up; true for one that is over, too."""
@@ -246,17 +241,13 @@ class Scheduler:
         return self._kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
-        """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
+        """End leases, then preempt those that came last, until there is room; None: it was itself the last."""
         while True:
-            if self._leases.give_way():
-                growth = self._append(seq, query_len)
-                if growth is not None:
-                    return growth
-                continue
-            victims = self._held.preempt_latest(draft.tentative)
-            draft.give_back(victims)
-            if seq in victims:
-                return None
+            if not self._leases.give_way():
+                victims = self._held.preempt_latest(draft.tentative)
+                draft.give_back(victims)
+                if seq in victims:
+                    return None
             growth = self._append(seq, query_len)
             if growth is not None:
                 return growth

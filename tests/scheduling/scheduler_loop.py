@@ -74,10 +74,9 @@ class Loop:
             num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
         self.max_model_len = max_model_len
-        self.plans: list[StepPlan] = []
-        self.num_plain: list[int] = []
+        self.plans, self.num_plain = list[StepPlan](), list[int]()
         """rows of each plan that were planned at once"""
-        self.pending: deque[StepPlan] = deque()
+        self.pending = deque[StepPlan]()
         self.sequences: dict[str, Sequence] = {}
         self.requests: dict[str, AddRequest] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)

@@ -18,6 +18,8 @@ ASKED = KVTransferParams(do_remote_decode=True)
 class Link:
     """Both ends of a transport: the pages that `source` leases come into `target`'s host blocks when it is told so."""
 
+    most_leases = 256
+
     def __init__(self) -> None:
         self.source: Loop | None = None
         self.target: Loop | None = None
