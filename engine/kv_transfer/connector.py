@@ -58,7 +58,7 @@ class EngineConnector:
             do_remote_prefill=True,
             remote_engine_id=self._exports.engine_id,
             remote_request_id=self._exports.offer(generation, pages),
-            remote_block_ids=list(pages.values()),
+            remote_block_ids=[*pages.values()],
             remote_host=self._host,
             remote_port=self._exports.port,
         )

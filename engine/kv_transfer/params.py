@@ -23,7 +23,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """of one start of an engine: a restarted one has another"""
     remote_request_id: _Name | None = None
     """what the pages are leased under; nobody guesses it"""
-    remote_block_ids: list[int] | list[list[int]] | None = None
+    remote_block_ids: list[int | list[int]] | None = None
     """told for proxies that look at it; pages are asked for by what they hold"""
     remote_host: _Name | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
