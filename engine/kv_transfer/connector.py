@@ -15,6 +15,7 @@ from engine.kv_transfer.interface import FetchDone, Inform
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
 from engine.kv_transfer.reader import fetch
+from engine.kv_transfer.staging import Stagings
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class EngineConnector:
             )
             logger.info("KV pages are read from %s:%d, and over shared memory", self._host, self._exports.port)
         self._consumes = config.kv_transfer.consumes
+        self._stagings = Stagings(READERS)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         for index in range(READERS if self._consumes and not waits else 0):
             threading.Thread(target=self._run, name=f"kv-fetch-{index}", daemon=True).start()
@@ -96,7 +98,7 @@ class EngineConnector:
                 raise TransferError("this engine has no pages yet")
             if source.tp_size != 1:
                 raise TransferError(f"tp_size {source.tp_size}: only pages of whole heads are taken (tp_size 1)")
-            size = fetch(source, pages, self._memory, self._timeout_s)
+            size = fetch(source, pages, self._memory, self._stagings, self._timeout_s)
         except TransferError as failure:
             error = str(failure)
         except Exception as failure:

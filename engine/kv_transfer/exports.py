@@ -8,7 +8,6 @@ used twice, so that what is read late is never what took its place.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import select
@@ -17,12 +16,12 @@ import threading
 import time
 
 import msgspec
-import numpy as np
 
 from engine.errors import ConfigError
-from engine.kv_transfer.frames import Answer, Ask, Took, TransferError, Wire, local_name
+from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, local_name
 from engine.kv_transfer.interface import Inform, LeaseEnded
 from engine.kv_transfer.memory import KVMemory
+from engine.kv_transfer.staging import Scratch, mapped
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,7 @@ class Exports:
         """by name, in the order of their deadlines"""
         self._names: dict[int, str] = {}
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._scratch = Scratch(2)
         self._closing = False
         self._tcp, self._local = _listen(host, port)
         self.port = int(self._tcp.getsockname()[1])
@@ -142,64 +142,58 @@ class Exports:
             self._places.release()
 
     def _answer(self, wire: Wire) -> None:
-        ask = wire.receive(Ask)
-        local = wire.socket.family == socket.AF_UNIX
+        descriptors: list[int] = []
         try:
+            local = wire.socket.family == socket.AF_UNIX
+            ask = wire.receive_with(Ask, descriptors) if local else wire.receive(Ask)
             if not ask.keys:
                 self._end(ask.lease)
                 wire.send(Answer())
                 return
-            packed, memfd, checksum = self._read(ask, local)
-        except TransferError as error:
-            wire.send(Answer(error=str(error)))
-            return
-        try:
-            wire.send(Answer(size=len(packed), checksum=checksum), memfd)
+            try:
+                self._give(wire, ask, self._check(ask, local, descriptors), descriptors)
+            except RefusedError as error:
+                wire.send(Answer(error=str(error)))
+                return
         finally:
-            if memfd is not None:
-                os.close(memfd)
-        if memfd is None:
-            wire.send_pages(packed)
+            for descriptor in descriptors:
+                os.close(descriptor)
         wire.receive(Took)
         self._end(ask.lease)
 
-    def _read(self, ask: Ask, local: bool) -> tuple[np.ndarray, int | None, bytes]:
-        """The pages, in shared memory for a reader on this host, and their checksum."""
+    def _check(self, ask: Ask, local: bool, descriptors: list[int]) -> KVMemory:
+        """Before memory is taken for a stranger. Raises `RefusedError`."""
         memory = self._memory
         if memory is None or ask.engine_id != self.engine_id:
-            raise TransferError("this engine was started later: what it had then is gone")
+            raise RefusedError("this engine was started later: what it had then is gone")
         if ask.layout != memory.layout:
-            raise TransferError(
+            raise RefusedError(
                 "other models, dtypes, block sizes or attention backends: start both engines with the same settings"
             )
+        if len(descriptors) != local:
+            raise RefusedError("pages are written to one descriptor of the reader's")
         with self._lock:
-            self._leased(ask)  # before memory is taken for a stranger
+            self._leased(ask)
+        return memory
+
+    def _give(self, wire: Wire, ask: Ask, memory: KVMemory, descriptors: list[int]) -> None:
         size = len(ask.keys) * memory.device.page_bytes
-        memfd, packed = _shared(size) if local else (None, np.empty(size, dtype=np.uint8))
-        try:
+        with mapped(descriptors[0], size) if descriptors else self._scratch.of(size) as packed:
             with self._lock:
                 memory.device.pack(self._leased(ask), packed)
-            return packed, memfd, memory.device.checksum(packed, len(ask.keys))
-        except BaseException:
-            if memfd is not None:
-                os.close(memfd)
-            raise
+            wire.send(Answer(size=size, checksum=memory.device.checksum(packed, len(ask.keys))))
+            if not descriptors:
+                wire.send_pages(packed)
 
     def _leased(self, ask: Ask) -> list[int]:
-        """The blocks of its keys."""
+        """The blocks of its keys. Raises `RefusedError`."""
         offer = self._offers.get(ask.lease)
         if offer is None:
-            raise TransferError("there is no such lease: it was read, its time was over, or it gave way")
+            raise RefusedError("there is no such lease: it was read, its time was over, or it gave way")
         blocks = [offer.pages[key] for key in ask.keys if key in offer.pages]
         if len(blocks) < len(ask.keys) or len(blocks) > len(offer.pages):
-            raise TransferError("the lease has no such pages: they are of another prompt, or salt")
+            raise RefusedError("the lease has no such pages: they are of another prompt, or salt")
         return blocks
-
-
-def _shared(size: int) -> tuple[int, np.ndarray]:
-    memfd = os.memfd_create("pageloom-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(memfd, size)
-    return memfd, np.frombuffer(mmap.mmap(memfd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=np.uint8)
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, socket.socket]:

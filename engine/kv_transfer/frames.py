@@ -1,9 +1,9 @@
 """What two engines say to each other: frames of a bounded length, msgpack, never pickles.
 
     reader                                  source
-    Ask{engine, lease, layout, keys}  ──►
+    Ask{engine, lease, layout, keys}  ──►   on one host with a memfd, to which the pages are written
                                       ◄──   Answer{error}, or Answer{size, checksum}
-                                      ◄──   the pages: bytes behind it (TCP), or a memfd with it (one host)
+                                      ◄──   by TCP the pages, behind it
     Took                              ──►   the lease is over
 
 A reader that leaves before `Took` leaves the lease as it was, for another try. An `Ask` without keys gives it back.
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 class TransferError(Exception):
     """Why pages do not come, in words."""
+
+
+class RefusedError(TransferError):
+    """What the reader is told."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

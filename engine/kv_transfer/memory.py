@@ -23,10 +23,12 @@ class Pages:
             np.take(part, index, axis=0, out=packed, mode="clip")
 
     def unpack(self, blocks: Sequence[int], packed: np.ndarray) -> None:
-        """As `pack`, the other way."""
+        """As `pack`, the other way; blocks that follow each other at once."""
+        ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
+        runs = list(zip([0, *ends], [*ends, len(blocks)], strict=True))
         for part, rows in zip(self._parts, self._views(packed, len(blocks)), strict=True):
-            for block, row in zip(blocks, rows):
-                part[block] = row
+            for start, end in runs:
+                part[blocks[start] : blocks[start] + end - start] = rows[start:end]
 
     def checksum(self, packed: np.ndarray, count: int) -> bytes:
         """Of `count` pages: sums of each block in each part. Tells what is torn or missing, not who meant harm."""

@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
 import time
-
-import numpy as np
 
 from engine.kv_transfer.frames import Answer, Ask, Took, TransferError, Wire, local_name
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
+from engine.kv_transfer.staging import Stagings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def fetch(source: KVTransferParams, pages: dict[bytes, int], memory: KVMemory, timeout_s: float) -> int:
+def fetch(
+    source: KVTransferParams, pages: dict[bytes, int], memory: KVMemory, stagings: Stagings, timeout_s: float
+) -> int:
     """Bring pages into blocks of the host tier; their size in bytes. Raises `TransferError`: what is in these blocks
     then means nothing."""
-    deadline = time.monotonic() + timeout_s
+    deadline, keys = time.monotonic() + timeout_s, list(pages)
+    size = len(keys) * memory.host.page_bytes
+    ask = Ask(source.remote_engine_id or "", source.remote_request_id or "", memory.layout, keys)
     with _connect(source, deadline) as connection:
-        wire = Wire(connection, deadline)
-        keys = list(pages)
-        wire.send(Ask(source.remote_engine_id or "", source.remote_request_id or "", memory.layout, keys))
-        descriptors: list[int] = []
-        try:
-            answer = wire.receive_with(Answer, descriptors) if _is_local(connection) else wire.receive(Answer)
-            if answer.error is not None:
-                raise TransferError(answer.error)
-            if not keys:
-                return 0
-            size: int = len(keys) * memory.host.page_bytes
-            if answer.size != size:
-                raise TransferError(f"{answer.size} bytes, where {size} were expected")
-            packed = _mapped(descriptors, size) if _is_local(connection) else np.empty(size, dtype=np.uint8)
-            if not descriptors:
+        wire, local = Wire(connection, deadline), connection.family == socket.AF_UNIX
+        if not keys:
+            wire.send(ask)
+            _check(wire.receive(Answer), 0)
+            return 0
+        with stagings.of(f"{source.remote_host}:{source.remote_port}", size) as staging:
+            wire.send(ask, staging.descriptor if local else None)
+            answer, packed = wire.receive(Answer), staging.bytes[:size]
+            _check(answer, size)
+            if not local:
                 wire.receive_pages(packed)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        if memory.host.checksum(packed, len(keys)) != answer.checksum:
-            raise TransferError("the checksum is another one")
-        memory.host.unpack(list(pages.values()), packed)
-        wire.send(Took())
-        return size
+            if memory.host.checksum(packed, len(keys)) != answer.checksum:
+                raise TransferError("the checksum is another one")
+            memory.host.unpack(list(pages.values()), packed)
+            wire.send(Took())
+    return size
 
 
-def _mapped(descriptors: list[int], size: int) -> np.ndarray:
-    if len(descriptors) != 1 or os.fstat(descriptors[0]).st_size < size:
-        raise TransferError("the shared memory is missing, or too small")
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    return np.frombuffer(mmap.mmap(descriptors[0], size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
-
-
-def _is_local(connection: socket.socket) -> bool:
-    return connection.family == socket.AF_UNIX
+def _check(answer: Answer, size: int) -> None:
+    if answer.error is not None:
+        raise TransferError(answer.error)
+    if answer.size != size:
+        raise TransferError(f"{answer.size} bytes, where {size} were expected")
 
 
 def _connect(source: KVTransferParams, deadline: float) -> socket.socket:

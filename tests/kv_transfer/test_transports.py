@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import socket
@@ -18,14 +19,20 @@ from fake_pages import memory, packed
 from engine.errors import ConfigError
 from engine.kv_transfer import reader
 from engine.kv_transfer.exports import Exports
-from engine.kv_transfer.frames import Ask, TransferError, Wire
+from engine.kv_transfer.frames import Answer, Ask, TransferError, Wire
 from engine.kv_transfer.interface import LeaseEnded, News
+from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
-from engine.kv_transfer.reader import fetch
+from engine.kv_transfer.staging import Stagings
 
 KEYS = [bytes([index]) * 32 for index in range(8)]
 THERE = {key: 31 - index for index, key in enumerate(KEYS)}
 HERE = {key: 3 * index for index, key in enumerate(KEYS)}
+STAGINGS = Stagings(2)
+
+
+def fetch(source: KVTransferParams, pages: dict[bytes, int], target: KVMemory, timeout_s: float) -> int:
+    return reader.fetch(source, pages, target, STAGINGS, timeout_s)
 
 
 class Source:
@@ -102,6 +109,23 @@ def test_what_does_not_fit_is_refused_with_the_reason(source: Source, transport:
     assert packed(target.host, list(range(32))) == before
 
 
+@pytest.mark.parametrize("wrong", ["a pipe", "not sealed", "too small", "none"])
+def test_memory_of_a_reader_that_could_be_pulled_away_is_refused(source: Source, wrong: str) -> None:
+    params, made = source.offer(), os.memfd_create("reader", os.MFD_ALLOW_SEALING)
+    os.ftruncate(made, 1 << 20 if wrong == "not sealed" else 8)
+    if wrong == "too small":
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    given = os.pipe() if wrong == "a pipe" else (made,)
+    with reader._connect(params, time.monotonic() + 5) as connection:
+        wire = Wire(connection, time.monotonic() + 5)
+        ask = Ask(source.exports.engine_id, params.remote_request_id or "", "one", KEYS)
+        wire.send(ask, None if wrong == "none" else given[-1])
+        assert wire.receive(Answer).error
+    for descriptor in {made, *given}:
+        os.close(descriptor)
+    assert fetch(params, HERE, memory(2), 5.0)
+
+
 def test_nobody_comes_in_time() -> None:
     source = Source(lease_s=0.05)
     try:
@@ -115,8 +139,10 @@ def test_a_reader_that_leaves_half_way_may_come_again(source: Source, transport:
     params, target = source.offer(), memory(2)
     connection = reader._connect(params, time.monotonic() + 5)
     wire = Wire(connection, time.monotonic() + 5)
-    wire.send(Ask(source.exports.engine_id, params.remote_request_id or "", "one", KEYS))
-    connection.recv(3)
+    with STAGINGS.of("here", 1000) as staging:
+        local = staging.descriptor if transport == "shared memory" else None
+        wire.send(Ask(source.exports.engine_id, params.remote_request_id or "", "one", KEYS), local)
+        connection.recv(3)
     connection.close()
     assert fetch(params, HERE, target, 5.0)
     assert source.ended() == LeaseEnded(generation=1)
