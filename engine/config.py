@@ -18,7 +18,7 @@ from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
-from engine.models.placement import ExpertPlacement
+from engine.parallel_config import ExecutorBackend, ParallelConfig, RayPlacement
 from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -155,6 +155,23 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
     ] = 1
+    distributed_executor_backend: Annotated[
+        ExecutorBackend,
+        _about(
+            "who starts those ranks: mp, this process, on this host; ray, a Ray cluster, also on other hosts; "
+            "external_launcher, torchrun, which starts this program once for each (docs/many-hosts.md); uni: there is "
+            "one"
+        ),
+    ] = "mp"
+    ray_placement_strategy: Annotated[
+        RayPlacement | None,
+        _about(
+            "how ranks are dealt out to the nodes of a Ray cluster (of distributed_executor_backend ray); default: PACK"
+        ),
+    ] = None
+    distributed_timeout_seconds: Annotated[
+        float | None, _about("how long ranks that ray or torchrun starts may take to join; default: 300")
+    ] = None
     enable_expert_parallel: Annotated[
         bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
     ] = False
@@ -357,23 +374,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str | None = None
     debug_sync: bool = False
     """a hidden synchronisation in a steady decode step is an error (CUDA)"""
-
-
-class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    tensor: int = 1
-    """ranks, each with its part of every matrix"""
-    pipeline: int = 1
-    """stages, each with its layers; this or `tensor` is 1"""
-    data: int = 1
-    """replicas, each with the whole model"""
-    data_rank: int = 0
-    """of the data-parallel replicas, which one this is"""
-    experts: ExpertPlacement | None = None
-    """each rank has some whole; None: a part of every one"""
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

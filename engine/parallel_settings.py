@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.config import EngineArgs, EngineConfig, ParallelConfig
+from engine.config import EngineArgs, EngineConfig
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import check_divided
 from engine.models.stages import check_stages
+from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
@@ -20,11 +21,15 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     check_divided(model.spec, args.tensor_parallel_size, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
+    backend = args.distributed_executor_backend
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
         data=args.data_parallel_size,
         experts=experts,
+        backend="mp" if backend == "uni" else backend,
+        ray_placement=args.ray_placement_strategy or "PACK",
+        timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )
 
 

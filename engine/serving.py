@@ -17,6 +17,7 @@ from engine.errors import ConfigError, CoreDiedError, EngineError, ShutDownError
 from engine.frontend.admission import AdmittedRequest, ParsedPrompt
 from engine.frontend.failures import CONTROL
 from engine.frontend.tokenizer import Tokenizer
+from engine.launched import leave_unless_first
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], CoreClient]) -> Serving:
     """Load a model and start its core, off the event loop. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    await asyncio.to_thread(leave_unless_first, args)
     model, config = await asyncio.to_thread(resolve_with_plan, args)
     client = make_client(config)
     ready, tokenizer = await asyncio.gather(

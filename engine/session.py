@@ -21,11 +21,13 @@ from engine.frontend.pins import PinnedPrefixes
 from engine.frontend.texts import check_params, check_text, no_tokenizer
 from engine.frontend.tokenizer import Tokenizer
 from engine.grammars.vocabularies import ModelVocabulary
+from engine.launched import leave_unless_first
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
 from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
+from engine.replicas.client import ReplicatedClient
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ def generates_not(model: ModelDescription) -> str:
 
 def open_session(args: EngineArgs, client_factory: Callable[[EngineConfig], CoreClient]) -> Session:
     """Load a model and start its core. Raises `ConfigError` and the like, or `CoreDiedError`."""
+    leave_unless_first(args)
     model, config = resolve_with_plan(args)
     tokenizer = load_tokenizer(args, config)
     client = client_factory(config)
@@ -94,6 +97,8 @@ class Session:
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
+        if isinstance(client, ReplicatedClient):
+            self.metrics.stats_of_each = client.stats_of_each
         self.pinned = PinnedPrefixes(config.limits)
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False

@@ -137,12 +137,14 @@ def _device(args: EngineArgs, machine: Machine) -> Kind:
 def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         ranks = getattr(args, name)
-        if kind == "cuda" and ranks > 1:
-            raise ConfigError(f"{name} ({ranks}): several ranks compute on CPUs only; set device='cpu'")
+        if kind == "cuda" and ranks > 1 and name == "pipeline_parallel_size":
+            raise ConfigError(f"{name} ({ranks}): stages compute on CPUs only; set device='cpu'")
         if ranks > MAX_RANKS:
             raise ConfigError(f"{name} must be at most {MAX_RANKS}, got {ranks}")
         if ranks > 1 and args.cores is not None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
+    if (ranks := args.tensor_parallel_size * args.pipeline_parallel_size) > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel_size times pipeline_parallel_size must be at most {MAX_RANKS}, got {ranks}")
     if args.enable_expert_parallel and args.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
@@ -151,14 +153,42 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
+    check_launch(args)
+    if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r}: ranks on GPUs are processes of one "
+            "host, since NCCL between hosts is unproven here; use 'mp', or device='cpu'"
+        )
+
+
+def check_launch(args: EngineArgs) -> None:
+    """Of who starts the ranks. Raises `ConfigError`."""
+    backend, ranks = args.distributed_executor_backend, args.tensor_parallel_size * args.pipeline_parallel_size
+    if backend != "ray" and args.ray_placement_strategy is not None:
+        raise ConfigError("ray_placement_strategy is of distributed_executor_backend='ray': set that, too")
+    if backend == "uni" and ranks > 1:
+        raise ConfigError(f"distributed_executor_backend='uni' is of one rank, and there are {ranks}: leave it out")
+    if backend not in ("ray", "external_launcher"):
+        if args.distributed_timeout_seconds is not None:
+            raise ConfigError(
+                "distributed_timeout_seconds is how long ranks of distributed_executor_backend='ray' or "
+                "'external_launcher' may take to join: set that, too, or leave it out"
+            )
+        return
+    name = f"distributed_executor_backend={backend!r}"
+    if ranks == 1:
+        raise ConfigError(f"{name} places ranks, and there is one: raise tensor_parallel_size, or leave it out")
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(f"{name}: stages are processes of one host; use 'mp', or tensor_parallel_size")
+    if args.data_parallel_size > 1:
+        raise ConfigError(f"{name}: it places the ranks of one replica; use 'mp', or one engine for each replica")
+    if args.distributed_timeout_seconds is not None and not 0 < args.distributed_timeout_seconds <= 86400:
+        raise ConfigError(
+            f"distributed_timeout_seconds must be in (0, 86400], got {args.distributed_timeout_seconds:g}"
+        )
 
 
 def _check_stages(args: EngineArgs) -> None:
-    if args.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size ({args.pipeline_parallel_size}) and tensor_parallel_size "
-            f"({args.tensor_parallel_size}): a stage is computed by one rank; leave one of them out"
-        )
     if args.async_scheduling:
         raise ConfigError("async_scheduling: stages have steps in flight without it; leave it out")
 
@@ -167,8 +197,11 @@ def _check_replicas(args: EngineArgs, kind: Kind, machine: Machine) -> None:
     replicas = args.data_parallel_size
     if replicas > MAX_REPLICAS:
         raise ConfigError(f"data_parallel_size must be at most {MAX_REPLICAS}, got {replicas}")
-    if kind == "cuda" and replicas > len(machine.cuda):
-        raise ConfigError(f"data_parallel_size ({replicas}): each needs a GPU, and there are {len(machine.cuda)}")
+    if kind == "cuda" and (needed := replicas * args.tensor_parallel_size) > len(machine.cuda):
+        raise ConfigError(
+            f"data_parallel_size ({replicas}) and tensor_parallel_size ({args.tensor_parallel_size}): each rank "
+            f"needs a GPU, which makes {needed}, and there are {len(machine.cuda)}"
+        )
     if replicas > 1 and args.cores is not None:
         raise ConfigError(f"cores binds the threads of one replica, and data_parallel_size is {replicas}: leave it out")
 

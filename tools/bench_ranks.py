@@ -4,7 +4,10 @@ The processes and sockets are real, the ranks compute nothing: the driver is bus
 sleep meanwhile, so that they have to be woken. The plan is a steady decode's: rows of one token each, and now and then
 a block.
 
-Prints JSON as the last line; microseconds. Usage: ``python tools/bench_ranks.py [--ranks 2] [--rows 64]``.
+Workers are started by this process (mp), by agents that it reaches over TCP (agents), or by a Ray that is started for
+it (ray, which is to be installed).
+
+Prints JSON as the last line; microseconds. Usage: ``python tools/bench_ranks.py [--ranks 2] [--rows 64] [--by mp]``.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ import msgspec
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "executor"))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "core"))
 
+from agent_processes import AgentProcesses  # type: ignore[import-not-found]  # of the tests
 from core_fakes import tiny_config  # type: ignore[import-not-found]  # of the tests
 from fake_ranks import FAKE_GROUP, Light, group_config  # type: ignore[import-not-found]  # of the tests
 
-from engine.executor.multiproc import MultiprocExecutor, Parts
+from engine.config import EngineConfig
+from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.ranks import LocalRanks, Parts, Ranks
+from engine.executor.remote_ranks import RemoteRanks
 from engine.step import Rows, ScheduledRow, StepPlan, StepResult, Write, Writes
 
 _TIME = struct.Struct("<q")
@@ -64,12 +71,25 @@ def plan_of(step: int, rows: int) -> StepPlan:
     return StepPlan(step_id=step, rows=Rows.of(scheduled), block_appends=Writes.of(appends))
 
 
-def measure(ranks: int, rows: int, steps: int, compute_s: float) -> dict[str, float]:
+def ranks_by(name: str) -> Callable[[EngineConfig, Parts], Ranks]:
+    if name == "mp":
+        return LocalRanks
+    if name == "ray":
+        import ray
+
+        from engine.executor.ray_places import ray_ranks
+
+        ray.init(num_cpus=16, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+        return ray_ranks
+    return lambda config, parts: RemoteRanks(config, parts, AgentProcesses(here=True))
+
+
+def measure(ranks: int, rows: int, steps: int, compute_s: float, by: str) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as folder:
         config = group_config(tiny_config(async_scheduling=False), ranks, Path(folder))
         cache = msgspec.structs.replace(config.cache, memory_fraction=compute_s)  # read by `Noting.step` only
         config = msgspec.structs.replace(config, cache=cache)
-        executor = MultiprocExecutor(config, Parts("bench_ranks:Noting", *FAKE_GROUP))
+        executor = MultiprocExecutor(config, Parts("bench_ranks:Noting", *FAKE_GROUP), ranks_by(by))
         began: list[int] = []
         submitted: list[int] = []
         try:
@@ -93,6 +113,7 @@ def measure(ranks: int, rows: int, steps: int, compute_s: float) -> dict[str, fl
     last = [max(each) for each in zip(*decoded, strict=True)]
     held = [(end - start) / 1e3 for start, end in zip(began, submitted, strict=True)][steps // 10 :]
     return {
+        "by": by,
         "ranks": ranks,
         "rows": rows,
         "frame_bytes": len(msgspec.msgpack.encode(plan_of(0, rows), enc_hook=lambda a: a.tobytes())),
@@ -112,9 +133,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--compute-ms", type=float, default=3.0)
+    parser.add_argument("--by", choices=["mp", "agents", "ray"], default="mp")
     asked = parser.parse_args()
     sys.modules.setdefault("bench_ranks", sys.modules["__main__"])
-    print(json.dumps(measure(asked.ranks, asked.rows, asked.steps, asked.compute_ms / 1e3)))
+    print(json.dumps(measure(asked.ranks, asked.rows, asked.steps, asked.compute_ms / 1e3, asked.by)))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def run(client: ReplicatedClient, prompts: list[tuple[int, list[int]]], asked: a
             under_way -= delta.finish_reason is not None
     assert last is not None
     stats = last.stats
-    loads, _ = loads_and_hits(client.stats_of_each())
+    loads, _ = loads_and_hits([*client.stats_of_each().values()])
     return {
         "seconds": round(time.monotonic() - began, 2),
         "hit_tokens": stats.prefix_hit_tokens,

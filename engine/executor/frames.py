@@ -1,4 +1,4 @@
-"""What the executor and the processes of its other ranks say to each other, over one Unix stream socket each.
+"""What the executor and the processes of its other ranks say to each other, over one stream socket each.
 
 A frame is a header, the kind and a body: a step's plan, masks or tokens as bytes (`engine.step.encode_step`), or a
 message as msgpack. Nothing is pickled.
@@ -27,12 +27,16 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     driver_pid: int
     socket_fd: int
     group_fd: int
-    """the memory that the group's ranks share"""
+    """the memory that the group's ranks share; -1: they have sockets"""
+    peers: tuple[int, ...] = ()
+    """the sockets to all ranks, -1 at its own place"""
     group_name: str
     make_group: str
-    """"module:callable": a `rank.MakeGroup`"""
+    """"module:callable": a `rank.MakeGroup`, or a `rank.MakeSocketGroup`"""
     executor: str
     """"module:callable": a `rank.MakeExecutor`"""
+    parts_fd: int = -1
+    """as `group_fd`, of those that compute a stage together; -1: there is nobody else"""
     before: tuple[int, int] | None = None
     after: tuple[int, int] | None = None
     """`LinkEnd`s of a rank that computes a stage: where states come from, and go to"""

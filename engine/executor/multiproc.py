@@ -1,9 +1,9 @@
-"""Several ranks on one host: the driver's own in this process, each other one in a process of its own.
+"""Several ranks: the driver's own in this process, each other one in a process of its own, on this host or another.
 
 Whatever the local executor is told, all workers are told first, so that nobody waits for the slower message; what comes
-back is rank 0's. Ranks are parts of every matrix, or stages, of which rank 0 computes the last one: then the others are
-told what a step has sampled. A group that lost a rank is of no use: its collectives are aborted, and every later call
-says why.
+back is rank 0's. Ranks are parts of every matrix, or stages, or both; rank 0 computes the last stage, or its first
+part, and earlier stages are told what a step has sampled. A group that lost a rank is of no use: its collectives are
+aborted, and every later call says why.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
-
-import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.cores import share_of_cores
 from engine.executor.frames import (
     Allocate,
     Answer,
@@ -33,74 +29,50 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.interface import CompileState, Executor
-from engine.executor.rank import MakeExecutor, MakeGroup, named, stage_group
+from engine.executor.rank import MakeExecutor, named
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
+from engine.executor.ranks import LocalRanks, Parts, Ranks, group_name, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
 from engine.observability.logs import child_mark
-from engine.parallel.stage_group import stage_of_rank
-from engine.parallel.stage_link import StageLinks
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult, encode_step
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.shared_memory import SharedGroup
+    from engine.parallel.group import OwnGroup
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GROUP_NAME = "tensor"
-"""the same in all ranks and at every start: compiled pieces call collectives by it (a process's second group has a
-number behind it)"""
-SLOT_BYTES = 1 << 20
-"""of what a rank tells the others at once; more goes in parts"""
-
-
-class Parts(msgspec.Struct, frozen=True):
-    """What a group is made of, by name ("module:callable"), so that workers find it, too."""
-
-    executor: str = "engine.executor.rank_executor:rank_executor"
-    """`rank.MakeExecutor`: what each rank computes with"""
-    allocate: str = "engine.parallel.shared_memory:allocate"
-    """called with (ranks, slot bytes); the descriptor of what ranks share"""
-    make_group: str = "engine.parallel.shared_memory:SharedGroup"
-    """`rank.MakeGroup`"""
-
-
-def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
-    """`config` as one rank needs it: its GPU, or its share of this host's cores."""
-    device = config.device
-    if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=rank)
-    else:
-        cores = share_of_cores(rank, config.parallel.ranks, device.threads)
-        device = msgspec.structs.replace(device, cores=cores)
-    return msgspec.structs.replace(config, device=device)
-
 
 class MultiprocExecutor:
     """See `engine.executor.interface.Executor`.
 
-    `load` starts the workers. An error of a worker while it starts is raised as its own kind, with its own text. When a
-    worker dies, is stopped or fails in a step, whoever waits for it is told within a second: `collect` and all later
-    calls raise `EngineError` with the cause. Who waits for nothing is told by the call of `watch_compilation`.
+    `make_ranks` says where the other ranks run, and `load` starts them. An error of a worker while it starts is raised
+    as its own kind, with its own text. When a worker dies, is stopped or fails in a step, whoever waits for it is told
+    within a second (of another host that is lost, within five): `collect` and all later calls raise `EngineError` with
+    the cause. Who waits for nothing is told by the call of `watch_compilation`.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        parts: Parts = Parts(),  # noqa: B008  # it is frozen
+        parts: Parts | None = None,
+        make_ranks: Callable[[EngineConfig, Parts], Ranks] = LocalRanks,
     ) -> None:
+        """`parts`: None for those that the device has."""
         self._config = config
         self._size = config.parallel.ranks
-        self._is_staged = config.parallel.pipeline > 1
-        self._parts = parts
+        self._sampling = range(1, config.parallel.tensor)
+        """workers that compute the last stage, or all of it, with rank 0"""
+        self._ahead = range(config.parallel.tensor, self._size)
+        """those that compute an earlier one"""
+        self._parts, self._make_ranks = parts or parts_for(config), make_ranks
         self._workers: WorkerWatch | None = None
-        self._group: SharedGroup | None = None
-        self._links: StageLinks | None = None
+        self._ranks: Ranks | None = None
+        self._group: OwnGroup | None = None
         self._cause: str | None = None
         """of a worker's failure, from the thread that watches"""
         self._rank_0: Executor | None = None
@@ -115,12 +87,13 @@ class MultiprocExecutor:
             raise EngineError("the executor has loaded its model already")
         try:
             memory = main_memory() if self._config.device.kind == "cpu" else None
-            group = self._start_group()
+            ranks = self._ranks = self._make_ranks(self._config, self._parts)
+            group = self._start_group(ranks)
             make_executor = cast(MakeExecutor, named(self._parts.executor))
-            self._rank_0 = make_executor(rank_config(self._config, 0), self._placed(group), None)
+            self._rank_0 = make_executor(ranks.config_of(0), ranks.placed(group), None)
             mine, answers = self._all_do(Load(), self._local.load)
             reports = [mine, *(answer.report for answer in answers if isinstance(answer, Loaded))]
-            return group_load_report(self._config.device.kind, reports, memory)
+            return group_load_report(self._config.device.kind, reports, memory, ranks.hosts())
         except BaseException:
             self.close()
             raise
@@ -143,8 +116,9 @@ class MultiprocExecutor:
         self._local.submit(plan, done)
 
     def sample(self, masks: StepMasks) -> None:
-        if not self._is_staged:  # where only the last stage samples
-            self._serving().send(Frame(Kind.MASKS, 0, encode_step(masks)).encode())
+        workers = self._serving()
+        if self._sampling:
+            workers.send(Frame(Kind.MASKS, 0, encode_step(masks)).encode(), self._sampling)
         self._local.sample(masks)
 
     def collect(self) -> StepResult:
@@ -160,9 +134,11 @@ class MultiprocExecutor:
         finally:
             self._uncollected -= 1
             workers.owe_less()
-        if self._is_staged and result.token_ids:
+        if (failure := workers.failure) is not None:  # a device whose exchange was stopped goes on with what it has
+            raise failure
+        if self._ahead and result.token_ids:
             told = StepResult(step_id=result.step_id, token_ids=result.token_ids, counts=result.counts)
-            workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode())
+            workers.send(Frame(Kind.TOKENS, 0, encode_step(told)).encode(), self._ahead)
         return result
 
     def compile_state(self) -> CompileState:
@@ -200,8 +176,8 @@ class MultiprocExecutor:
             self._workers.close()
         if self._group is not None:
             self._group.close()
-        if self._links is not None:
-            self._links.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     @property
     def _local(self) -> Executor:
@@ -210,50 +186,29 @@ class MultiprocExecutor:
             raise EngineError("the executor has no model: call load() first")
         return self._rank_0
 
-    def _start_group(self) -> SharedGroup:
-        allocate = cast(Callable[[int, int], int], named(self._parts.allocate))
-        make_group = cast(MakeGroup, named(self._parts.make_group))
-        cache_dir = Path(self._config.compile.cache_dir)
-        self._links = StageLinks(self._size) if self._is_staged else None
-        group_fd = allocate(self._size, SLOT_BYTES)
-        try:
-            starts = [self._start(rank, group_fd) for rank in range(1, self._size)]
-            self._workers = WorkerWatch(starts, self._worker_failed)
-            self._group = make_group(group_fd, GROUP_NAME, 0, self._size, cache_dir)
-        finally:
-            os.close(group_fd)
+    def _start_group(self, ranks: Ranks) -> OwnGroup:
+        starts = [self._start(rank) for rank in range(1, self._size)]
+        self._workers = WorkerWatch(range(1, self._size), lambda: ranks.start(starts), self._worker_failed)
+        self._group = ranks.join()
         if self._cause is not None:  # it came before there was a group
             self._abort(self._cause)
         return self._group
 
-    def _placed(self, group: SharedGroup) -> Group:
-        return stage_group(group, *self._ends(0)) if self._is_staged else group
-
-    def _ends(self, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """Of the links to the stages before and behind."""
-        if self._links is None:
-            return None, None
-        stage = stage_of_rank(rank, self._size).index
-        return self._links.before(stage), self._links.after(stage)
-
     def _abort(self, reason: str) -> None:
         if self._group is not None:
             self._group.abort(reason)
-        if self._links is not None:
-            self._links.abort()
+        if self._ranks is not None:
+            self._ranks.abort(reason)
 
-    def _start(self, rank: int, group_fd: int) -> WorkerStart:
-        before, after = self._ends(rank)
+    def _start(self, rank: int) -> WorkerStart:
         return WorkerStart(
-            before=before,
-            after=after,
-            config=rank_config(self._config, rank),
+            config=self._config,
             rank=rank,
             size=self._size,
             driver_pid=os.getpid(),
             socket_fd=-1,
-            group_fd=group_fd,
-            group_name=GROUP_NAME,
+            group_fd=-1,
+            group_name=group_name(self._config),
             make_group=self._parts.make_group,
             executor=self._parts.executor,
             log_level=logger.getEffectiveLevel(),

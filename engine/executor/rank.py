@@ -12,7 +12,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -36,11 +36,12 @@ from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group
-    from engine.parallel.shared_memory import SharedGroup  # a worker tells what fails before it imports torch
+    from engine.parallel.group import Group, OwnGroup  # a worker tells what fails before it imports torch
 
-MakeGroup = Callable[[int, str, int, int, Path], "SharedGroup"]
+MakeGroup = Callable[[int, str, int, int, Path], "OwnGroup"]
 """(descriptor of what they share, name, rank, size, cache directory)"""
+MakeSocketGroup = Callable[[Sequence[int], str, int, Path], "OwnGroup"]
+"""(sockets to the ranks, which are the group's from then on, name, rank, cache directory)"""
 MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
 
@@ -53,12 +54,28 @@ class StageExecutor(Executor, Protocol):
         ...
 
 
-def stage_group(group: Group, before: tuple[int, int] | None, after: tuple[int, int] | None) -> Group:
-    from engine.parallel.stage_group import StageGroup
+GROUP_NAME = "tensor"
+"""of those that compute parts of the same matrices: the same in all ranks and at every start, because compiled pieces
+call collectives by it (a process's second group has a number behind it)"""
+STAGES_NAME = "stages"
+"""of all ranks, where there are stages"""
+
+
+def stage_group(
+    config: EngineConfig,
+    rank: int,
+    group: Group,
+    parts: Group | None,
+    before: tuple[int, int] | None,
+    after: tuple[int, int] | None,
+) -> Group:
+    """As a rank's executor sees it; `before`, `after`: `LinkEnd`s."""
+    from engine.parallel.stage_group import StageGroup, place_of_rank
     from engine.parallel.stage_link import LinkEnd
 
     ends = (None if end is None else LinkEnd(*end) for end in (before, after))
-    return StageGroup(group, *ends)
+    stage, _ = place_of_rank(rank, config.parallel.pipeline, config.parallel.tensor)
+    return StageGroup(group, parts, stage, *ends)
 
 
 def named(name: str) -> object:
@@ -67,15 +84,38 @@ def named(name: str) -> object:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _group(start: WorkerStart) -> OwnGroup:
+    cache_dir = Path(start.config.compile.cache_dir)
+    if start.peers:
+        make_socket_group = cast(MakeSocketGroup, named(start.make_group))
+        return make_socket_group(start.peers, start.group_name, start.rank, cache_dir)
+    make_group = cast(MakeGroup, named(start.make_group))
+    group = make_group(start.group_fd, start.group_name, start.rank, start.size, cache_dir)
+    os.close(start.group_fd)
+    return group
+
+
+def _placed(start: WorkerStart, group: Group) -> Group:
+    parallel = start.config.parallel
+    if parallel.pipeline == 1:
+        return group
+    parts = None
+    if start.parts_fd >= 0:
+        make_group = cast(MakeGroup, named(start.make_group))
+        cache_dir = Path(start.config.compile.cache_dir)
+        parts = make_group(start.parts_fd, GROUP_NAME, start.rank % parallel.tensor, parallel.tensor, cache_dir)
+        os.close(start.parts_fd)
+    return stage_group(start.config, start.rank, group, parts, start.before, start.after)
+
+
 class Rank:
     def __init__(self, start: WorkerStart, link: DriverLink) -> None:
         self._link = link
         config = start.config
-        make_group, make_executor = cast(MakeGroup, named(start.make_group)), cast(MakeExecutor, named(start.executor))
-        group = make_group(start.group_fd, start.group_name, start.rank, start.size, Path(config.compile.cache_dir))
-        os.close(start.group_fd)
-        place = group if config.parallel.pipeline == 1 else stage_group(group, start.before, start.after)
-        self._local = make_executor(config, place, self._receive_masks)
+        make_executor = cast(MakeExecutor, named(start.executor))
+        self._local = make_executor(config, _placed(start, _group(start)), self._receive_masks)
+        self._ahead: deque[Frame] = deque()
+        """plans that came before the masks of an earlier one"""
         self._home = threading.get_ident()
         self._steps = self._collected = 0
         """taken, and of them those whose end was seen"""
@@ -101,6 +141,8 @@ class Rank:
 
     def _next(self) -> Frame:
         """Collects what is done while it waits."""
+        if self._ahead:
+            return self._ahead.popleft()
         if self._steps == self._collected:
             return self._link.receive()
         while (frame := self._link.next()) is None:
@@ -132,8 +174,9 @@ class Rank:
             self._collected += 1
 
     def _receive_masks(self) -> StepMasks:
-        """In the middle of a step: nothing else can come."""
-        frame = self._link.receive()
+        """In the middle of a step: nothing else can come, but where several are in flight the plans of later ones."""
+        while (frame := self._link.receive()).kind is Kind.PLAN:
+            self._ahead.append(frame)
         if frame.kind is Kind.MESSAGE and isinstance(decode_command(frame), Close):
             raise DriverLeftError
         if frame.kind is not Kind.MASKS:

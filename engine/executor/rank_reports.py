@@ -10,11 +10,15 @@ from engine.reports import LoadReport, WarmUpReport
 
 
 def group_load_report(
-    device: Literal["cpu", "cuda"], reports: Sequence[LoadReport], memory_before: tuple[int, int] | None = None
+    device: Literal["cpu", "cuda"],
+    reports: Sequence[LoadReport],
+    memory_before: tuple[int, int] | None = None,
+    hosts: Sequence[str] = (),
 ) -> LoadReport:
-    """`reports` by rank. CPU ranks share one memory: what each takes is added up, and what is there is
-    `memory_before`, (total, free) bytes before any rank began to load (None: what rank 0 saw). GPU ranks have one each,
-    and as many blocks: the largest of what they take has to fit into the smallest of what is there.
+    """`reports` by rank. CPU ranks of one host (`hosts`, by rank; all of them, where nothing is said) share its memory:
+    what each takes is added up, and what is there is `memory_before`, (total, free) bytes of rank 0's host before any
+    rank began to load (None: what rank 0 saw). GPU ranks have one each, as hosts have, and as many blocks: the largest
+    of what they take has to fit into the smallest of what is there.
 
     Raises `EngineError` where ranks disagree about what all of them must have in common.
     """
@@ -24,6 +28,8 @@ def group_load_report(
         if len(found) > 1:
             each = ", ".join(f"rank {rank}: {getattr(report, name)}" for rank, report in enumerate(reports))
             raise EngineError(f"the ranks of a group disagree about {name}: {each}")
+    if device == "cpu" and len(set(hosts)) > 1:
+        return _of_several_hosts(reports, memory_before, hosts)
     if device == "cpu":
         of_all: Callable[[list[int]], int] = sum
         total, free = memory_before or (first.device_bytes_total, first.device_bytes_free)
@@ -43,6 +49,17 @@ def group_load_report(
         attention_backend=first.attention_backend,
         exact_lengths=first.exact_lengths,
     )
+
+
+def _of_several_hosts(
+    reports: Sequence[LoadReport], memory_before: tuple[int, int] | None, hosts: Sequence[str]
+) -> LoadReport:
+    """Each host as one device that has a memory."""
+    of_hosts = []
+    for host in dict.fromkeys(hosts):
+        theirs = [report for report, where in zip(reports, hosts, strict=True) if where == host]
+        of_hosts.append(group_load_report("cpu", theirs, memory_before if host == hosts[0] else None))
+    return group_load_report("cuda", of_hosts)
 
 
 def group_warm_up_report(reports: Sequence[WarmUpReport]) -> WarmUpReport:

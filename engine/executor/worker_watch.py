@@ -10,14 +10,14 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from engine import errors
 from engine.core.wire import CoreFailed
 from engine.errors import EngineError, in_words
-from engine.executor.frames import Answer, Close, WorkerStart, encode_message
-from engine.executor.worker_handle import WorkerHandle
+from engine.executor.frames import Answer, Close, encode_message
+from engine.executor.worker_link import Handle
 
 LOOK_S = 0.2
 STOPPED_LOOKS = 3
@@ -35,14 +35,15 @@ class WorkerWatch:
 
     def __init__(
         self,
-        starts: Sequence[WorkerStart],
+        ranks: Sequence[int],
+        start: Callable[[], Iterable[Handle]],
         failed: Callable[[str], None],
     ) -> None:
-        """Starts the processes; each dies with this one, however that ends. Raises OSError where one cannot be
-        started; then none is left."""
+        """`start` brings each of `ranks`, in this order, and is called by the thread that watches, with which workers
+        of this host die. What it raises is raised; then none is left."""
         self._failed = failed
         self._failure: tuple[type[EngineError], str] | None = None
-        self._answers: dict[int, SimpleQueue[Answer | None]] = {start.rank: SimpleQueue() for start in starts}
+        self._answers: dict[int, SimpleQueue[Answer | None]] = {rank: SimpleQueue() for rank in ranks}
         """None: look at the failure"""
         self._owed = 0
         self._looks = False
@@ -50,9 +51,9 @@ class WorkerWatch:
         self._deadline: float | None = None
         """when workers that are to leave are killed"""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._workers: list[WorkerHandle] = []
+        self._workers: list[Handle] = []
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(starts, begun), name="workers", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start, begun), name="workers", daemon=True)
         self._thread.start()
         if (error := begun.get()) is not None:
             self._thread.join()
@@ -72,10 +73,10 @@ class WorkerWatch:
         """By rank, from rank 1 on."""
         return [worker.pid for worker in self._workers]
 
-    def send(self, frame: bytes) -> None:
-        """To each worker; never waits."""
+    def send(self, frame: bytes, ranks: range | None = None) -> None:
+        """To those workers, or to each; never waits."""
         for worker in self._workers:
-            if not worker.send(frame):
+            if (ranks is None or worker.rank in ranks) and not worker.link.send(frame):
                 self._wake()
 
     def owe(self) -> None:
@@ -119,11 +120,11 @@ class WorkerWatch:
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
-    def _run(self, starts: Sequence[WorkerStart], begun: SimpleQueue[BaseException | None]) -> None:
+    def _run(self, start: Callable[[], Iterable[Handle]], begun: SimpleQueue[BaseException | None]) -> None:
         alive = self._workers
         try:
-            for start in starts:  # by this thread, because they die with the thread that starts them
-                alive.append(WorkerHandle(start))
+            for worker in start():
+                alive.append(worker)  # at once: those that are there are ended where the next one cannot be
             begun.put(None)
             alive = list(alive)
             while alive:
@@ -135,26 +136,26 @@ class WorkerWatch:
                 worker.kill()
                 worker.reap()
 
-    def _turn(self, alive: list[WorkerHandle]) -> None:
+    def _turn(self, alive: list[Handle]) -> None:
         ready = dict(self._poll(alive).poll(self._timeout_ms()))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         for worker in list(alive):
-            if worker.has_backlog:
-                worker.flush()
+            if worker.link.has_backlog:
+                worker.link.flush()
             self._hear(worker)
-            if worker.sentinel in ready:
+            if worker.sentinel in ready and worker.has_ended():
                 alive.remove(worker)
                 self._end(worker)
         self._look(alive)
 
-    def _poll(self, alive: list[WorkerHandle]) -> select.poll:
+    def _poll(self, alive: list[Handle]) -> select.poll:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         for worker in alive:
             poll.register(worker.sentinel, select.POLLIN)
-            if worker.hears:
-                poll.register(worker.socket, select.POLLIN | (select.POLLOUT if worker.has_backlog else 0))
+            if worker.link.hears:
+                poll.register(worker.link.socket, select.POLLIN | (select.POLLOUT if worker.link.has_backlog else 0))
         return poll
 
     def _timeout_ms(self) -> float | None:
@@ -164,9 +165,9 @@ class WorkerWatch:
         self._looks = self._owed > 0
         return 1000 * LOOK_S if self._looks else None
 
-    def _hear(self, worker: WorkerHandle) -> None:
+    def _hear(self, worker: Handle) -> None:
         try:
-            messages = worker.receive()
+            messages = worker.link.receive()
         except ValueError as error:  # it wrote something else, by mistake
             self._fail(EngineError, f"{worker.name} sent what is no message: {error}")
             worker.kill()
@@ -177,12 +178,12 @@ class WorkerWatch:
             else:
                 self._answers[worker.rank].put(message)
 
-    def _end(self, worker: WorkerHandle) -> None:
+    def _end(self, worker: Handle) -> None:
         self._hear(worker)  # its last words
         cause = worker.reap()
         self._fail(EngineError, f"{worker.name} died: {cause}")
 
-    def _look(self, alive: list[WorkerHandle]) -> None:
+    def _look(self, alive: list[Handle]) -> None:
         if self._deadline is not None:
             if time.monotonic() >= self._deadline:
                 for worker in alive:

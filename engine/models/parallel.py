@@ -119,7 +119,7 @@ class SummedNorm(nn.Module):
 
 
 def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
-    """Put into `model`, a filled part of `whole`, what brings ranks together."""
+    """Put into `model`, a filled part of `whole` (a model, or a stage of one), what brings ranks together."""
     shard = Shard(group.rank, group.size)
     for layer, spec in zip(model.layers, whole.layers, strict=True):
         assert isinstance(layer, DecoderLayer)
@@ -137,9 +137,10 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
             setattr(layer, name, module)
     own = tokens_of(whole.vocab_size, shard)
     counts = [tokens_of(whole.vocab_size, Shard(rank, group.size)).count for rank in range(group.size)]
-    embedding, head = SplitEmbedding(model.embed_tokens, own.first, own.count, group), model.lm_head
-    model.embed_tokens = cast(Embedding, embedding)
-    model.lm_head = cast(Linear, SplitHead(head, counts, group))
+    if whole.begins:
+        model.embed_tokens = cast(Embedding, SplitEmbedding(model.embed_tokens, own.first, own.count, group))
+    if whole.ends:
+        model.lm_head = cast(Linear, SplitHead(model.lm_head, counts, group))
 
 
 def _row_norms(layer: DecoderLayer, mixer: MixerSpec, shard: Shard, group: Group) -> dict[str, nn.Module]:

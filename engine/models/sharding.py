@@ -119,8 +119,6 @@ def tokens_of(vocab_size: int, shard: Shard) -> Span:
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """The model that a rank computes. Raises ConfigError for one that has less than a part for each rank,
     UnsupportedModelError for what is not divided."""
-    if spec.head is not None and spec.head.token_ids:
-        raise UnsupportedModelError("tensor_parallel_size: a head made of rows of the unembedding is not divided")
     if spec.vocab_size < PANEL * shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
     if shard.placement is not None:

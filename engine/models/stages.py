@@ -73,11 +73,12 @@ def stage_layers(spec: DecoderSpec | None, stages: int) -> tuple[Span, ...]:
     return tuple(layers_of(spec, Stage(index, stages)) for index in range(stages))
 
 
-def stage_of(spec: DecoderSpec, stage: Stage) -> DecoderSpec:
-    """The model that a stage computes. Raises ConfigError where there are fewer layers than stages,
+def stage_of(spec: DecoderSpec, stage: Stage, whole: DecoderSpec | None = None) -> DecoderSpec:
+    """The model that a stage computes; of `whole`, where `spec` is a rank's part of it (`engine.models.sharding`):
+    stages of all parts begin at the same layers. Raises ConfigError where there are fewer layers than stages,
     UnsupportedModelError for what is not divided so."""
     _check(spec, stage.count)
-    own = layers_of(spec, stage)
+    own = layers_of(whole or spec, stage)
     layers = []
     for index in range(own.first, own.end):
         mixer = spec.layers[index].mixer

@@ -6,7 +6,7 @@ observations here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 
 import msgspec
@@ -28,7 +28,7 @@ from engine.observability.histograms import (
     up_to,
 )
 from engine.observability.timings import RequestTimings
-from engine.observability.vllm_metrics import VllmMetrics
+from engine.observability.vllm_metrics import REPLICA, VllmMetrics
 
 _PREFIX = "pageloom_"
 _LABEL = "model_name"
@@ -50,6 +50,8 @@ class EngineMetrics:
     def __init__(self, model_name: str, cache: CacheConfig, ready: CoreReady) -> None:
         self.registry = CollectorRegistry()
         self.stats = CoreStats(compiling=ready.compiling)
+        self.stats_of_each: Callable[[], Mapping[int, CoreStats]] = dict
+        """by the numbers of replicas; of none where there is one core"""
         self._model_name = model_name
         self._collectors: list[Collector] = []
         self._add(_CoreCollector(self, model_name))
@@ -178,11 +180,8 @@ class _CoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._owner.stats
-        usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         gauges = (
-            ("num_requests_running", "Sequences in the running batch", stats.running),
-            ("num_requests_waiting", "Sequences that wait to be scheduled", stats.waiting),
-            ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", usage),
+            *((name, meaning, of(stats)) for name, meaning, of in _OF_EACH),
             ("kv_blocks_pinned", "KV blocks of pinned prefixes", stats.kv_blocks_pinned),
             ("kv_blocks_cached", "Free KV blocks that are still found", stats.kv_blocks_cached),
             ("host_kv_blocks_used", "Host blocks held by swapped sequences", stats.host_blocks_used),
@@ -217,6 +216,7 @@ class _CoreCollector(Collector):
             gauge = GaugeMetricFamily(_PREFIX + name, meaning, labels=[_LABEL])
             gauge.add_metric(self._labels, value)
             yield gauge
+        yield from self._of_each()
         for name, meaning, value in counters:
             counter = CounterMetricFamily(_PREFIX + name, meaning, labels=[_LABEL])
             counter.add_metric(self._labels, value)
@@ -226,3 +226,23 @@ class _CoreCollector(Collector):
         for position, value in enumerate(stats.accepted_at):
             accepted.add_metric([*self._labels, str(position)], value)
         yield accepted
+
+    def _of_each(self) -> Iterable[Metric]:
+        if stats := self._owner.stats_of_each():
+            for name, meaning, of in _OF_EACH:
+                gauge = GaugeMetricFamily(_PREFIX + REPLICA + name, meaning, labels=[_LABEL, "engine"])
+                for number, each in stats.items():
+                    gauge.add_metric([*self._labels, str(number)], of(each))
+                yield gauge
+
+
+def _usage(stats: CoreStats) -> float:
+    return stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+
+
+_OF_EACH: tuple[tuple[str, str, Callable[[CoreStats], float]], ...] = (
+    ("num_requests_running", "Sequences in the running batch", lambda stats: stats.running),
+    ("num_requests_waiting", "Sequences that wait to be scheduled", lambda stats: stats.waiting),
+    ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", _usage),
+)
+"""of all replicas together, and of each"""

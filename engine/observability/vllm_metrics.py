@@ -1,7 +1,8 @@
 """The same figures under the names that vLLM gives them, for the boards, gateways and scalers that ask for those.
 
 Nothing is counted twice: when somebody scrapes, what the engine's own collectors show is shown once more, renamed, with
-vLLM's label ``engine`` (always "0"). Histograms have all of vLLM's buckets (`engine.observability.histograms`).
+vLLM's label ``engine`` ("0", and of a replica its number). Histograms have all of vLLM's buckets
+(`engine.observability.histograms`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 PREFIX = "vllm:"
+REPLICA = "replica_"
+"""before the name of a family that shows each replica, in whose place vLLM has no sum"""
 VLLMS_NAMES: dict[str, tuple[str, ...]] = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
@@ -56,16 +59,17 @@ class VllmMetrics(Collector):
         self._collectors, self._prefix = collectors, prefix
 
     def collect(self) -> Iterable[Metric]:
-        for collector in self._collectors:
-            for family in collector.collect():
-                for name in VLLMS_NAMES.get(family.name.removeprefix(self._prefix), ()):
-                    yield _renamed(family, PREFIX + name)
+        shown = [family for collector in self._collectors for family in collector.collect()]
+        families = {family.name.removeprefix(self._prefix): family for family in shown}
+        for ours, theirs in VLLMS_NAMES.items():
+            if family := families.get(REPLICA + ours, families.get(ours)):
+                yield from (_renamed(family, PREFIX + name) for name in theirs)
 
 
 def _renamed(family: Metric, name: str) -> Metric:
     renamed = Metric(name, family.documentation, family.type)
     renamed.samples = [
-        Sample(name + sample.name.removeprefix(family.name), {**sample.labels, "engine": "0"}, sample.value)
+        Sample(name + sample.name.removeprefix(family.name), {"engine": "0", **sample.labels}, sample.value)
         for sample in family.samples
         if not sample.name.endswith("_created")
     ]

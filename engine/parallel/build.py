@@ -1,5 +1,5 @@
-"""The library of collectives between processes of one host: its sources, as `native_build` wants them. Without torch,
-as libraries are built."""
+"""The library of collectives between processes: its sources, as `native_build` wants them. Without torch, as libraries
+are built."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def sources() -> NativeSources:
         units=(
             Unit(CSRC / "binding.cpp", optimise="-O2"),
             Unit(CSRC / "sums_kernel.cpp", ("portable", "avx2", "avx512")),
+            Unit(CSRC / "group.cpp", optimise="-O2"),
             Unit(CSRC / "shared_group.cpp", optimise="-O2"),
             Unit(CSRC / "shared_memory.cpp", optimise="-O2"),
+            Unit(CSRC / "socket_group.cpp", optimise="-O2"),
         ),
         headers=(*sorted(CSRC.glob("*.h")), *(SHARED_CSRC / name for name in _SHARED)),
         include=(SHARED_CSRC,),

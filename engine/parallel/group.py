@@ -60,3 +60,11 @@ class Group(Protocol):
         """From any thread: whoever waits in a collective of this group, or will, gets a RuntimeError with `reason`;
         other ranks, too. The first reason stays."""
         ...
+
+
+class OwnGroup(Group, Protocol):
+    """As whoever made it has it."""
+
+    def close(self) -> None:
+        """Frees what it holds; idempotent."""
+        ...

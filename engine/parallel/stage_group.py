@@ -1,25 +1,43 @@
-"""The ranks of a pipeline: a group for what they agree on, and for each stage its neighbours."""
+"""The ranks of a pipeline: a group for what all agree on, one for those that share a stage, and each one's neighbours.
+
+stages, each of two parts         stage 0        stage 1        stage 2 (the last)
+ranks                             2, 3           4, 5           0, 1
+links                             2 → 4 → 0 and 3 → 5 → 1: states are whole in each part
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from engine.models.stages import Stage
 from engine.parallel.group import AllGather, AllReduce, Group
 from engine.parallel.stage_link import LinkEnd
 
 
-def stage_of_rank(rank: int, size: int) -> Stage:
-    """Rank 0, in whose process results are wanted, computes the last stage; the others follow from the first one on."""
-    return Stage((rank - 1) % size, size)
+class Place(NamedTuple):
+    stage: Stage
+    part: int
+    """of the stage's matrices"""
+
+
+def place_of_rank(rank: int, stages: int, parts: int) -> Place:
+    """Rank 0, in whose process results are wanted, computes the last stage, with the other parts of it; the ranks
+    behind them follow from the first stage on."""
+    stage, part = divmod(rank, parts)
+    return Place(Stage((stage - 1) % stages, stages), part)
 
 
 class StageGroup:
-    """A `Group` of a rank that computes a stage."""
+    """A `Group` of a rank that computes a stage, or a part of one: all ranks, in what is theirs."""
 
-    def __init__(self, group: Group, before: LinkEnd | None, after: LinkEnd | None) -> None:
+    def __init__(
+        self, group: Group, parts: Group | None, stage: Stage, before: LinkEnd | None, after: LinkEnd | None
+    ) -> None:
+        """`parts`: of those that compute this stage together; None: it is alone."""
         self._group = group
-        self.stage = stage_of_rank(group.rank, group.size)
+        self.parts = parts
+        self.stage = stage
         self.before, self.after = before, after
 
     @property
@@ -43,7 +61,10 @@ class StageGroup:
         return self._group.all_gather
 
     def alone(self) -> AbstractContextManager[None]:
+        """A thread that is alone is so in every group of this transport."""
         return self._group.alone()
 
     def abort(self, reason: str) -> None:
         self._group.abort(reason)
+        if self.parts is not None:
+            self.parts.abort(reason)

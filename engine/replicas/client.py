@@ -125,9 +125,9 @@ class ReplicatedClient:
         """The numbers of those that serve. A number is not used again."""
         return [replica.number for replica in self._fleet.replicas if not replica.leaving]
 
-    def stats_of_each(self) -> list[CoreStats]:
-        """What each of those that serve has told last."""
-        return [replica.stats for replica in self._fleet.replicas]
+    def stats_of_each(self) -> dict[int, CoreStats]:
+        """What each of those that serve has told last, by their numbers."""
+        return {replica.number: replica.stats for replica in self._fleet.replicas}
 
     def add_replica(self) -> int:
         """Start another one and return its number. Raises what `start` raises, and the others go on."""

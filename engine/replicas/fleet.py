@@ -154,7 +154,11 @@ class Fleet(Generic[C]):
     def _add(self, message: AddRequest) -> None:
         place = self._send_to_best(message)
         self._deliveries.add(message, place.replica)
-        if message.pin is not None:  # it is kept wherever a request may go; one of them tells the caller
+        self._pin_elsewhere(message, place)
+
+    def _pin_elsewhere(self, message: AddRequest, place: Place) -> None:
+        """A prefix is kept wherever a request may go; the one at `place` tells the caller."""
+        if message.pin is not None:
             self._of_all[message.pin] = message
             self._send_to([each for each in self.replicas if each.number != place.replica], message)
 
@@ -226,12 +230,14 @@ class Fleet(Generic[C]):
     def _moved(self, name: str) -> EngineError | None:
         """Why no other replica goes on with a request; None: one does."""
         message, left = self._deliveries.message(name), self._deliveries.left(name)
-        if message.pin is not None:  # the others have been told of it as this one was
-            return EngineError("the replica that computed the prefix was lost: pin it again")
+        if message.pin is not None:  # the others have it or compute it, and one of them is to tell
+            self._send_to(self.replicas, AbortRequests(request_ids=left))
+            self._send_to(self.replicas, UnpinPrefix(name=message.pin))
         try:
             place = self._send_to_best(message, len(left))
         except EngineError as error:
             return error
+        self._pin_elsewhere(message, place)
         if ended := self._deliveries.move(name, place.replica):
             there = [each for each in self.replicas if each.number == place.replica]
             self._send_to(there, AbortRequests(request_ids=ended))

@@ -9,11 +9,11 @@ from engine.executor.cores import share_of_cores
 
 
 def replica_config(config: EngineConfig, place: int) -> EngineConfig:
-    """`config` as one replica needs it: its own GPU, and the ports that its place has. Those that come later take the
+    """`config` as one replica needs it: its own GPUs, and the ports that its place has. Those that come later take the
     places of earlier ones."""
     device = config.device
     if device.kind == "cuda":
-        device = msgspec.structs.replace(device, index=place % config.parallel.data)
+        device = msgspec.structs.replace(device, index=place % config.parallel.data * config.parallel.ranks)
     cache = msgspec.structs.replace(config.cache, tell_front_end=config.cache.enable_prefix_caching)
     parallel = msgspec.structs.replace(config.parallel, data_rank=place)
     return msgspec.structs.replace(config, device=device, cache=cache, parallel=parallel)

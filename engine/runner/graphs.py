@@ -4,6 +4,7 @@ between steps, and none that memory is too short for."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -81,12 +82,16 @@ class StepGraphs:
         before_capture: Callable[[Route, int], None],
         free_bytes: Callable[[], int],
         first_bytes: int,
+        all_ranks: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`free_bytes`: of the device, now. `first_bytes`: what the first capture is expected to take."""
+        """`free_bytes`: of the device, now. `first_bytes`: what the first capture is expected to take. `all_ranks`: of
+        several that compute one model, whether something is true in each: they pad a step alike, so they have the same
+        graphs, captured side by side before they serve."""
         self._dispatcher = dispatcher
         self._set = GraphSet(inputs, capturer, before_capture, compiled.run, compiled)
         self._free_bytes = free_bytes
         self._next_bytes = first_bytes
+        self._all_ranks = all_ranks
         self._pending = dispatcher.pending()
         self._num_captured = 0
 
@@ -114,7 +119,7 @@ class StepGraphs:
 
         Memory that is too short ends it, with a warning; any other failure of a capture passes through.
         """
-        until = time.monotonic() + budget_s
+        until = time.monotonic() + budget_s if self._all_ranks is None else math.inf
         quiet = not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty())
         with tqdm(total=self.num_pending, desc="capturing graphs", unit="graph", leave=False, disable=quiet) as bar:
             while self._pending and not (time.monotonic() >= until and self._covers_every_step()):
@@ -140,12 +145,18 @@ class StepGraphs:
         free = self._free_bytes()
         needed = self._next_bytes + RESERVE_BYTES
         if free < needed:
-            self._give_up(f"{free >> 20} MiB of device memory are free, {needed >> 20} MiB are needed")
+            why = f"{free >> 20} MiB of device memory are free, {needed >> 20} MiB are needed"
+        else:
+            why = f"another rank has not the {needed >> 20} MiB of device memory that are needed"
+        if not (free >= needed if self._all_ranks is None else self._all_ranks(free >= needed)):
+            self._give_up(why)
             return
         taken = self._set.memory_bytes()
         try:
             self._set.capture(route, size)
         except torch.OutOfMemoryError as error:
+            if self._all_ranks is not None:
+                raise  # in the middle of what others do, too
             self._give_up(str(error))
             return
         grown = self._set.memory_bytes() - taken

@@ -32,7 +32,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
-from engine.models.stages import layers_of, stage_groups, stage_of
+from engine.models.stages import Stage, layers_of, stage_groups, stage_of
 from engine.parallel.group import Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
@@ -203,10 +203,17 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     )
 
 
+def _place(config: EngineConfig, group: Group | None) -> tuple[Group | None, Shard | None, Stage | None]:
+    """With whom a rank computes the same layers, its part of their matrices, and which layers these are."""
+    parts = group.parts if isinstance(group, StageGroup) else group
+    shard = None if parts is None else Shard(parts.rank, parts.size, config.parallel.experts)
+    return parts, shard, group.stage if isinstance(group, StageGroup) else None
+
+
 def _part(config: EngineConfig, whole: DecoderSpec, group: Group) -> DecoderSpec:
-    if isinstance(group, StageGroup):
-        return stage_of(whole, group.stage)
-    return sharded(whole, Shard(group.rank, group.size, config.parallel.experts))
+    _, shard, stage = _place(config, group)
+    spec = whole if shard is None else sharded(whole, shard)
+    return spec if stage is None else stage_of(spec, stage, whole)
 
 
 def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
@@ -216,7 +223,9 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
     def link(end: LinkEnd | None) -> StateLink | None:
         return None if end is None else StateLink(end, slots, most_tokens, whole.hidden_size, dtype)
 
-    groups = group_layers(whole.facts.kept, config.model.max_model_len)
+    _, shard, _ = _place(config, group)
+    kept = (whole if shard is None else sharded(whole, shard)).facts.kept
+    groups = group_layers(kept, config.model.max_model_len)
     return StageParts(stage_groups(groups, layers_of(whole, group.stage)), link(group.before), link(group.after))
 
 
@@ -279,11 +288,10 @@ def _filled(
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    stage = group.stage if isinstance(group, StageGroup) else None
-    shard = None if group is None or stage is not None else Shard(group.rank, group.size, config.parallel.experts)
+    parts, shard, stage = _place(config, group)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
-    if group is not None and stage is None:
+    if parts is not None:
         assert description.spec is not None
-        join(model, description.spec, group)
+        join(model, description.spec if stage is None else stage_of(description.spec, stage), parts)
     return model

@@ -42,7 +42,7 @@ from engine.runner.memory import activation_bytes, device_memory
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
-from engine.runner.ranks import compiled_by_all
+from engine.runner.ranks import compiled_by_all, true_in_all
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.stages import PassingOn, example_inputs, groups_and_layers, samplers_of
@@ -190,6 +190,8 @@ class ModelRunner:
                 self._compiled = compiled_by_all(self._compile, self._group, self._device)
                 self._start_with(self._compiled)
             except Exception as error:
+                if self._compiled is not None and self._group is not None:
+                    raise  # other ranks go on with theirs
                 self._leave_pieces(error)
         compiled = self._compiled or CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
         if self._compiled is None:
@@ -389,6 +391,7 @@ class ModelRunner:
             self._before_capture,
             lambda: device_memory(self._device)[1],
             first_bytes=2 * graph_activation_bytes(self._dispatcher, self._facts, self._dtype_bytes),
+            all_ranks=true_in_all(self._group, self._device),
         )
 
     def _before_capture(self, route: Route, size: int) -> None:

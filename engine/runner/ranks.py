@@ -21,10 +21,20 @@ def compiled_by_all(compile: Callable[[], CompiledModel], group: Group | None, d
         compiled = compile()
     except Exception as error:
         failed = error
-    mine = torch.full((1, 1), float(failed is not None), device=device)
-    failures = int(group.all_reduce(mine, None, torch.float32, group.name).item())
+    failures = _count(failed is not None, group, device)
     if failed is not None:
         raise failed
     if failures:
         raise EngineError(f"{failures} of the other ranks could not compile")
     return compiled
+
+
+def true_in_all(group: Group | None, device: torch.device) -> Callable[[bool], bool] | None:
+    """Which all ranks call, and learn whether it is true in each; None: there is only one."""
+    return None if group is None else lambda mine: _count(mine, group, device) == group.size
+
+
+def _count(mine: bool, group: Group, device: torch.device) -> int:
+    """Of how many ranks it is true."""
+    counted = group.all_reduce(torch.full((1, 1), float(mine), device=device), None, torch.float32, group.name)
+    return int(counted.item())

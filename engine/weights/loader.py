@@ -58,7 +58,8 @@ def load_weights(
 ) -> int:
     """Load the described checkpoint into `model`, converting to the model's dtype; returns the model's weight bytes.
 
-    `shard`: `model` is that part of the described one; `stage`: those layers of it, of which alone bytes are read.
+    `shard`: `model` is that part of the described one; `stage`: those layers of it (or of that part), of which alone
+    bytes are read.
     `load_format="dummy"` reads nothing and draws small weights from `seed` instead (benchmarks). `packer`: puts packed
     layers where it can, matrix by matrix.
     Raises WeightsError naming tensor, file, what was expected and what was found.
@@ -83,15 +84,18 @@ def load_weights(
             if description.quantized is not None:
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
-            rows = _as_named(rows, family, source)
+            rows = of_all = _as_named(rows, family, source)
             left_out = _left_out(family, spec)
             if stage is not None:
-                rows, left_out = _of_stage(spec, stage, rows, left_out)
+                rows, left_out = _of_stage(spec, stage, of_all, left_out)
             source = whole = ArrangedSource(source, rows, left_out)
             if shard is not None:
-                rows, parts = shard_rows(spec, shard, rows)
+                rows, parts = shard_rows(spec, shard, of_all)
+                rows = rows if stage is None else stage_rows(spec, stage, rows)
                 source = ShardedSource(whole, parts)
             _fill(model, source, rows, packer)
+            if model.head is not None and model.head.spec.token_ids:
+                _fill_head(model, model.head, whole, rows)  # whole in each rank
             if description.generates:
                 _check_tied_copy(model, whole, rows)
     return weight_bytes(model)
@@ -159,8 +163,6 @@ def _fill(model: Decoder, source: WeightSource, rows: Mapping[str, Rows], packer
         if name not in packed:
             source.read_into(name, place)
     del places, name, place  # what a packed layer replaces is freed at once
-    if model.head is not None and model.head.spec.token_ids:
-        _fill_head(model, model.head, source, rows)
     if packer is not None:
         _pack(model, source, rows, packer)
 

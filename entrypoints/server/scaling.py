@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI
@@ -20,17 +21,17 @@ class Scaling(Body):
 
 
 def add_routes(app: FastAPI, context: ServerContext) -> None:
-    engine, under_way = context.engine, list[Scaling]()
+    engine, under_way = context.engine, set[asyncio.Task[None]]()
 
     @app.post("/scale_elastic_ep")
     async def scale(body: Scaling) -> dict[str, str]:
-        under_way.append(body)
+        task = asyncio.create_task(engine.scale(body.new_data_parallel_size, body.drain_timeout))
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
         try:
-            await engine.scale(body.new_data_parallel_size, body.drain_timeout)
+            await asyncio.shield(task)  # it goes on where whoever asked for it has left
         except ConfigError as error:
             raise InvalidRequestError(str(error), "new_data_parallel_size") from error
-        finally:
-            under_way.remove(body)
         return {"message": f"Scaled to {body.new_data_parallel_size} data parallel engines"}
 
     @app.post("/is_scaling_elastic_ep")

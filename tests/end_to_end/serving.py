@@ -14,12 +14,17 @@ from pathlib import Path
 import httpx
 
 
+def free_port() -> int:
+    """Nobody has it now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 @contextlib.contextmanager
 def serving(*arguments: str, start_timeout_s: float = 180.0) -> Iterator[str]:
     """Yields the base URL of a ready server; the server is gone afterwards."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "entrypoints.serve", "--port", str(port), *arguments]
     server = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     base = f"http://127.0.0.1:{port}"

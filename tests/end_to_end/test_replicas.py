@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -134,6 +135,8 @@ def test_a_server_is_scaled_while_it_answers(base: str) -> None:
         answer = httpx.post(f"{base}/scale_elastic_ep", json={"new_data_parallel_size": size}, timeout=60)
         assert answer.json() == {"message": f"Scaled to {size} data parallel engines"}
         wait_for(base, size)
+        for name in ("num_requests_waiting", "kv_cache_usage_perc"):  # of each, as vLLM shows them
+            assert len(re.findall(rf'^vllm:{name}{{engine="\d+",', httpx.get(f"{base}/metrics").text, re.M)) == size
         assert httpx.post(f"{base}/v1/completions", json=body).json()["choices"][0]["text"] == first
     assert httpx.post(f"{base}/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
     refused = httpx.post(f"{base}/scale_elastic_ep", json={"new_data_parallel_size": 65})

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, WeightsError
 from engine.executor.interface import CompileState
+from engine.parallel_config import ParallelConfig
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
 
@@ -261,7 +262,8 @@ FAKE_GROUP = ("fake_ranks:allocate", "fake_ranks:FakeGroup")
 
 
 def executor_of_ranks(config: EngineConfig, kind: str) -> MultiprocExecutor:
-    from engine.executor.multiproc import MultiprocExecutor, Parts
+    from engine.executor.multiproc import MultiprocExecutor
+    from engine.executor.ranks import Parts
 
     return MultiprocExecutor(config, Parts(f"fake_ranks:{kind}", *FAKE_GROUP))
 

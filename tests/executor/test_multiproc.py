@@ -23,7 +23,8 @@ from fake_ranks import FAKE_GROUP, group_config, told
 from thread_cpu import assert_idle
 
 from engine.errors import ConfigError, EngineError, WeightsError
-from engine.executor.multiproc import MultiprocExecutor, Parts
+from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.ranks import Parts
 from engine.step import StepMasks, StepPlan, StepResult
 
 pytestmark = pytest.mark.timeout(180)

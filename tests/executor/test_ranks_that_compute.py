@@ -17,7 +17,8 @@ from test_multiproc import until
 
 from engine.config import DeviceConfig, EngineConfig
 from engine.errors import EngineError
-from engine.executor.multiproc import MultiprocExecutor, Parts
+from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.ranks import Parts
 from engine.step import StepMasks, StepPlan
 
 pytestmark = pytest.mark.timeout(300)

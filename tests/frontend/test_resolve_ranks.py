@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,10 +29,43 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
             _resolve(model, tensor_parallel_size=ranks)
     with pytest.raises(UnsupportedModelError, match="runs through the library"):
         _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="compute on CPUs only"):
-        _resolve(model, H100, H100, tensor_parallel_size=2)
+    assert _resolve(model, H100, H100, tensor_parallel_size=2).device.kind == "cuda"
+    with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
+        _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="stages compute on CPUs only"):
+        _resolve(model, H100, H100, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="cores binds the threads of one rank"):
         _resolve(model, cores=(0, 1), tensor_parallel_size=2)
+
+
+def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
+    for backend in ("mp", "uni"):
+        assert _resolve(model, distributed_executor_backend=backend).parallel.backend == "mp"
+    two: dict[str, Any] = {"tensor_parallel_size": 2}
+    ray = _resolve(
+        model,
+        distributed_executor_backend="ray",
+        ray_placement_strategy="STRICT_SPREAD",
+        distributed_timeout_seconds=7.5,
+        **two,
+    ).parallel
+    assert (ray.backend, ray.ray_placement, ray.timeout_s) == ("ray", "STRICT_SPREAD", 7.5)
+    external = _resolve(model, distributed_executor_backend="external_launcher", **two).parallel
+    assert (external.backend, external.timeout_s) == ("external_launcher", 300)
+    for settings, says in (
+        ({"distributed_executor_backend": "uni", **two}, "is of one rank, and there are 2"),
+        ({"distributed_executor_backend": "ray"}, "places ranks, and there is one"),
+        ({"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}, "stages are processes of one host"),
+        ({"distributed_executor_backend": "ray", "data_parallel_size": 2, **two}, "the ranks of one replica"),
+        ({"distributed_executor_backend": "ray", "distributed_timeout_seconds": 0, **two}, r"must be in \(0, 86400\]"),
+        ({"ray_placement_strategy": "SPREAD", **two}, "is of distributed_executor_backend='ray'"),
+        ({"distributed_timeout_seconds": 5, **two}, "is how long ranks of distributed_executor_backend='ray'"),
+        ({"distributed_executor_backend": "slurm"}, "must be one of mp, ray, external_launcher, uni"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(model, **settings)
+    with pytest.raises(ConfigError, match="NCCL between hosts is unproven here"):
+        _resolve(model, H100, H100, distributed_executor_backend="ray", **two)
 
 
 def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
@@ -65,13 +99,14 @@ def test_stages_are_refused_before_anything_is_loaded_where_there_is_something_t
         _resolve(model, H100, H100, pipeline_parallel_size=2)
     for setting, says in (
         ({"cores": (0, 1)}, "cores binds the threads of one rank"),
-        ({"tensor_parallel_size": 2}, r"pipeline_parallel_size \(2\) and tensor_parallel_size \(2\)"),
+        ({"tensor_parallel_size": 33}, "times pipeline_parallel_size must be at most 64, got 66"),
         ({"async_scheduling": True}, "stages have steps in flight without it"),
         ({"speculative_config": {"method": "suffix"}}, "method 'suffix' is not of models in stages"),
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, pipeline_parallel_size=2, **setting)
     assert _resolve(model, pipeline_parallel_size=2, speculative_config={"method": "ngram"}).scheduler.stages == 2
+    assert _resolve(model, pipeline_parallel_size=2, tensor_parallel_size=2).parallel.ranks == 4
 
 
 def test_a_memory_for_keys_and_values_holds_those_that_all_stages_keep(model: ModelDescription) -> None:
@@ -99,7 +134,7 @@ def test_replicas_share_a_cpus_cores_and_memory_and_each_have_a_gpu(model: Model
         ({"data_parallel_size": 65}, (), "data_parallel_size must be at most 64, got 65"),
         ({"data_parallel_size": 0}, (), "data_parallel_size must be at least 1, got 0"),
         ({"data_parallel_size": 2, "cores": (0, 1)}, (), "cores binds the threads of one replica"),
-        ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "each needs a GPU, and there are 1"),
+        ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "needs a GPU, which makes 2, and there are 1"),
     )
     for settings, gpus, problem in cases:
         with pytest.raises(ConfigError, match=problem):

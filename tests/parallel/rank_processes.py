@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -30,9 +32,16 @@ class RankProcess:
     def send(self, name: str, *arguments: object) -> None:
         self._pipe.send((name, arguments))
 
-    def join(self, fd: int, name: str, rank: int, size: int, cache_dir: Path) -> None:
-        self.send("join", name, rank, size, cache_dir)
+    def join(self, fd: int, name: str, rank: int, size: int, cache_dir: Path, make_group: str) -> None:
+        self.send("join", name, rank, size, cache_dir, make_group)
         send_handle(self._pipe, fd, self.process.pid)
+
+    def join_by_sockets(self, streams: Sequence[socket.socket | None], name: str, rank: int, cache_dir: Path) -> None:
+        """`streams` to each rank; None at its own place."""
+        self.send("join_by_sockets", name, rank, [stream is not None for stream in streams], cache_dir)
+        for stream in streams:
+            if stream is not None:
+                send_handle(self._pipe, stream.fileno(), self.process.pid)
 
     def answers(self, timeout_s: float) -> bool:
         return self._pipe.poll(timeout_s)
@@ -51,9 +60,9 @@ class RankProcess:
 
 
 class Ranks:
-    """Processes that are ranks of a group; the descriptor of its memory."""
+    """Processes that are ranks of a group; the descriptor of its memory, if it has one."""
 
-    def __init__(self, processes: list[RankProcess], fd: int) -> None:
+    def __init__(self, processes: list[RankProcess], fd: int = -1) -> None:
         self.processes = processes
         self.fd = fd
 
@@ -63,23 +72,60 @@ class Ranks:
         return [process.result() for process in self.processes]
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a stream over this host's network."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    for end in (ours, theirs):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
+
+
 class Workers:
     """Processes for groups, which are started when one is wanted and serve one group after another."""
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(
+        self,
+        cache_dir: Path,
+        make_group: str = "engine.parallel.shared_memory:SharedGroup",
+        allocate: Callable[[int, int], int] = allocate,
+    ) -> None:
+        """`make_group`: "module:callable" of an `engine.executor.rank.MakeGroup`."""
         self._cache_dir = cache_dir
+        self._make_group, self._allocate = make_group, allocate
         self._processes: list[RankProcess] = []
         self._fds: list[int] = []
+        self._groups = 0
 
-    def group(self, size: int, slot_bytes: int = 1 << 16) -> Ranks:
+    def socket_group(self, size: int) -> Ranks:
+        ranks = Ranks(self._running(size))
+        self._groups += 1
+        streams: list[list[socket.socket | None]] = [[None] * size for _ in range(size)]
+        for rank, other in itertools.combinations(range(size), 2):
+            streams[rank][other], streams[other][rank] = connected()
+        for rank, process in enumerate(ranks.processes):
+            process.join_by_sockets(streams[rank], f"sockets-{self._groups}", rank, self._cache_dir)
+        for process in ranks.processes:
+            process.result()
+        for stream in itertools.chain(*streams):
+            if stream is not None:
+                stream.close()
+        return ranks
+
+    def _running(self, size: int) -> list[RankProcess]:
         self._processes = [process for process in self._processes if process.process.poll() is None]
         while len(self._processes) < size:
             self._processes.append(RankProcess())
-        fd = allocate(size, slot_bytes)
+        return self._processes[:size]
+
+    def group(self, size: int, slot_bytes: int = 1 << 16) -> Ranks:
+        processes = self._running(size)
+        fd = self._allocate(size, slot_bytes)
         self._fds.append(fd)
-        ranks = Ranks(self._processes[:size], fd)
+        ranks = Ranks(processes, fd)
         for rank, process in enumerate(ranks.processes):
-            process.join(fd, f"group-{len(self._fds)}", rank, size, self._cache_dir)
+            process.join(fd, f"group-{len(self._fds)}", rank, size, self._cache_dir, self._make_group)
         for process in ranks.processes:
             process.result()
         return ranks

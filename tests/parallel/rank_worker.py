@@ -11,12 +11,13 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rank_cases import draw_case, hash_of, run_case
 
-from engine.parallel.shared_memory import SharedGroup
+from engine.executor.rank import MakeGroup, named
+from engine.parallel.socket_group import SocketGroup
 
 
 class Worker:
@@ -24,14 +25,23 @@ class Worker:
         self._pipe = pipe
         self._group: Any = None
 
-    def join(self, name: str, rank: int, size: int, cache_dir: Path) -> None:
+    def join(self, name: str, rank: int, size: int, cache_dir: Path, make_group: str) -> None:
         fd = recv_handle(self._pipe)
         if self._group is not None:
             self._group.close()
         try:
-            self._group = SharedGroup(fd, name, rank, size, cache_dir)
+            self._group = cast(MakeGroup, named(make_group))(fd, name, rank, size, cache_dir)
         finally:
             os.close(fd)
+
+    def join_by_sockets(self, name: str, rank: int, others: list[bool], cache_dir: Path) -> None:
+        sockets = [recv_handle(self._pipe) if is_other else -1 for is_other in others]
+        if self._group is not None:
+            self._group.close()
+        self._group = SocketGroup(sockets, name, rank, cache_dir)
+
+    def abort(self, reason: str) -> None:
+        self._group.abort(reason)
 
     def leave(self) -> None:
         self._group.close()

@@ -9,9 +9,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from smollm2 import smollm2_path
 from test_tensor_parallel import KINDS, answers, prompts, save_gemma3
+from thread_ranks import ThreadRanks
 from tiny_families import save_tiny
 
 from attention_backends.toolchain import find_compiler
@@ -33,8 +35,9 @@ def args_of(path: Path | str, stages: int = 2, **settings: Any) -> EngineArgs:
 
 
 def engine(args: EngineArgs, *, whole: bool = False) -> LLM:
-    """`whole`: all layers in this process, in the steps of the stages."""
-    factory = functools.partial(InProcessClient, executor=local_executor) if whole else None
+    """`whole`: all layers in this process, in the steps of the stages; of several parts by threads."""
+    local = local_executor if args.tensor_parallel_size == 1 else ThreadRanks
+    factory = functools.partial(InProcessClient, executor=local) if whole else None
     return LLM.from_args(args, client_factory=factory)
 
 
@@ -58,6 +61,34 @@ def test_a_thousand_greedy_tokens_have_the_bits_of_all_layers_in_one_process(fam
         assert tokens == expected
         for step, of_step in zip(logprobs, of_expected, strict=True):
             assert step == pytest.approx(of_step, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Qwen3Moe", {"enable_expert_parallel": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("Gemma3", {}),
+                ("Llama", {"stages": 3}),
+                ("Qwen3", {"dtype": "bfloat16", "compile": "pieces"}),
+                ("Qwen3Moe", {}),
+            )
+        ),
+    ],
+)
+def test_stages_of_two_parts_have_the_bits_of_all_parts_in_one_process(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path)
+    args = args_of(tmp_path, **{"tensor_parallel_size": 2, **settings})
+    found = greedy(args)
+    assert sum(len(tokens) for tokens, _ in found) == 1024
+    if args.compile == "none":
+        assert found == greedy(args, whole=True)
+    else:
+        assert found == greedy(msgspec.structs.replace(args, pipeline_parallel_size=1))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +123,17 @@ def mixed(args: EngineArgs, *, whole: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "preemption"), [(2, "swap"), pytest.param(3, "recompute", marks=pytest.mark.exhaustive)]
+    ("stages", "parts", "preemption"), [(2, 2, "swap"), pytest.param(3, 1, "recompute", marks=pytest.mark.exhaustive)]
 )
 def test_a_mixed_workload_gives_the_tokens_of_all_layers_in_one_process(
-    stages: int, preemption: str, tmp_path: Path
+    stages: int, parts: int, preemption: str, tmp_path: Path
 ) -> None:
     """Samples, beams, penalties, grammars, drafts and swapping beside each other."""
     save_tiny("Llama", tmp_path)
     args = args_of(
         tmp_path,
         stages,
+        tensor_parallel_size=parts,
         dtype="bfloat16",
         max_num_seqs=16,
         max_num_batched_tokens=64,

@@ -20,13 +20,6 @@ from engine.parallel.shared_memory import SharedGroup, allocate
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def workers(native_cache: Path) -> Iterator[Workers]:
-    made = Workers(native_cache)
-    yield made
-    made.end()
-
-
 def test_the_build_key_covers_every_source() -> None:
     described = build.sources()
     assert set(build.CSRC.iterdir()) <= {unit.source for unit in described.units} | set(described.headers)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from dense_attention import greedy, logits_of
-from model_parts import part_of
+from model_parts import filled, part_of
 from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup, in_ranks
+from tiny_families import save_tiny
 from tiny_models import CASES, make_model, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +55,18 @@ def test_a_checkpoint_that_repeats_its_tied_head_is_read_in_parts(tmp_path: Path
     save_file({**tensors, "lm_head.weight": embedding + 1.0}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
         in_ranks(2, lambda group: part_of(path, group))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_rank_has_the_whole_of_a_head_made_of_rows_of_the_unembedding(tied: bool, tmp_path: Path) -> None:
+    save_tiny("Qwen3", tmp_path, tie_word_embeddings=tied)
+    file = tmp_path / "config.json"
+    said = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "classifier_from_token": [500, 7]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
+    whole = filled(str(tmp_path)).head
+    assert whole is not None
+    for head in in_ranks(2, lambda group: part_of(str(tmp_path), group).head):
+        assert head is not None and torch.equal(head.out.weight, whole.out.weight)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import psutil
 from core_fakes import request, tiny_config
 
 from engine.child import is_stopped
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import each_delta
+from engine.parallel_config import ParallelConfig
 from engine.replicas.client import ReplicatedClient
 
 WAIT_S = 30.0

@@ -203,15 +203,25 @@ def test_what_concerns_all_reaches_all_and_those_that_come_later() -> None:
     assert life.fleet.replicas[-1].client.messages == [vocabulary]
 
 
-def test_a_pin_ends_with_the_replica_that_was_to_tell_of_it() -> None:
+@pytest.mark.parametrize("others_have_it", [False, True])
+def test_a_pin_is_made_again_when_the_replica_that_was_to_tell_of_it_is_lost(others_have_it: bool) -> None:
     life = Life(4)
-    life.fleet.send(added("p", [1] * 40, 1, pin="system"))
+    pinned = added("p", [1] * 40, 1, pin="system")
+    life.fleet.send(pinned)
     life.wanted["p"], life.got["p"] = 1, []
     owner = life.fleet._deliveries.replica_of("p")
     replica = next(each for each in life.fleet.replicas if each.number == owner)
+    others = [each for each in life.fleet.replicas if each is not replica]
+    if others_have_it:
+        for each in others:
+            while each.client.running:
+                life.see(life.fleet.take_in(each, each.client.turn()))
+        assert not life.got["p"]  # another one was to tell
     life.see(life.fleet.lost(replica, CoreDiedError("killed")))
-    life.see(life.fleet.told.popleft())
-    assert "pin it again" in (life.ended["p"].error or "")
+    for each in others:
+        assert each.client.messages[-3:] == [AbortRequests(request_ids=["p"]), UnpinPrefix(name="system"), pinned]
+    life.finish()
+    assert life.got["p"] == tokens_of("p", 1)
     life.check_nothing_is_left()
 
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from core_fakes import request, tiny_config
 
-from engine.config import EngineConfig, ParallelConfig
+from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
+from engine.parallel_config import ParallelConfig
 from engine.replicas.client import ReplicatedClient
 
 pytestmark = pytest.mark.timeout(120)

@@ -286,6 +286,32 @@ def test_idle_work_captures_one_graph_a_turn(tmp_path: Path) -> None:
     assert done == [(True, 2), (False, 3), (False, 3)]
 
 
+def test_ranks_have_the_same_graphs_which_are_captured_before_they_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def others(mine: bool) -> bool:
+        """Another rank has no room for a third one."""
+        asked.append(mine)
+        return mine and len(asked) < 3
+
+    monkeypatch.setattr(room, "true_in_all", lambda group, device: others)
+    with caplog.at_level(logging.WARNING):
+        graphs = step_graphs(graph_runner(tmp_path, "none", "full_decode"))
+    assert (graphs.num_captured, graphs.num_pending) == (2, 0) and asked == [True] * 3
+    assert "another rank has not the" in caplog.text
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    capturer = FakeCapturer()
+    capturer.before_capture = fail
+    asked.clear()
+    with pytest.raises(torch.OutOfMemoryError):  # other ranks are in the middle of the same capture
+        step_graphs(graph_runner(tmp_path, "none", "full_decode", capturer=capturer))
+
+
 def test_capture_stops_before_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

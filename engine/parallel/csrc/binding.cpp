@@ -6,6 +6,7 @@
 
 #include "native_sum.h"
 #include "shared_group.h"
+#include "socket_group.h"
 #include "torch_string.h"
 
 namespace pageloom {
@@ -15,20 +16,20 @@ namespace {
 class OpenGroups {
  public:
   // Under `name`, or the first of name-2, name-3 ... that is free; which of them.
-  int64_t add(const std::string& name, const std::shared_ptr<SharedGroup>& group) {
+  int64_t add(const std::string& name, const std::shared_ptr<Group>& group) {
     const std::lock_guard lock(mutex_);
     for (int64_t number = 1;; ++number)
       if (groups_.emplace(number == 1 ? name : name + "-" + std::to_string(number), group).second) return number;
   }
   void remove(const std::string& name) {
-    std::shared_ptr<SharedGroup> last;  // unmapped without the lock
+    std::shared_ptr<Group> last;  // unmapped without the lock
     const std::lock_guard lock(mutex_);
     if (const auto found = groups_.find(name); found != groups_.end()) {
       last = std::move(found->second);
       groups_.erase(found);
     }
   }
-  std::shared_ptr<SharedGroup> find(const std::string& name) {
+  std::shared_ptr<Group> find(const std::string& name) {
     const std::lock_guard lock(mutex_);
     const auto found = groups_.find(name);
     PAGELOOM_CHECK(found != groups_.end(), "no group named ", name, " is open");
@@ -37,7 +38,7 @@ class OpenGroups {
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<SharedGroup>> groups_;
+  std::map<std::string, std::shared_ptr<Group>> groups_;
 };
 
 OpenGroups& open_groups() {
@@ -69,7 +70,7 @@ Tensor zeros(Tensor out) {
 
 // What one rank is refused, the others would wait for.
 template <class Call>
-Tensor stopping_where_refused(SharedGroup& group, const Call& call) {
+Tensor stopping_where_refused(Group& group, const Call& call) {
   try {
     return call();
   } catch (const std::exception& error) {
@@ -80,7 +81,7 @@ Tensor stopping_where_refused(SharedGroup& group, const Call& call) {
 
 Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::string name) {
   static constexpr const char* kOp = "all_reduce";
-  const std::shared_ptr<SharedGroup> group = open_groups().find(name);
+  const std::shared_ptr<Group> group = open_groups().find(name);
   return stopping_where_refused(*group, [&] {
     const ScalarType type = x.scalar_type(), out_type = static_cast<ScalarType>(dtype);
     ReduceCall call{};
@@ -109,7 +110,7 @@ Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::
 
 Tensor all_gather(Tensor x, std::vector<int64_t> columns, std::string name) {
   static constexpr const char* kOp = "all_gather";
-  const std::shared_ptr<SharedGroup> group = open_groups().find(name);
+  const std::shared_ptr<Group> group = open_groups().find(name);
   return stopping_where_refused(*group, [&] {
     PAGELOOM_CHECK(static_cast<int64_t>(columns.size()) == group->size(), kOp, ": columns of ", columns.size(),
                    " ranks are given, of ", group->size(), " that there are");
@@ -135,7 +136,7 @@ Tensor all_gather(Tensor x, std::vector<int64_t> columns, std::string name) {
 }
 
 const char* sum_rows(void* address, const NativeSumRows& rows) {
-  auto& group = *static_cast<SharedGroup*>(address);
+  auto& group = *static_cast<Group*>(address);
   constexpr auto kType = static_cast<uint8_t>(ScalarType::BFloat16);
   const auto columns = static_cast<uint32_t>(rows.columns);
   ReduceCall call{};
@@ -167,6 +168,10 @@ int64_t open_group(int64_t fd, std::string name, int64_t rank, int64_t size) {
   return open_groups().add(name, std::make_shared<SharedGroup>(static_cast<int>(fd), rank, size));
 }
 
+int64_t open_socket_group(std::vector<int64_t> sockets, std::string name, int64_t rank) {
+  return open_groups().add(name, std::make_shared<SocketGroup>(sockets, rank));
+}
+
 void close_group(std::string name) { open_groups().remove(name); }
 
 void stop_group(std::string name, std::string reason) { open_groups().find(name)->stop(reason); }
@@ -178,6 +183,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("all_reduce(Tensor x, Tensor? residual, ScalarType dtype, str group) -> Tensor");
   m.define("all_gather(Tensor x, int[] columns, str group) -> Tensor");
   m.define("open_group(int fd, str name, int rank, int size) -> int");
+  m.define("open_socket_group(int[] sockets, str name, int rank) -> int");
   m.define("close_group(str name) -> ()");
   m.define("stop_group(str name, str reason) -> ()");
   m.define("stop_memory(int fd, str reason) -> ()");
@@ -192,6 +198,7 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
   m.implement<open_group>("open_group");
+  m.implement<open_socket_group>("open_socket_group");
   m.implement<close_group>("close_group");
   m.implement<stop_group>("stop_group");
   m.implement<stop_memory>("stop_memory");

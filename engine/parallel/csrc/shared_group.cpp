@@ -17,21 +17,6 @@ namespace {
 // Of x, up to which every rank sums everything. Two ranks always do: shares would make them read as much of each other,
 // and wait twice. Measured (two cores, beside other work): as fast up to 128 KB, above that 1.2 to 3 times faster.
 constexpr int64_t kAtOnceBytes = 64 << 10;
-constexpr int64_t kShareUnit = 64;  // elements: shares begin at lines of the caches
-
-const SumKernels& kernels_of_this_cpu() {
-#if defined(__x86_64__)
-#if defined(PAGELOOM_HAVE_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return kernels_avx512::kSums;
-#endif
-#if defined(PAGELOOM_HAVE_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2::kSums;
-#endif
-#endif
-  return kernels_portable::kSums;
-}
 
 // A rank that waits: hot for some microseconds, then it lends its core to others, then it leaves it.
 class Patience {
@@ -69,39 +54,6 @@ class Patience {
   int64_t cold_at_ns_ = 0;
 };
 
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::kAllReduce: return "all_reduce";
-    case Kind::kAllReduceAdd: return "all_reduce with a residual";
-    case Kind::kAllGather: return "all_gather";
-  }
-  return "nothing that is known";
-}
-
-std::string name_of(uint8_t type) {
-  switch (type) {
-    case 0: return "uint8";
-    case 1: return "int8";
-    case 2: return "int16";
-    case 3: return "int32";
-    case 4: return "int64";
-    case 5: return "float16";
-    case 6: return "float32";
-    case 7: return "float64";
-    case 11: return "bool";
-    case 15: return "bfloat16";
-    default: return "type " + std::to_string(type);
-  }
-}
-
-std::string describe(const Tag& tag) {
-  std::ostringstream text;
-  text << name_of(tag.kind) << " of [" << tag.rows << ", " << tag.own_columns << "] " << name_of(tag.type);
-  if (tag.out_type != tag.type) text << " to " << name_of(tag.out_type);
-  if (tag.kind == Kind::kAllGather) text << " to " << tag.columns << " columns";
-  return text.str();
-}
-
 #if defined(__SSE2__)
 // Past the caches: the lines are still in those of who read the slot last, and to take them back costs more than to read
 // what was written to memory. Measured on a Zen 4, two ranks: an all-reduce of 8 KB takes 2/3 of the time, of 16 to 512 KB
@@ -117,16 +69,6 @@ void copy_to_slot(char* to, const char* from, int64_t bytes) {
 #else
 void copy_to_slot(char* to, const char* from, int64_t bytes) { memcpy(to, from, bytes); }
 #endif
-
-// Copies bytes [begin, end) of rows that are thought of as following one another; either side may lie apart.
-void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t row_bytes, int64_t begin,
-               int64_t end) {
-  for (int64_t at = begin; at < end;) {
-    const int64_t row = at / row_bytes, within = at % row_bytes, n = std::min(row_bytes - within, end - at);
-    memcpy(to + row * to_stride + within, from + row * from_stride + within, n);
-    at += n;
-  }
-}
 
 }  // namespace
 
@@ -158,9 +100,7 @@ void SharedGroup::wait_for_all(const Tag& tag, const std::vector<int64_t>* colum
     if (columns != nullptr) expected.own_columns = static_cast<uint32_t>((*columns)[rank]);
     const Tag& called = memory_.line(rank).tags[round_ % 2];
     if (memcmp(&called, &expected, sizeof called) == 0) continue;
-    std::ostringstream text;
-    text << "rank " << rank << " called " << describe(called) << " where rank " << rank_ << " called " << describe(tag);
-    memory_.stop(text.str());
+    memory_.stop(difference(rank, called, rank_, tag));
     memory_.throw_reason();
   }
 }
@@ -196,8 +136,7 @@ void SharedGroup::reduce_at_once(const ReduceCall& call, int64_t begin, int64_t 
 // Every rank sums a share of the elements, rounds it, and reads the others'.
 void SharedGroup::reduce_by_shares(const ReduceCall& call, int64_t begin, int64_t count) {
   const int64_t type_bytes = size_of(call.type), out_bytes = size_of(call.out_type);
-  const int64_t lines = (count + kShareUnit - 1) / kShareUnit, share = (lines + size() - 1) / size() * kShareUnit;
-  const auto start = [&](int64_t rank) { return std::min(rank * share, count); };
+  const auto start = [&](int64_t rank) { return share_start(rank, size(), count); };
   const char* const x = call.x + begin * type_bytes;
   const int64_t own = start(rank_), end = start(rank_ + 1);
   copy_to_slot(next_slot(), x, own * type_bytes);

@@ -6,48 +6,21 @@
 #include <string>
 #include <vector>
 
+#include "group.h"
 #include "shared_memory.h"
-#include "sums.h"
 
 namespace pageloom {
 
-inline constexpr int64_t size_of(Float type) { return type == Float::k32 ? 4 : 2; }
-
-struct ReduceCall {
-  Tag tag;
-  const char* x;         // [count] of `type`
-  const char* residual;  // [count] of `out_type`, or null
-  char* out;             // the same
-  int64_t count;
-  Float type, out_type;
-};
-
-struct GatherCall {
-  Tag tag;
-  const char* x;  // rows of columns[rank] elements, `x_stride` bytes apart
-  int64_t x_stride;
-  char* out;  // rows of all columns, after one another
-  int64_t rows;
-  int64_t element_size;
-  const std::vector<int64_t>& columns;
-};
-
-// One thread of a process calls its collectives at a time; `stop` is for any.
-class SharedGroup {
+class SharedGroup final : public Group {
  public:
   // Throws std::runtime_error: the memory is another's, or this rank of it has been taken before.
   SharedGroup(int fd, int64_t rank, int64_t size);
 
-  int64_t rank() const { return rank_; }
-  int64_t size() const { return memory_.size(); }
-  void stop(const std::string& reason) const { memory_.stop(reason); }
-
-  // Throw std::runtime_error where the group is stopped, before or meanwhile; another call of another rank stops it.
-  void all_reduce(const ReduceCall& call);
-  void all_gather(const GatherCall& call);
-
-  // Where the last one that failed in native code says why.
-  std::string failure;
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return memory_.size(); }
+  void stop(const std::string& reason) override { memory_.stop(reason); }
+  void all_reduce(const ReduceCall& call) override;
+  void all_gather(const GatherCall& call) override;
 
  private:
   // Tells the others that this rank's part of the next round lies in its slot.

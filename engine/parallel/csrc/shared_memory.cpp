@@ -7,7 +7,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 namespace pageloom {
@@ -44,11 +43,8 @@ SharedMemory::~SharedMemory() { munmap(base_, bytes_); }
 void SharedMemory::stop(const std::string& reason) const {
   uint32_t expected = kRunning;
   if (!header().stopped.compare_exchange_strong(expected, kReasonComes, std::memory_order_acq_rel)) return;
-  size_t length = std::min<size_t>(reason.size(), kMostReason - 1);
-  if (length < reason.size())
-    while (length > 0 && (reason[length] & 0xc0) == 0x80) --length;  // whole characters
-  memcpy(header().reason, reason.data(), length);
-  header().reason[length] = 0;
+  const std::string kept = cut_reason(reason);
+  memcpy(header().reason, kept.c_str(), kept.size() + 1);
   header().stopped.store(kReasonIsThere, std::memory_order_release);
 }
 

@@ -6,25 +6,13 @@
 #include <atomic>
 #include <string>
 
+#include "group.h"
+
 namespace pageloom {
 
 inline constexpr int64_t kPage = 4096;
 inline constexpr uint64_t kMagic = 0x31'70756f7267'6c70;  // "plgroup1": this layout, as `shared_memory.py` writes it
-inline constexpr int64_t kMostReason = 1024;
 inline constexpr int64_t kMostRanks = 64;
-
-enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3 };  // Add: of a residual
-
-// What a rank has called. Types are torch's numbers.
-struct Tag {
-  Kind kind;
-  uint8_t type;
-  uint8_t out_type;
-  uint8_t unused;
-  uint32_t rows;
-  uint32_t columns;  // of the result
-  uint32_t own_columns;
-};
 
 struct Header {
   uint64_t magic;

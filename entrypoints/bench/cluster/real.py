@@ -39,6 +39,6 @@ async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival]) -> Outco
     while seen.left:
         outputs = await client.recv_async()
         seen.take_in(outputs, time.monotonic() - began)
-        stats = client.stats_of_each()
+        stats = [*client.stats_of_each().values()]
     await sending
     return seen.outcome(len(stats), *loads_and_hits(stats))

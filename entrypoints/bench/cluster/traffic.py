@@ -22,6 +22,10 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """beginnings, one of which each prompt has; 0: none"""
     head_tokens: int = 0
 
+    def of_some(self, share: float) -> Traffic:
+        """What arrives at that share of all replicas."""
+        return msgspec.structs.replace(self, rate=self.rate * share)
+
     @property
     def longest(self) -> int:
         """Tokens of a request, at most."""

@@ -1,0 +1,194 @@
+"""Streams between hosts: who is at the other end knows the group's secret, and its loss is seen within some seconds.
+
+Both sides prove that they know the secret (HMAC-SHA256 over fresh numbers of both), without sending it. What follows is
+neither encrypted nor signed: the network between the hosts must be closed to others.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from engine.errors import EngineError
+
+Address = tuple[str, int]
+HANDSHAKE_S = 10.0
+LOST_MS = 4000
+"""how long a host may keep silent to what was sent to it, or to probes"""
+_PROBES = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+_MAGIC = b"plranks1"
+_NONCE = 32
+_LENGTH = struct.Struct("<H")
+_MOST_WAITING = 64
+
+
+class Purpose(msgspec.Struct, frozen=True):
+    """What a stream is for, and of which rank's host it comes."""
+
+    kind: Literal["agent", "frames", "sums"]
+    rank: int
+
+
+class Joined(NamedTuple):
+    purpose: Purpose
+    stream: socket.socket
+
+
+class Listener:
+    """Takes streams from those who know the secret; others are dropped, and hold up nobody."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        """At a free port of `host`, which may be "" for all of this host's addresses. Raises OSError."""
+        self._secret = secret
+        self._socket = socket.create_server((host, 0), family=_family(host), backlog=_MOST_WAITING)
+        self._joined: SimpleQueue[Joined] = SimpleQueue()
+        self._closed = False
+        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._accept, name="ranks-join", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def next(self, timeout_s: float) -> Joined | None:
+        """The caller closes the stream. None: nobody has come."""
+        try:
+            return self._joined.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        """Nobody comes in any more; streams that nobody has taken are closed."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._thread.join()
+        self._socket.close()
+        with suppress(Empty):
+            while True:
+                self._joined.get_nowait().stream.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                stream, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # too many descriptors are open
+                continue
+            if not self._waiting.acquire(blocking=False):
+                stream.close()
+                continue
+            threading.Thread(target=self._admit, args=(stream,), name="ranks-handshake", daemon=True).start()
+
+    def _admit(self, stream: socket.socket) -> None:
+        try:
+            purpose = _admitted(stream, self._secret)
+            if purpose is None or self._closed:
+                stream.close()
+            else:
+                self._joined.put(Joined(purpose, stream))
+        except (OSError, EOFError, msgspec.DecodeError):
+            stream.close()
+        finally:
+            self._waiting.release()
+
+
+def connect(address: Address, secret: bytes, purpose: Purpose, timeout_s: float) -> socket.socket:
+    """A stream to a `Listener`. Raises `EngineError`: it is not there, or does not know the secret."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            stream = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.1))
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise EngineError(f"no connection to {address[0]}, port {address[1]}: {error}") from None
+            time.sleep(0.1)
+    try:
+        _introduce(stream, secret, purpose)
+    except (OSError, EOFError) as error:
+        stream.close()
+        raise EngineError(
+            f"{address[0]}, port {address[1]}, ended the handshake ({error}): it is another group's, or nobody's"
+        ) from None
+    return stream
+
+
+def watch_for_loss(stream: socket.socket) -> None:
+    """From now on it ends with an error once the other host has not answered for `LOST_MS`; what is sent goes out at
+    once."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES:
+        stream.setsockopt(socket.IPPROTO_TCP, option, value)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+
+
+def own_host(address: Address) -> str:
+    """Under which of its own addresses this host reaches `address`; nothing is sent."""
+    with socket.socket(_family(address[0]), socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def _introduce(stream: socket.socket, secret: bytes, purpose: Purpose) -> None:
+    stream.settimeout(HANDSHAKE_S)
+    watch_for_loss(stream)
+    told, own = msgspec.msgpack.encode(purpose), secrets.token_bytes(_NONCE)
+    stream.sendall(_MAGIC + own + _LENGTH.pack(len(told)) + told)
+    theirs = _receive(stream, _NONCE)
+    if not hmac.compare_digest(_receive(stream, 32), _proof(secret, b"listener", own, theirs, told)):
+        raise EOFError("it does not know the secret")
+    stream.sendall(_proof(secret, b"caller", theirs, own, told))
+    if _receive(stream, 1) != b"k":
+        raise EOFError("it refused")
+    stream.settimeout(None)
+
+
+def _admitted(stream: socket.socket, secret: bytes) -> Purpose | None:
+    stream.settimeout(HANDSHAKE_S)
+    watch_for_loss(stream)
+    if not hmac.compare_digest(_receive(stream, len(_MAGIC)), _MAGIC):
+        return None
+    theirs, own = _receive(stream, _NONCE), secrets.token_bytes(_NONCE)
+    (length,) = _LENGTH.unpack(_receive(stream, _LENGTH.size))
+    told = _receive(stream, min(length, 1024))
+    stream.sendall(own + _proof(secret, b"listener", theirs, own, told))
+    if not hmac.compare_digest(_receive(stream, 32), _proof(secret, b"caller", own, theirs, told)):
+        return None
+    purpose = msgspec.msgpack.decode(told, type=Purpose)
+    stream.sendall(b"k")
+    stream.settimeout(None)
+    return purpose
+
+
+def _proof(secret: bytes, side: bytes, *numbers: bytes) -> bytes:
+    return hmac.digest(secret, side + b"".join(numbers), "sha256")
+
+
+def _receive(stream: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = stream.recv(size - len(data))
+        if not part:
+            raise EOFError("it closed the connection")
+        data += part
+    return data
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

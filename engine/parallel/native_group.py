@@ -1,0 +1,101 @@
+"""What a process has of a group whose collectives are native code, whatever carries their numbers."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from attention_backends.native_build import build_for_this_cpu
+from engine.parallel.build import sources
+
+_loading = threading.Lock()
+
+
+class NativeGroup:
+    """A rank of a group (see `Group`) that the library has opened. One thread calls its collectives at a time."""
+
+    def __init__(self, ops: Any, number: int, name: str, rank: int, size: int) -> None:
+        """`number`: how many of that name are open in this process with it."""
+        self._ops = ops
+        self._closing = threading.Lock()
+        self._open = True
+        self._name = name if number == 1 else f"{name}-{number}"
+        self._rank, self._size = rank, size
+        self._all_reduce: OpOverload = self._ops.all_reduce.default
+        self._all_gather: OpOverload = self._ops.all_gather.default
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def all_reduce(self) -> OpOverload:
+        """See `AllReduce`; the residual is contiguous, too."""
+        return self._all_reduce
+
+    @property
+    def all_gather(self) -> OpOverload:
+        """See `AllGather`; x is of any dtype, its rows may lie apart."""
+        return self._all_gather
+
+    def abort(self, reason: str) -> None:
+        """See `Group.abort`. Nothing once this rank is closed."""
+        with self._closing:
+            if self._open:
+                self._ops.stop_group(self._name, reason)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `Group.alone`."""
+        self._ops.be_alone(True)
+        try:
+            yield
+        finally:
+            self._ops.be_alone(False)
+
+    def close(self) -> None:
+        """Give back what it holds. The other ranks are not told, and wait for this one if they call a collective."""
+        with self._closing:
+            if self._open:
+                self._open = False
+                self._ops.close_group(self._name)
+
+
+def load_library(cache_dir: Path) -> Any:
+    """The library's operators; it is built where it is not yet. Raises BuildError."""
+    with _loading:
+        return _load_once(cache_dir)
+
+
+@functools.cache
+def _load_once(cache_dir: Path) -> Any:
+    library = build_for_this_cpu(sources(), cache_dir)
+    ops = getattr(torch.ops, library.namespace)
+    if not hasattr(ops, "all_reduce"):  # found in another cache before
+        torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.library.register_fake(f"{library.namespace}::all_reduce", _fake_all_reduce)
+        torch.library.register_fake(f"{library.namespace}::all_gather", _fake_all_gather)
+    return ops
+
+
+def _fake_all_reduce(x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype, group: str) -> torch.Tensor:
+    return x.new_empty((x.size(0), x.size(1)), dtype=dtype)
+
+
+def _fake_all_gather(x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+    return x.new_empty((x.size(0), sum(columns)))

@@ -1,0 +1,37 @@
+"""What ranks divide among them, and who starts them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.models.placement import ExpertPlacement
+
+ExecutorBackend = Literal["mp", "ray", "external_launcher", "uni"]
+RayPlacement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""Ray's names"""
+
+JOIN_TIMEOUT_S = 300.0
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    tensor: int = 1
+    """ranks, each with its part of every matrix"""
+    pipeline: int = 1
+    """stages, each with its layers; this or `tensor` is 1"""
+    data: int = 1
+    """replicas, each with the whole model"""
+    data_rank: int = 0
+    """of the data-parallel replicas, which one this is"""
+    experts: ExpertPlacement | None = None
+    """each rank has some whole; None: a part of every one"""
+    backend: Literal["mp", "ray", "external_launcher"] = "mp"
+    """who starts the ranks"""
+    ray_placement: RayPlacement = "PACK"
+    timeout_s: float = JOIN_TIMEOUT_S
+    """how long ranks that others start may take to join"""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline
