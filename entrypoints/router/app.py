@@ -115,8 +115,11 @@ class Router:
         for server in self.prefill.in_order():
             try:
                 with server.answering(about_tokens(body)):
-                    answer = await self.client.post(
-                        _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
+                    answer = await _unless_gone(
+                        server,
+                        self.client.post(
+                            _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
+                        ),
                     )
             except httpx.HTTPError as error:
                 server.failed()
@@ -200,6 +203,20 @@ async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, leaving):
             each.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
+    """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(server.gone.wait())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise httpx.ReadTimeout("it answers nothing, its health neither")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 def _url(server: Server, request: Request) -> str:

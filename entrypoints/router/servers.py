@@ -11,6 +11,8 @@ import httpx
 
 CHECK_S = 1.0
 """between looks at each server's health"""
+MISSED = 3
+"""looks in a row that were not answered"""
 CHARACTERS_A_TOKEN = 4
 """what a prompt's size is guessed by"""
 
@@ -22,6 +24,18 @@ class Server:
         self.prompt_tokens = 0
         """about how many the requests have that it is answering"""
         self.failures = 0
+        self.gone = asyncio.Event()
+        """it has not told its health for so long that nobody waits for it any more"""
+        self._missed = 0
+
+    def told_health(self, lives: bool | None) -> None:
+        """None: it did not answer."""
+        self.lives = bool(lives)
+        self._missed = self._missed + 1 if lives is None else 0
+        if self._missed >= MISSED:
+            self.gone.set()
+        elif lives:
+            self.gone.clear()
 
     @contextmanager
     def answering(self, tokens: int) -> Iterator[None]:
@@ -64,7 +78,7 @@ class Servers:
 
     @staticmethod
     async def _look_at(client: httpx.AsyncClient, server: Server) -> None:
-        lives = False
+        lives = None
         with suppress(httpx.HTTPError):
             lives = (await client.get(f"{server.url}/health", timeout=CHECK_S)).status_code == 200
-        server.lives = lives
+        server.told_health(lives)
