@@ -86,8 +86,7 @@ class ModelRunner:
         self._observer: StepObserver = self.part_times
         self._observed: ObservedProgram | None = None
         self._is_watched = False
-        self._kernels = select_kernels(device)
-        self._streams = streams or streams_of(device)
+        self._kernels, self._streams = select_kernels(device), streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
         self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
@@ -102,8 +101,7 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._results = ResultCopier(self._streams)
-        self._dispatcher = make_dispatcher(config, parts.backend)
+        self._results, self._dispatcher = ResultCopier(self._streams), make_dispatcher(config, parts.backend)
         self._capturer, self._counter = capturer, CompileCounter()
         self._graphs: StepGraphs | None = None
         self._runs_modules = threading.RLock()
