@@ -36,6 +36,7 @@ from engine.core.wire import (
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
+from engine.kv_transfer.interface import FetchDone, LeaseEnded, News
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
 from engine.step import StepMasks, StepPlan, StepResult
@@ -67,7 +68,8 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
     grammar: str
 
 
-Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled]
+Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
+Inbox = SimpleQueue[Message]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -110,6 +112,8 @@ class StepScheduler(Protocol):
 
     def grammar_compiled(self, grammar: str) -> Sequence[Delta]: ...
 
+    def transferred(self, news: News) -> Sequence[Delta]: ...
+
     def stats(self) -> CoreStats: ...
 
     def reset_prefix_cache(self) -> object: ...
@@ -143,9 +147,10 @@ class CoreLoop:
         observer: StepObserver | None = None,
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
         kv_reports: KVReports | None = None,
+        ends: Callable[[], None] = lambda: None,
     ) -> None:
         """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
-        `kv_reports`: what is told of the prefix cache."""
+        `kv_reports`: what is told of the prefix cache. `ends`: called by `close`."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -174,7 +179,7 @@ class CoreLoop:
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
-        self._kv_reports = kv_reports
+        self._kv_reports, self._ends = kv_reports, ends
 
     @property
     def has_work(self) -> bool:
@@ -193,6 +198,7 @@ class CoreLoop:
         """What it has to say is said. Idempotent."""
         if self._kv_reports is not None:
             self._kv_reports.close()
+        self._ends()
 
     def turn(self, wait: bool = True) -> StepOutputs | None:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
@@ -289,7 +295,7 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled) -> Sequence[Delta]:
+    def _apply(self, message: Message) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
         if message is STATS_CHANGED:
@@ -297,6 +303,9 @@ class CoreLoop:
             return []
         if isinstance(message, GrammarCompiled):
             return self._scheduler.grammar_compiled(message.grammar)
+        if isinstance(message, (FetchDone, LeaseEnded)):
+            self._has_news = True
+            return self._scheduler.transferred(message)
         self.taken += 1
         match message:
             case AddRequest():
