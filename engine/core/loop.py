@@ -37,6 +37,7 @@ from engine.core.wire import (
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
+from engine.kv_transfer.interface import FetchDone, LeaseEnded, News
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
 from engine.step import StepPlan
@@ -68,7 +69,8 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
     grammar: str
 
 
-Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled]
+Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
+Inbox = SimpleQueue[Message]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -96,9 +98,11 @@ class CoreLoop:
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
         kv_reports: KVReports | None = None,
         rounds: Rounds | None = None,
+        ends: Callable[[], None] = lambda: None,
     ) -> None:
         """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
-        `kv_reports`: what is told of the prefix cache. `rounds`: of replicas that take every step together."""
+        `kv_reports`: what is told of the prefix cache. `rounds`: of replicas that take every step together. `ends`:
+        called by `close`."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -127,7 +131,7 @@ class CoreLoop:
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
-        self._kv_reports = kv_reports
+        self._kv_reports, self._ends = kv_reports, ends
         self._rounds = rounds
 
     @property
@@ -149,6 +153,7 @@ class CoreLoop:
         """What it has to say is said. Idempotent."""
         if self._kv_reports is not None:
             self._kv_reports.close()
+        self._ends()
 
     def turn(self, wait: bool = True) -> StepOutputs | None:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
@@ -255,7 +260,7 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled) -> Sequence[Delta]:
+    def _apply(self, message: Message) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
         if message is STATS_CHANGED:
@@ -263,6 +268,9 @@ class CoreLoop:
             return []
         if isinstance(message, GrammarCompiled):
             return self._scheduler.grammar_compiled(message.grammar)
+        if isinstance(message, (FetchDone, LeaseEnded)):
+            self._has_news = True
+            return self._scheduler.transferred(message)
         self.taken += 1
         match message:
             case AddRequest():

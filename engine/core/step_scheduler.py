@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.core.wire import AddRequest, CoreStats, Delta, KVDigests
+from engine.kv_transfer.interface import News
 from engine.step import StepMasks, StepPlan, StepResult
 
 
@@ -47,6 +48,8 @@ class StepScheduler(Protocol):
     def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
 
     def grammar_compiled(self, grammar: str) -> Sequence[Delta]: ...
+
+    def transferred(self, news: News) -> Sequence[Delta]: ...
 
     def stats(self) -> CoreStats: ...
 

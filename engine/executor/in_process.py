@@ -27,6 +27,7 @@ from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.executor.team import Team
+from engine.kv_transfer.memory import KVMemory
 from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
@@ -69,6 +70,8 @@ class Runner(Protocol):
     def part_times(self) -> PartTimes:
         """What its thread spends on each part of its steps."""
         ...
+
+    def kv_memory(self) -> KVMemory: ...
 
     def idle_work(self) -> bool:
         """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
@@ -205,6 +208,9 @@ class InProcessExecutor:
 
     def team(self) -> Team | None:
         return None
+
+    def kv_memory(self) -> KVMemory:
+        return self._call(lambda: self._loaded().kv_memory())
 
     def close(self) -> None:
         """Lets the running steps end, drops those behind them, joins the threads."""

@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.cpu_kernels.folding import fold
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
+from engine.kv_transfer.memory import KVMemory
 from engine.layer_groups import full_group
 from engine.models.expert_exchange import EXCHANGE_OP
 from engine.observability import step_profile
@@ -86,8 +87,7 @@ class ModelRunner:
         self._observer: StepObserver = self.part_times
         self._observed: ObservedProgram | None = None
         self._is_watched = False
-        self._kernels = select_kernels(device)
-        self._streams = streams or streams_of(device)
+        self._kernels, self._streams = select_kernels(device), streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
         self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
@@ -102,11 +102,9 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._results = ResultCopier(self._streams)
-        self._dispatcher = make_dispatcher(config, parts.backend)
-        self._capturer = capturer
+        self._results, self._dispatcher = ResultCopier(self._streams), make_dispatcher(config, parts.backend)
+        self._capturer, self._counter = capturer, CompileCounter()
         self._graphs: StepGraphs | None = None
-        self._counter = CompileCounter()
         self._runs_modules = threading.RLock()
         """held by steps, and by traces in another thread that change what modules do meanwhile"""
         self._counts = False  # whether compilations since the counter's mark are ones that should not have been
@@ -152,6 +150,9 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
         self._attention.allocate(num_blocks, num_host_blocks, self._config.cache.block_size, self._device)
+
+    def kv_memory(self) -> KVMemory:
+        return self._attention.kv_memory(self._config)
 
     def warm_up(self) -> WarmUpReport:
         """Compile the model as configured, run a few small steps, so that nothing is built or tuned later, and capture
