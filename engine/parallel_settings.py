@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
+from engine.errors import UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import check_divided
 from engine.models.stages import check_stages
@@ -31,6 +32,20 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )
+
+
+def check_library(config: EngineConfig, model: ModelDescription) -> None:
+    """Where the library's module computes the model. Raises ConfigError or UnsupportedModelError where it cannot be
+    divided so."""
+    if model.spec is not None or config.parallel.tensor == 1:
+        return
+    from engine.models.fallback.division import check_library_divided
+
+    if config.device.kind != "cpu":
+        raise UnsupportedModelError(
+            "tensor_parallel_size: of a model that runs through the library only CPUs compute parts"
+        )
+    check_library_divided(model.path, config.parallel.tensor)
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import parallel_of, placed
+from engine.parallel_settings import check_library, parallel_of, placed
 from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of, kv_events_of
 from engine.sizes import setting_bytes, size_text
 from engine.speculation import speculation_of
@@ -143,7 +143,9 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     draft = describe_draft(_speculation(args, kind, machine), read.facts)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = placed(resolve(args, description, machine, None if draft is None else draft.facts), args, description)
+    config = resolve(args, description, machine, None if draft is None else draft.facts)
+    check_library(config, description)
+    config = placed(config, args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
     if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:

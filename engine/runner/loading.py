@@ -26,6 +26,7 @@ from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
 from engine.models.facts import ModelFacts
+from engine.models.fallback.division import divided_facts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
@@ -163,9 +164,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     description = describe(config.model.path, config.model.model_impl)
     spec, facts = description.spec, description.facts
     if group is not None:
-        assert spec is not None  # resolving refuses it
-        spec = _part(config, spec, group)
-        facts = spec.facts
+        spec, facts = _part(config, description, group)
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
@@ -176,7 +175,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     packer = _packer(config, dtype)
     shown_layers = () if draft is None else draft.shown_layers
     if spec is None:
-        model: Decoder | FallbackModel = _library_model(config, description, packer)
+        model: Decoder | FallbackModel = _library_model(config, description, packer, group)
     else:
         model = _filled(config, description, spec, shown_layers, packer, group)
     how = "natively" if spec is not None else "through the transformers library's module"
@@ -210,10 +209,16 @@ def _place(config: EngineConfig, group: Group | None) -> tuple[Group | None, Sha
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
 
 
-def _part(config: EngineConfig, whole: DecoderSpec, group: Group) -> DecoderSpec:
+def _part(config: EngineConfig, description: ModelDescription, group: Group) -> tuple[DecoderSpec | None, ModelFacts]:
+    """Of the described model what a rank computes."""
     _, shard, stage = _place(config, group)
+    whole = description.spec
+    if whole is None:
+        assert shard is not None and stage is None  # resolving refuses it
+        return None, divided_facts(description.path, shard)
     spec = whole if shard is None else sharded(whole, shard)
-    return spec if stage is None else stage_of(spec, stage, whole)
+    spec = spec if stage is None else stage_of(spec, stage, whole)
+    return spec, spec.facts
 
 
 def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
@@ -259,7 +264,7 @@ def _backend(
 
 
 def _library_model(
-    config: EngineConfig, description: ModelDescription, packer: Packer | DevicePacker | None
+    config: EngineConfig, description: ModelDescription, packer: Packer | DevicePacker | None, group: Group | None
 ) -> FallbackModel:
     assert not isinstance(packer, DevicePacker)  # resolving refuses it
     settings = config.model
@@ -271,6 +276,7 @@ def _library_model(
         dummy=settings.load_format == "dummy",
         seed=settings.seed,
         packer=packer,
+        group=group,
     )
 
 
