@@ -15,6 +15,7 @@ from engine.machine import CudaDevice
 from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
+from engine.parallel_settings import check_library
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,13 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
     for ranks, says in ((0, "at least 1"), (65, "at most 64"), (5, "exceeds the 4 heads")):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, tensor_parallel_size=ranks)
-    with pytest.raises(UnsupportedModelError, match="runs through the library"):
-        _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
-    assert _resolve(model, H100, H100, tensor_parallel_size=2).device.kind == "cuda"
+    of_library = msgspec.structs.replace(model, spec=None)
+    with pytest.raises(UnsupportedModelError, match="enable_expert_parallel: .* runs through the library"):
+        _resolve(of_library, tensor_parallel_size=2, enable_expert_parallel=True)
+    on_gpus = _resolve(model, H100, H100, tensor_parallel_size=2)
+    assert on_gpus.device.kind == "cuda"
+    with pytest.raises(UnsupportedModelError, match="through the library is divided on CPUs only"):
+        check_library(on_gpus, of_library)
     with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
         _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
     with pytest.raises(ConfigError, match="stages compute on CPUs only"):
