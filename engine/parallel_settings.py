@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.errors import UnsupportedModelError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import check_divided
 from engine.models.stages import check_stages
@@ -52,6 +52,10 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     """With experts where the file says, if there is one. Raises ConfigError."""
     if args.expert_placement is None:
         return config
-    parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
+    try:
+        experts = read_placement(args.expert_placement)
+    except ConfigError as error:
+        raise ConfigError(f"expert_placement: {error}") from error
+    parallel = msgspec.structs.replace(config.parallel, experts=experts)
     check_divided(model.spec, parallel.tensor, parallel.experts)
     return msgspec.structs.replace(config, parallel=parallel)

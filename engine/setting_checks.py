@@ -18,6 +18,7 @@ from engine.sizes import setting_bytes
 Kind = Literal["cpu", "cuda"]
 
 _ENDPOINT = re.compile(r"tcp://\S+:[0-9]{1,5}|ipc://.+")
+_MAX_PORT = 65535
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -62,7 +63,12 @@ def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
 
 
 def _check_ports(config: KVEventsConfig, replicas: int) -> None:
-    """Each replica adds its rank to both ports: they must not meet."""
+    """Each replica adds its rank to both ports: there must be such ports, and they must not meet."""
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name) or ""
+        if endpoint.startswith("tcp://") and not 1 <= int(endpoint.rpartition(":")[2]) <= _MAX_PORT + 1 - replicas:
+            among = "" if replicas == 1 else f", and of data_parallel_size ({replicas}) each adds its rank"
+            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: ports are 1 to {_MAX_PORT}{among}")
     endpoints = [config.endpoint, config.replay_endpoint or ""]
     if not all(endpoint.startswith("tcp://") for endpoint in endpoints) or not re.search(r"\*|::", config.endpoint):
         return
@@ -112,6 +118,11 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
     check_launch(args)
+    if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            f"distributed_executor_backend={args.distributed_executor_backend!r}: ranks on GPUs are processes of one "
+            "host, since NCCL between hosts is unproven here; use 'mp', or device='cpu'"
+        )
 
 
 def check_launch(args: EngineArgs) -> None:

@@ -1,8 +1,8 @@
 """Which rank should have which expert of a mixture, so that all have as much to do with texts like yours?
 
-Runs the model over the prompts of a file, a line each, counts how many tokens every expert of every layer is given, and
-writes the placement that balances them for `--expert-placement`. Prints how much the busiest rank has to do, over the
-mean, in order and so placed, on these texts.
+Runs the model over the prompts of a file, a line each (empty ones are passed over), counts how many tokens every expert
+of every layer is given, and writes the placement that balances them for `--expert-placement`. Prints
+how much the busiest rank has to do, over the mean, in order and so placed, on these texts.
 
     python tools/place_experts.py MODEL PROMPTS.txt OUT.json --ranks 2 [--max-tokens 64]
 """
@@ -19,6 +19,7 @@ import torch
 from engine import LLM, EngineArgs, SamplingParams
 from engine.config import EngineConfig
 from engine.core.in_process_client import InProcessClient
+from engine.errors import EngineError
 from engine.executor.inline import InlineExecutor
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.placement import ExpertPlacement, balanced, write_placement
@@ -73,18 +74,26 @@ def imbalance(placement: ExpertPlacement, loads: Sequence[Sequence[int]], size: 
     return busiest * size / total if total else 1.0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
+    if given.ranks < 1:
+        parser.error(f"--ranks must be at least 1, got {given.ranks}")
     args = EngineArgs(model=given.model, device="cpu", compile="none")
-    loads = loads_of(args, given.prompts.read_text().splitlines(), given.max_tokens)
-    placement = balanced(loads, given.ranks)
-    write_placement(placement, given.out)
+    try:
+        prompts = [line for line in given.prompts.read_text().splitlines() if line.strip()]
+        if not prompts:
+            parser.error(f"{given.prompts} has no prompts")
+        loads = loads_of(args, prompts, given.max_tokens)
+        placement = balanced(loads, given.ranks)
+        write_placement(placement, given.out)
+    except (EngineError, OSError, UnicodeDecodeError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     for name, each in (("in order", ExpertPlacement()), ("balanced", placement)):
         print(f"{name}: the busiest rank has {imbalance(each, loads, given.ranks):.3f} of the mean")
 

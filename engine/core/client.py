@@ -227,10 +227,15 @@ class ProcessClient:
         """Until the next look at the heartbeats. An idle core owes none, but another thread may send meanwhile."""
         return self._hang_timeout_s / 4 if self._liveness.idle else self._heartbeat_s
 
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, now."""
+        return self._ready and not self._closed and self._died is None and is_stopped(self._handle.pid)
+
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
             return None
-        if is_stopped(self._handle.pid):
+        if self.is_stopped:
             return "it was stopped by a signal"
         return self._liveness.stalled(time.monotonic(), compiling=self._compiling)
 

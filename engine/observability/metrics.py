@@ -51,7 +51,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.stats = CoreStats(compiling=ready.compiling)
         self.stats_of_each: Callable[[], Mapping[int, CoreStats]] = dict
-        """by the numbers of replicas; of none where there is one core"""
+        """by the places of replicas; of none where there is one core"""
         self._model_name = model_name
         self._collectors: list[Collector] = []
         self._add(_CoreCollector(self, model_name))
@@ -224,8 +224,8 @@ class _CoreCollector(Collector):
         if stats := self._owner.stats_of_each():
             for name, meaning, of in _OF_EACH:
                 gauge = GaugeMetricFamily(_PREFIX + REPLICA + name, meaning, labels=[_LABEL, "engine"])
-                for number, each in stats.items():
-                    gauge.add_metric([*self._labels, str(number)], of(each))
+                for place, each in stats.items():
+                    gauge.add_metric([*self._labels, str(place)], of(each))
                 yield gauge
 
 

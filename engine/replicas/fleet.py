@@ -51,7 +51,7 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
     number: int
     """not used again"""
     place: int
-    """among those that serve: the least that was free when it came"""
+    """among those that serve, the least that was free when it came: its name in logs, metrics and KV events"""
     client: C
     ready: CoreReady
     stats: CoreStats = CoreStats()
@@ -123,7 +123,7 @@ class Fleet(Generic[C]):
         with self._lock:
             if len(self.replicas) == 1:
                 raise error
-            logger.error("replica %d was lost, and %d are left\n%s", replica.number, len(self.replicas) - 1, error)
+            logger.error("replica %d was lost, and %d are left\n%s", replica.place, len(self.replicas) - 1, error)
             self._hand_over(replica)
             return StepOutputs(deltas=[], stats=self._stats())
 
@@ -197,7 +197,7 @@ class Fleet(Generic[C]):
             try:
                 replica.client.send(message)
             except (CoreDiedError, QueueFullError) as error:
-                logger.warning("replica %d was not told: %s", replica.number, str(error).rpartition("\n")[2])
+                logger.warning("replica %d was not told: %s", replica.place, str(error).rpartition("\n")[2])
 
     def _follow(self, replica: Replica[C], news: News) -> None:
         for name in news.began:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI
-from pydantic import Field
+from pydantic import Field, Strict
 
 from engine.errors import ConfigError, InvalidRequestError
 from entrypoints.server.context import ServerContext
@@ -16,7 +16,7 @@ from entrypoints.server.fields import Body
 class Scaling(Body):
     """How many replicas there are to be; of those that are too many each is drained first, for so many seconds."""
 
-    new_data_parallel_size: int
+    new_data_parallel_size: Annotated[int, Strict()]
     drain_timeout: Annotated[float, Field(ge=0, le=86400)] = 300.0
 
 

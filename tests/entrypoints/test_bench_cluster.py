@@ -11,17 +11,19 @@ import pytest
 from scripted_server import save_model
 
 from engine.config import EngineConfig, make_args
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
+from engine.models.description import describe
 from engine.replicas.router import Router
 from engine.reports import LoadReport
 from engine.resolve import resolve_here
 from engine.step import Rows, ScheduledRow
 from entrypoints.bench.cli import main
 from entrypoints.bench.cluster.costs import StepCosts, StepWork, fit, read_costs
-from entrypoints.bench.cluster.outcome import mean_of
+from entrypoints.bench.cluster.outcome import Outcome, for_all, mean_of
 from entrypoints.bench.cluster.routers import TakingTurns
 from entrypoints.bench.cluster.search import fewest
 from entrypoints.bench.cluster.simulate import Cluster
+from entrypoints.bench.cluster.stages import Stages, stages_of
 from entrypoints.bench.cluster.traffic import Arrival, Traffic, arrivals, check
 
 MIB = 1 << 20
@@ -106,6 +108,47 @@ def test_one_request_takes_its_steps(config: EngineConfig) -> None:
     assert (seen.requests, seen.hits, seen.load_max_over_mean) == (1, 0.0, 1.0)
 
 
+def test_stages_compute_side_by_side_what_is_in_different_steps(model: Path, config: EngineConfig) -> None:
+    """Two sequences in turn: each step passes two stages of 5.5 ms, and one leaves the last one every 5.5 ms."""
+    settings = {"device": "cpu", "max_num_batched_tokens": 256, "pipeline_parallel_size": 2}
+    staged = resolve_here(make_args(str(model), settings))[1]
+    halves = Stages((0.5, 0.5))
+    [alone] = given(config, rate=1e-9, seconds=0.0, output_len=9)
+    seen = Cluster(staged, costs(), 1, Router(16), halves).run([alone])
+    assert (seen.ttft_p50, seen.tpot_p50) == (pytest.approx(0.05), pytest.approx(0.011))
+    pair = [alone, Arrival(0.0, msgspec.structs.replace(alone.message, request_id="second"))]
+    seen = Cluster(staged, costs(), 1, Router(16), halves).run(pair)
+    assert seen.tpot_p90 == pytest.approx(0.011, rel=0.1)
+    assert Cluster(config, costs(), 1, Router(16)).run(pair).tpot_p50 == pytest.approx(0.012, rel=0.05)
+    busy = given(config, rate=80.0)
+    both, one = (Cluster(staged, costs(), 1, Router(16), each).run(busy) for each in (halves, Stages((1.0, 0.0))))
+    assert both.tokens_per_s > 1.7 * one.tokens_per_s
+
+
+def test_a_stage_holds_its_layers_and_the_last_one_samples(model: Path) -> None:
+    spec = describe(str(model)).spec
+    stages = stages_of(spec, 2)
+    assert sum(stages.shares) == pytest.approx(1.0) and min(stages.shares) > 0.0
+    assert stages_of(spec, 1) == stages_of(None, 3) == Stages((1.0,))
+    table, work = costs(sampled=0.5), StepWork(1, 1, 0, 0)
+    assert stages.seconds(table, work) == pytest.approx([0.011 * stages.shares[0], 0.011 * stages.shares[1] + 0.5])
+    assert sum(stages.seconds(table, work)) == pytest.approx(table.seconds(work))
+    assert stages.report(REPORT).block_bytes == round(1024 * max(stages.shares))
+
+
+def test_a_cell_stands_for_all(config: EngineConfig) -> None:
+    traffic = Traffic(rate=90.0, input_len=40, output_len=8)
+
+    def run(replicas: int, share: float) -> Outcome:
+        requests = arrivals(traffic.of_some(share), 20.0, 0, config.model.vocab_size)
+        return for_all(Cluster(config, costs(), replicas, Router(16)).run(requests), 12, 1)
+
+    whole, cell = run(12, 1.0), run(4, 1 / 3)
+    assert cell.replicas == whole.replicas == 12
+    for name in ("tokens_per_s", "requests", "ttft_p50"):
+        assert getattr(cell, name) == pytest.approx(getattr(whole, name), rel=0.1)
+
+
 def test_nothing_depends_on_anything_but_the_seed(config: EngineConfig) -> None:
     runs = [Cluster(config, costs(), 3, Router(16)).run(given(config, rate=40.0, seed=seed)) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
@@ -152,12 +195,22 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="not even 2 replicas hold"):
         fewest(run, lambda seen: False, 2)
 
+    def refuses(size: int) -> Outcome:
+        if size < 3:
+            raise EngineError("4096 sequences wait already")
+        return run(size)
+
+    assert [seen.replicas for seen in fewest(refuses, lambda seen: True, 64)] == [3]
+    with pytest.raises(ConfigError, match="not even 2 replicas hold: 4096 sequences wait"):
+        fewest(refuses, lambda seen: True, 2)
+
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"range_ratio": 1.0}, r"range_ratio must be in \[0, 1\)"),
         ({"rate": 0.0}, "rate must be positive"),
+        ({"rate": float("nan")}, "rate must be positive"),
         ({"heads": 2, "head_tokens": 40}, "leave the shortest prompt no token of its own"),
         ({"input_len": 5000}, "exceed max_model_len"),
     ],
@@ -182,6 +235,20 @@ def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, 
     results = json.loads(out.splitlines()[-1])["results"]
     assert [(each["kind"], each["replicas"]) for each in results] == [("simulated", 1.0), ("simulated", 2.0)]
     assert "±" in out and "step costs: tiny" in out
+    assert main([*command, "--layouts", "2x1,1x2", "--seeds", "1"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(each["replicas"], each["stages"]) for each in results] == [(2.0, 1.0), (1.0, 2.0)]
+    assert main([*command, "--replicas", "1000", "--cell", "2", "--rate", "1000"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [each["replicas"] for each in results] == [1000.0]
+    for wrong in (
+        ["--replicas", "65"],
+        ["--cell", "2", "--lose-at", "1"],
+        ["--layouts", "1x2", "--ttft", "1"],
+        ["--replicas", "1", "--lose-at", "1"],
+    ):
+        with pytest.raises(SystemExit):
+            main([*command, *wrong, *(["--tpot", "1"] if "--ttft" in wrong else [])])
     assert main([*command, "--ttft", "10", "--tpot", "10"]) == 0
     assert main([*command, "--max-num-batched-tokens", "512"]) == 1
     assert "exceeds the 256 that the step costs were measured for" in capsys.readouterr().err

@@ -194,5 +194,8 @@ def test_an_engine_with_one_core_is_not_scaled(tiny_server_model: Path) -> None:
         assert (await client.post("/is_scaling_elastic_ep")).json() == {"is_scaling_elastic_ep": False}
         reply = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2, "drain_timeout": -1})
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "drain_timeout"
+        for size in (True, "2", 2.0):
+            reply = await client.post("/scale_elastic_ep", json={"new_data_parallel_size": size})
+            assert reply.status_code == 400 and "valid integer" in reply.json()["error"]["message"]
 
     with_client(Server(tiny_server_model), scenario)

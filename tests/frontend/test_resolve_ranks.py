@@ -29,7 +29,7 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
         with pytest.raises(ConfigError, match=says):
             _resolve(model, tensor_parallel_size=ranks)
     of_library = msgspec.structs.replace(model, spec=None)
-    with pytest.raises(UnsupportedModelError, match="enable_expert_parallel: .* runs through the library"):
+    with pytest.raises(UnsupportedModelError, match=r"enable_expert_parallel: .* runs through the library"):
         _resolve(of_library, tensor_parallel_size=2, enable_expert_parallel=True)
     on_gpus = _resolve(model, H100, H100, tensor_parallel_size=2)
     assert on_gpus.device.kind == "cuda"
@@ -69,6 +69,8 @@ def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, **settings)
+    with pytest.raises(ConfigError, match="NCCL between hosts is unproven here"):
+        _resolve(model, H100, H100, distributed_executor_backend="ray", **two)
 
 
 def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
@@ -102,13 +104,14 @@ def test_stages_are_refused_before_anything_is_loaded_where_there_is_something_t
         _resolve(model, H100, H100, pipeline_parallel_size=2)
     for setting, says in (
         ({"cores": (0, 1)}, "cores binds the threads of one rank"),
-        ({"tensor_parallel_size": 2}, r"pipeline_parallel_size \(2\) and tensor_parallel_size \(2\)"),
+        ({"tensor_parallel_size": 33}, "times pipeline_parallel_size must be at most 64, got 66"),
         ({"async_scheduling": True}, "stages have steps in flight without it"),
         ({"speculative_config": {"method": "suffix"}}, "method 'suffix' is not of models in stages"),
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, pipeline_parallel_size=2, **setting)
     assert _resolve(model, pipeline_parallel_size=2, speculative_config={"method": "ngram"}).scheduler.stages == 2
+    assert _resolve(model, pipeline_parallel_size=2, tensor_parallel_size=2).parallel.ranks == 4
 
 
 def test_a_memory_for_keys_and_values_holds_those_that_all_stages_keep(model: ModelDescription) -> None:

@@ -71,6 +71,9 @@ def test_events_of_the_cache_are_published_where_they_are_enabled() -> None:
         ({"endpoint": "tcp://*"}, "endpoint must be as"),
         ({"endpoint": "inproc://events"}, "endpoint must be as"),
         ({"replay_endpoint": "http://h:80/"}, "replay_endpoint must be as"),
+        ({"endpoint": "tcp://*:0"}, "endpoint 'tcp://.*:0': ports are 1 to 65535"),
+        ({"endpoint": "tcp://*:99999"}, "endpoint 'tcp://.*:99999': ports are 1 to 65535"),
+        ({"replay_endpoint": "tcp://*:65536"}, "replay_endpoint 'tcp://.*:65536': ports are 1 to 65535"),
     ],
 )
 def test_events_that_cannot_be_published_so_are_refused_by_name(settings: dict[str, object], says: str) -> None:
@@ -98,6 +101,14 @@ def test_ports_of_replicas_that_would_meet_are_refused(replicas: int, endpoint: 
         return
     with pytest.raises(ConfigError, match=r"kv_events_config: endpoint and replay_endpoint have ports"):
         kv_events_of(args)
+
+
+def test_each_replica_has_a_port() -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:65534"}
+    for replicas in (1, 2):
+        assert kv_events_of(EngineArgs(model="m", data_parallel_size=replicas, kv_events_config=events)) is not None
+    with pytest.raises(ConfigError, match=r"data_parallel_size \(3\) each adds its rank"):
+        kv_events_of(EngineArgs(model="m", data_parallel_size=3, kv_events_config=events))
 
 
 def test_events_of_a_cache_that_is_off_are_refused() -> None:

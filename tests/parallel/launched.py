@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,3 +73,9 @@ def ray_cluster() -> Iterator[Any]:
 
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

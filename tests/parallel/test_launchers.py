@@ -1,7 +1,10 @@
-"""Ranks that torchrun or Ray starts give the bits of those that the engine starts; a node that is lost is said."""
+"""Ranks that torchrun or Ray starts give the bits of those that the engine starts; a node that is lost is named."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import NODE, answers_of, prompts, ray_cluster, settings_of
+from launched import NODE, answers_of, free_port, prompts, ray_cluster, settings_of
 from tiny_families import save_tiny, save_tokenizer
 
 from attention_backends.toolchain import find_compiler
@@ -105,3 +108,38 @@ def test_a_node_that_is_removed_ends_the_replica_with_the_cause_and_the_next_is_
         removal.join()
     cluster.add_node(**NODE)
     assert answers_of([sys.executable], tmp_path, on_ray(model, "STRICT_SPREAD")) == [expected]
+
+
+def test_the_documented_application_of_ray_serve_answers(model: Path, cluster: Any, tmp_path: Path) -> None:
+    """As `serve run` runs it, with ranks that Ray places."""
+    pytest.importorskip("ray.serve")
+    options = ["max_model_len=128", "compile=none", "threads=1", "device=cpu", "kv_cache_memory=8MiB"]
+    options += ["tensor_parallel_size=2", "distributed_executor_backend=ray", "cpus=0.1", f"model={model}"]
+    examples, port = Path(__file__).parents[2] / "docs" / "examples", free_port()
+    config = tmp_path / "serve.py"
+    config.write_text(SERVE.format(examples=str(examples), port=port, options=options))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, str(config)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+SERVE = """
+import json, sys
+sys.path.insert(0, {examples!r})
+import httpx, ray
+from ray import serve
+from ray_serve import application
+
+ray.init(address="auto", log_to_driver=False)
+serve.start(http_options={{"host": "127.0.0.1", "port": {port}}})
+serve.run(application(dict(option.split("=") for option in {options!r})))
+body = {{"model": "any", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}}
+with httpx.Client(base_url="http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    answer = client.post("/v1/completions", json={{**body, "model": name}})
+    print(answer.text, file=sys.stderr)
+serve.shutdown()
+print(json.dumps(answer.json()), flush=True)
+"""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from place_experts import imbalance, loads_of
+from place_experts import imbalance, loads_of, main
 from test_tensor_parallel import FIVE, WHOLE, args_of, greedy
 from tiny_families import save_tiny
 
@@ -75,3 +75,26 @@ def test_experts_are_counted_and_placed_and_give_the_same_tokens(tmp_path: Path)
     Path(file).write_text('{"layers": [[0, 1]]}')
     with pytest.raises(ConfigError, match="expert_placement is of 1 layers, and the model has 3"):
         resolve_here(args)
+
+
+def test_the_tool_passes_over_empty_lines_and_says_what_is_wrong_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("place_experts.loads_of", lambda args, prompts, max_tokens: [[len(prompts), 1, 1]])
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts.write_text("abc\n\n  \ndefgh\n")
+    main(["model", str(prompts), str(out), "--ranks", "2"])
+    assert read_placement(str(out)) == balanced([[2, 1, 1]], 2)
+    prompts.write_text("\n")
+    for file, ranks, message in (
+        (prompts, "2", "has no prompts"),
+        (prompts, "0", "--ranks must be at least 1, got 0"),
+        (tmp_path / "none.txt", "2", "No such file"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["model", str(file), str(out), "--ranks", ranks])
+        assert message in capsys.readouterr().err
+    prompts.write_text("abc")
+    with pytest.raises(SystemExit):
+        main(["model", str(prompts), str(out), "--ranks", "4"])
+    assert "3 experts are too few for 4 ranks" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
 from engine.parallel_config import ParallelConfig
+from engine.replicas import client as room
 from engine.replicas.client import ReplicatedClient
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,6 +167,7 @@ def test_replicas_come_and_go_while_requests_run() -> None:
         assert set(seen.ended.values()) == {"length"}
         assert [replica.place for replica in client._fleet.replicas] == [2]
         assert (client.add_replica(), [replica.place for replica in client._fleet.replicas]) == (3, [2, 0])
+        assert list(client.stats_of_each()) == [2, 0]  # as KV events and the log call them
         client.remove_replica(3)
         with pytest.raises(ConfigError, match="the only one"):
             client.remove_replica(2)
@@ -227,6 +229,22 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
         assert client.stalled() is not None
         for pid in pids(client).values():
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "STOPPED_S", 1.0)
+    with replicas("SlowlyCounting") as client:
+        seen = Seen()
+        for index in range(4):
+            client.send(request(f"r{index}", max_tokens=12, prompt_len=20 + index))
+        os.kill(pids(client)[0], signal.SIGSTOP)
+        seen.until_ended(client, {f"r{index}" for index in range(4)})
+        assert client.replicas == [1]
+        os.kill(pids(client)[1], signal.SIGSTOP)  # the last one is the engine's own: it is not given up
+        client.send(request("last", max_tokens=2))
+        time.sleep(2.5)
+        os.kill(pids(client)[1], signal.SIGCONT)
+        seen.until_ended(client, {"last"})
 
 
 def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

@@ -13,11 +13,24 @@ from entrypoints.options import add_engine_options, add_model, engine_args
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.models.description import ModelDescription
     from entrypoints.bench.cluster.costs import StepCosts
     from entrypoints.bench.cluster.outcome import Outcome
 
 MOST_REPLICAS = 64
-_COLUMNS = ("replicas", "tokens_per_s", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90", "hits", "load_max_over_mean")
+"""that are simulated beside each other"""
+MOST_IN_CELLS = 4096
+_COLUMNS = (
+    "replicas",
+    "stages",
+    "tokens_per_s",
+    "ttft_p50",
+    "ttft_p90",
+    "tpot_p50",
+    "tpot_p90",
+    "hits",
+    "load_max_over_mean",
+)
 
 
 def _count(text: str) -> int:
@@ -28,6 +41,15 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(each) for each in text.split(",")]
+
+
+def _layouts(text: str) -> list[tuple[int, int]]:
+    """ "4x1,2x2": (replicas, stages of each)."""
+    found = []
+    for each in text.split(","):
+        replicas, _, stages = each.partition("x")
+        found.append((_count(replicas), _count(stages or "1")))
+    return found
 
 
 def add_commands(commands: Any) -> None:
@@ -42,6 +64,18 @@ def add_commands(commands: Any) -> None:
     add_model(cluster)
     cluster.add_argument("--costs", type=Path, required=True, metavar="FILE", help="of `engine-bench step-costs`")
     cluster.add_argument("--replicas", type=_counts, default=[1, 2, 4], metavar="N,N", help="each in turn")
+    cluster.add_argument(
+        "--layouts",
+        type=_layouts,
+        metavar="NxS,…",
+        help="in place of --replicas: so many replicas of so many stages, which have a machine each",
+    )
+    cluster.add_argument(
+        "--cell",
+        type=_count,
+        metavar="N",
+        help="so many replicas stand for all, with their share of the traffic: what thousands would do, in minutes",
+    )
     cluster.add_argument("--rate", type=float, required=True, help="requests a second, Poisson")
     cluster.add_argument("--seconds", type=float, default=60.0, help="of traffic")
     cluster.add_argument("--seeds", type=_count, default=3, help="runs, whose means and deviations are told")
@@ -63,10 +97,26 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError."""
     if (options.ttft is None) != (options.tpot is None):
         raise ValueError("--ttft and --tpot go together")
+    if options.lose_at is not None and options.lose_at < 0:
+        raise ValueError(f"--lose-at must not be negative, got {options.lose_at:g}")
+    if options.lose_at is not None and options.ttft is None and set(wanted_replicas(options)) == {1}:
+        raise ValueError("--lose-at takes one of several replicas away, and there is one")
     if options.real and options.ttft is not None:
         raise ValueError("--real runs what --replicas names: leave --ttft and --tpot out")
-    if max(options.replicas) > MOST_REPLICAS:
-        raise ValueError(f"--replicas are at most {MOST_REPLICAS}, got {max(options.replicas)}")
+    if options.layouts is not None and options.ttft is not None:
+        raise ValueError("--layouts are what is simulated, and --ttft asks for the fewest replicas: give one of them")
+    if options.cell is not None and (options.real or options.lose_at is not None):
+        raise ValueError("--cell stands for many replicas: --real and --lose-at are of each")
+    if (options.cell or 0) > MOST_REPLICAS:
+        raise ValueError(f"--cell is at most {MOST_REPLICAS}, got {options.cell}")
+    most = MOST_REPLICAS if options.cell is None else MOST_IN_CELLS
+    if max(wanted := wanted_replicas(options)) > most:
+        hint = "" if options.cell else "; more with --cell"
+        raise ValueError(f"there are at most {most} replicas, got {max(wanted)}{hint}")
+
+
+def wanted_replicas(options: argparse.Namespace) -> list[int]:
+    return options.replicas if options.layouts is None else [replicas for replicas, _ in options.layouts]
 
 
 def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:
@@ -94,59 +144,68 @@ def cluster(options: argparse.Namespace) -> list[dict[str, object]]:
     from engine.resolve import resolve_here
     from entrypoints.bench.cluster.costs import read_costs
 
-    _, config = resolve_here(engine_args(options, options.model))
-    if config.parallel.pipeline > 1:
-        raise ConfigError("pipeline_parallel_size: stages are not simulated; leave it out")
+    args = engine_args(options, options.model)
     try:
         costs = read_costs(options.costs.read_bytes(), str(options.costs))
     except OSError as error:
         raise ConfigError(f"--costs: {error}") from error
+    layouts = options.layouts or [(replicas, args.pipeline_parallel_size) for replicas in options.replicas]
+    resolved = {
+        stages: resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages)) for _, stages in layouts
+    }
+    runs = {stages: _runner(options, *found, costs) for stages, found in resolved.items()}
+    print(f"step costs: {costs.source}; off by {100 * costs.error:.1f} %")
+    if options.ttft is None:
+        outcomes = [("simulated", runs[stages](replicas)) for replicas, stages in layouts]
+    else:
+        from entrypoints.bench.cluster.search import fewest
+
+        def holds(seen: Outcome) -> bool:
+            return bool(seen.ttft_p90 <= options.ttft and seen.tpot_p90 <= options.tpot)
+
+        most = MOST_REPLICAS if options.cell is None else MOST_IN_CELLS
+        outcomes = [("simulated", each) for each in fewest(runs[args.pipeline_parallel_size], holds, most)]
+    if options.real:
+        outcomes += [("real", _real(options, resolved[stages][1], replicas)) for replicas, stages in layouts]
+    print(_table(outcomes))
+    return [{"kind": kind, **msgspec.to_builtins(outcome)} for kind, outcome in outcomes]
+
+
+def _runner(
+    options: argparse.Namespace, model: ModelDescription, config: EngineConfig, costs: StepCosts
+) -> Callable[[int], Outcome]:
+    from engine.errors import ConfigError
+    from entrypoints.bench.cluster.outcome import for_all, mean_of
+    from entrypoints.bench.cluster.routers import ROUTERS
+    from entrypoints.bench.cluster.simulate import Cluster
+    from entrypoints.bench.cluster.stages import stages_of
+    from entrypoints.bench.cluster.traffic import arrivals, check
+
     if costs.max_num_batched_tokens < config.scheduler.max_num_batched_tokens:
         raise ConfigError(
             f"max_num_batched_tokens ({config.scheduler.max_num_batched_tokens}) exceeds the "
             f"{costs.max_num_batched_tokens} that the step costs were measured for"
         )
-    print(f"step costs: {costs.source}; off by {100 * costs.error:.1f} %")
-    run = _runner(options, config, costs)
-    outcomes = [("simulated", each) for each in _simulated(options, run)]
-    if options.real:
-        outcomes += [("real", _real(options, config, size)) for size in options.replicas]
-    print(_table(outcomes))
-    return [{"kind": kind, **msgspec.to_builtins(outcome)} for kind, outcome in outcomes]
-
-
-def _runner(options: argparse.Namespace, config: EngineConfig, costs: StepCosts) -> Callable[[int], Outcome]:
-    from entrypoints.bench.cluster.outcome import mean_of
-    from entrypoints.bench.cluster.routers import ROUTERS
-    from entrypoints.bench.cluster.simulate import Cluster
-    from entrypoints.bench.cluster.traffic import arrivals, check
-
-    traffic = _traffic(options)
+    traffic, stages = _traffic(options), stages_of(model.spec, config.parallel.pipeline)
     check(traffic, config.model.max_model_len)
 
     def run(replicas: int) -> Outcome:
-        found = []
+        cell, found = min(options.cell or replicas, replicas), []
+        share = traffic.of_some(cell / replicas)
         for seed in range(options.seeds):
-            made = Cluster(config, costs, replicas, ROUTERS[options.router](config.cache.block_size))
-            given = arrivals(traffic, options.seconds, seed, config.model.vocab_size)
-            found.append(made.run(given, options.lose_at if replicas > 1 else None))
+            made = Cluster(config, costs, cell, ROUTERS[options.router](config.cache.block_size), stages)
+            given = arrivals(share, options.seconds, seed, config.model.vocab_size)
+            outcome = made.run(given, options.lose_at if replicas > 1 else None)
+            found.append(for_all(outcome, replicas, len(stages.shares)))
         return mean_of(found)
 
     return run
 
 
-def _simulated(options: argparse.Namespace, run: Callable[[int], Outcome]) -> list[Outcome]:
-    if options.ttft is None:
-        return [run(size) for size in options.replicas]
-    from entrypoints.bench.cluster.search import fewest
-
-    return fewest(run, lambda seen: seen.ttft_p90 <= options.ttft and seen.tpot_p90 <= options.tpot, MOST_REPLICAS)
-
-
 def _real(options: argparse.Namespace, config: EngineConfig, size: int) -> Outcome:
     import msgspec
 
-    from entrypoints.bench.cluster.outcome import mean_of
+    from entrypoints.bench.cluster.outcome import for_all, mean_of
     from entrypoints.bench.cluster.real import run_really
     from entrypoints.bench.cluster.routers import ROUTERS
     from entrypoints.bench.cluster.traffic import arrivals
@@ -156,7 +215,8 @@ def _real(options: argparse.Namespace, config: EngineConfig, size: int) -> Outco
     found = []
     for seed in range(options.seeds):
         given = arrivals(_traffic(options), options.seconds, seed, config.model.vocab_size)
-        found.append(run_really(of_all, ROUTERS[options.router](config.cache.block_size), given))
+        outcome = run_really(of_all, ROUTERS[options.router](config.cache.block_size), given)
+        found.append(for_all(outcome, size, config.parallel.pipeline))
     return mean_of(found)
 
 

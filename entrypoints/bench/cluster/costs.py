@@ -67,11 +67,17 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """of the executor: what memory it leaves for keys and values"""
 
     def seconds(self, work: StepWork) -> float:
+        return self.seconds_of_layers(work) + self.seconds_of_sampled(work)
+
+    def seconds_of_layers(self, work: StepWork) -> float:
         base = float(np.interp(work.tokens, self.knots, self.at_knots_s))
         if work.tokens > self.knots[-1]:
             base *= work.tokens / self.knots[-1]
-        amounts = {name: float(getattr(work, name)) for name in LINEAR}
+        amounts = {name: float(getattr(work, name)) for name in LINEAR if name != "sampled"}
         return base + sum(self.each_s[name] * amount for name, amount in amounts.items())
+
+    def seconds_of_sampled(self, work: StepWork) -> float:
+        return self.each_s["sampled"] * work.sampled
 
 
 def read_costs(text: bytes, name: str) -> StepCosts:

@@ -17,6 +17,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Latencies in seconds. Where many runs are put together, means, and `spread` says how far they lie apart."""
 
     replicas: float
+    stages: float = 1.0
+    """of each replica"""
     requests: float
     seconds: float
     """from the first arrival to the last token"""
@@ -77,6 +79,18 @@ class Seen:
             hits=hits,
             load_max_over_mean=max(loads) / max(statistics.mean(loads), 1e-9),
         )
+
+
+def for_all(outcome: Outcome, replicas: int, stages: int) -> Outcome:
+    """Of so many replicas, of which those that were simulated are some, with their share of the traffic."""
+    more = replicas / outcome.replicas
+    return msgspec.structs.replace(
+        outcome,
+        replicas=replicas,
+        stages=stages,
+        requests=outcome.requests * more,
+        tokens_per_s=outcome.tokens_per_s * more,
+    )
 
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:

@@ -22,6 +22,7 @@ from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
 from entrypoints.bench.cluster.costs import StepCosts
 from entrypoints.bench.cluster.outcome import Outcome, Seen
+from entrypoints.bench.cluster.stages import Stages
 from entrypoints.bench.cluster.traffic import Arrival
 from entrypoints.bench.cluster.virtual import VirtualExecutor
 
@@ -29,10 +30,10 @@ from entrypoints.bench.cluster.virtual import VirtualExecutor
 class VirtualCore:
     """A core that is lent time: `turn` says what it tells, and when."""
 
-    def __init__(self, config: EngineConfig, costs: StepCosts, wake: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, costs: StepCosts, stages: Stages, wake: Callable[[], None]) -> None:
         """`wake`: called when something was sent to it."""
         self._wake = wake
-        self._executor = VirtualExecutor(costs)
+        self._executor = VirtualExecutor(costs, stages)
         cache = msgspec.structs.replace(config.cache, tell_front_end=config.cache.enable_prefix_caching)
         self._loop, self.ready = build_core(msgspec.structs.replace(config, cache=cache), self._executor)
         self.turns = False
@@ -58,16 +59,24 @@ class VirtualCore:
 
 
 class Cluster:
-    """One run, of engines that have a machine each."""
+    """One run, of engines whose stages have a machine each."""
 
-    def __init__(self, config: EngineConfig, costs: StepCosts, replicas: int, router: Router) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        costs: StepCosts,
+        replicas: int,
+        router: Router,
+        stages: Stages = Stages(),  # noqa: B008  # it is frozen
+    ) -> None:
+        """`stages`: as many as `config` has."""
         alone = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, data=1))
         self._fleet: Fleet[VirtualCore] = Fleet(router)
         self._all: list[Replica[VirtualCore]] = []
         self._awake: set[int] = set()
         """replicas that may have something to do"""
         for number in range(replicas):
-            core = VirtualCore(alone, costs, functools.partial(self._awake.add, number))
+            core = VirtualCore(alone, costs, stages, functools.partial(self._awake.add, number))
             self._all.append(Replica(number, number, core, core.ready))
             self._fleet.add(self._all[-1])
         self._events: list[tuple[float, int, Arrival | Replica[VirtualCore] | None, StepOutputs | None]] = []

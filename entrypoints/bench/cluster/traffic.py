@@ -22,6 +22,10 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """beginnings, one of which each prompt has; 0: none"""
     head_tokens: int = 0
 
+    def of_some(self, share: float) -> Traffic:
+        """What arrives at that share of all replicas."""
+        return msgspec.structs.replace(self, rate=self.rate * share)
+
     @property
     def longest(self) -> int:
         """Tokens of a request, at most."""
@@ -37,7 +41,7 @@ def check(traffic: Traffic, max_model_len: int) -> None:
     """Raises ConfigError."""
     if not 0.0 <= traffic.range_ratio < 1.0:
         raise ConfigError(f"range_ratio must be in [0, 1), got {traffic.range_ratio}")
-    if traffic.rate <= 0.0:
+    if not traffic.rate > 0.0:
         raise ConfigError(f"rate must be positive, got {traffic.rate}")
     if traffic.heads and traffic.head_tokens >= _least(traffic.input_len, traffic.range_ratio):
         raise ConfigError(f"head_tokens ({traffic.head_tokens}) leave the shortest prompt no token of its own")

@@ -11,6 +11,7 @@ from engine.executor.team import Team
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
 from entrypoints.bench.cluster.costs import StepCosts, StepWork
+from entrypoints.bench.cluster.stages import Stages
 
 TOKEN = 7
 """what is always sampled"""
@@ -19,15 +20,16 @@ TOKEN = 7
 class VirtualExecutor:
     """Computes nothing: its clock goes on by what steps cost."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, stages: Stages = Stages()) -> None:  # noqa: B008  # it is frozen
         self.now = 0.0
         """of its clock, seconds; who drives it moves it on where there was nothing to do"""
-        self._costs = costs
+        self._costs, self._stages = costs, stages
         self._steps: deque[tuple[StepPlan, float]] = deque()
-        self._free_at = 0.0
+        self._free_at = [0.0] * len(stages.shares)
+        """each stage"""
 
     def load(self) -> LoadReport:
-        return self._costs.report
+        return self._stages.report(self._costs.report)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """There is room."""
@@ -42,8 +44,10 @@ class VirtualExecutor:
         changed()
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
-        self._free_at = max(self._free_at, self.now) + self._costs.seconds(StepWork.of(plan.rows))
-        self._steps.append((plan, self._free_at))
+        end = self.now
+        for index, seconds in enumerate(self._stages.seconds(self._costs, StepWork.of(plan.rows))):
+            end = self._free_at[index] = max(end, self._free_at[index]) + seconds
+        self._steps.append((plan, end))
         done()
 
     def sample(self, masks: StepMasks) -> None:
