@@ -33,7 +33,7 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
         _resolve(of_library, tensor_parallel_size=2, enable_expert_parallel=True)
     on_gpus = _resolve(model, H100, H100, tensor_parallel_size=2)
     assert on_gpus.device.kind == "cuda"
-    with pytest.raises(UnsupportedModelError, match="through the library is divided on CPUs only"):
+    with pytest.raises(UnsupportedModelError, match="only CPUs compute parts"):
         check_library(on_gpus, of_library)
     with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
         _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
