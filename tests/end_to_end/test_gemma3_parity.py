@@ -12,7 +12,7 @@ from engine import LLM, SamplingParams
 from engine.models.description import describe
 
 COUNT = 24
-LENGTHS = (1100, 40)
+LENGTHS = (640, 40)
 
 
 @pytest.mark.slow

@@ -89,8 +89,18 @@ def smollm2() -> tuple[str, GreedyOracle]:
     return path, GreedyOracle(model, prompts, COUNT)
 
 
+REAL_WEIGHTS = ("pieces, one step ahead", "preempted")
+"""by default: the others differ in what decides about steps, not about numbers, and every tiny family has them"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(5), ids=[v.name for v in variants(0)])
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, id=v.name, marks=() if v.name in REAL_WEIGHTS else pytest.mark.exhaustive)
+        for index, v in enumerate(variants(0))
+    ],
+)
 def test_smollm2_equals_transformers(smollm2: tuple[str, GreedyOracle], index: int) -> None:
     path, oracle = smollm2
     check(path, variants(small_pool=30 << 20)[index], oracle, max_len=512)

@@ -116,7 +116,7 @@ def test_an_answer_keeps_to_its_schema(page: Visit) -> None:
         "additionalProperties": False,
     }
     page.set("Schema of the answer", "{ not JSON")
-    assert "not JSON" in page.page.locator(".settings .error").inner_text()
+    page.page.locator(".settings .error", has_text="not JSON").wait_for()
     page.set("Schema of the answer", json.dumps(schema))
     page.set("Most tokens", "200")
     page.say("An object")
@@ -259,18 +259,19 @@ def test_conversations_are_kept_renamed_exported_imported_and_deleted(page: Visi
     exported = json.loads(download.value.path().read_text())
     assert [c["messages"][0]["content"] for c in exported["conversations"]] == ["Second", "First of all"]
     page.page.get_by_role("button", name="Delete Renamed").click()
+    page.wait_for(".conversations .open", 1)
     assert entries.all_inner_texts() == ["First of all"]
     page.page.get_by_label("File to import").set_input_files(download.value.path())
     page.wait_for(".conversations .open", 3)
     assert sorted(entries.all_inner_texts()) == ["First of all", "First of all", "Renamed"]
     wrong = {"name": "wrong.json", "mimeType": "application/json", "buffer": b'{"conversations": [{"messages": [{}]}]}'}
     page.page.get_by_label("File to import").set_input_files(wrong)
-    assert "wrong.json: message 0" in page.page.locator(".sidebar .error").inner_text()
+    page.page.locator(".sidebar .error", has_text="wrong.json: message 0").wait_for()
     many = json.dumps([{"messages": [{"role": "user", "content": "x"}]}] * 100).encode()
     given = {"name": "many.json", "mimeType": "application/json", "buffer": many}
     page.page.get_by_label("File to import").set_input_files(given)
     page.wait_for(".conversations .open", 100)
-    assert "no room for 3 of 100" in page.page.locator(".sidebar .error").inner_text()
+    page.page.locator(".sidebar .error", has_text="no room for 3 of 100").wait_for()
 
 
 def test_the_board_shows_what_the_server_counts(page_base: str, browser: Browser) -> None:
@@ -368,4 +369,4 @@ def test_everything_has_a_name_for_who_does_not_see_it(page: Visit) -> None:
         .filter((e) => !(e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length))
         .map((e) => e.outerHTML)"""
     assert page.page.evaluate(nameless) == []
-    assert page.page.locator("[role=status]").inner_text() == "The answer is complete."
+    page.page.get_by_role("status").get_by_text("The answer is complete.", exact=True).wait_for(state="attached")

@@ -77,12 +77,15 @@ SMALL: dict[str, Any] = {"kv_cache_memory": 24 << 20, "compile": "none"}
 
 @pytest.fixture(scope="module")
 def plain(pytestconfig: pytest.Config) -> list[RequestOutput]:
-    count = 2000 if pytestconfig.getoption("exhaustive") else 60
+    count = 2000 if pytestconfig.getoption("exhaustive") else 44
     return outputs(count, **SMALL, speculative_config={"num_speculative_tokens": 0})
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("method", "ahead"), [("ngram", False), ("ngram", True), ("suffix", False)])
+@pytest.mark.parametrize(
+    ("method", "ahead"),
+    [pytest.param("ngram", False, marks=pytest.mark.exhaustive), ("ngram", True), ("suffix", False)],
+)
 def test_the_same_tokens_with_and_without_drafts(plain: list[RequestOutput], method: str, ahead: bool) -> None:
     speculation = {"method": method, "num_speculative_tokens": DRAFTS}
     drafted = outputs(len(plain), **SMALL, speculative_config=speculation, async_scheduling=ahead)

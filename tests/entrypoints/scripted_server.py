@@ -311,6 +311,7 @@ def main() -> int:
     if script.tokenize_s:
 
         async def encode(self: EngineTokenizer, text: str, **_: object) -> list[int]:
+            print("tokenizing", flush=True)
             await asyncio.to_thread(time.sleep, script.tokenize_s)
             return []
 

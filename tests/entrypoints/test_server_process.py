@@ -45,6 +45,14 @@ def process(model: Path, *settings: str, ready: bool = True) -> Iterator[tuple[s
         server.wait()
 
 
+def wait_for_line(log: list[str], text: str) -> None:
+    """A thread reads the log: the process may have ended before its last lines are here."""
+    deadline = time.monotonic() + 60
+    while not any(text in line for line in log):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.01)
+
+
 def stream_lines(reply: httpx.Response) -> list[str]:
     return [line for line in reply.iter_lines() if line]
 
@@ -64,8 +72,7 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_process_with_0(
             assert next(lines).startswith("data: ")
             server.send_signal(number)
             if number == signal.SIGINT:
-                while not any("shutting down" in line for line in log):
-                    time.sleep(0.01)
+                wait_for_line(log, "shutting down")
                 server.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
@@ -83,7 +90,7 @@ def test_running_requests_go_on_after_sigterm_and_the_server_ends_with_the_last(
             server.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait(timeout=60) == 0, log
-        assert any("1 running requests" in line for line in log), log
+        wait_for_line(log, "1 running requests")
 
 
 def test_sigterm_waits_for_no_thread_that_tokenizes(tiny_server_model: Path) -> None:
@@ -93,7 +100,7 @@ def test_sigterm_waits_for_no_thread_that_tokenizes(tiny_server_model: Path) -> 
             target=lambda: answers.append(httpx.post(f"{base}/v1/completions", json={"prompt": "x"}, timeout=60))
         )
         asking.start()
-        time.sleep(0.5)
+        assert server.stdout is not None and server.stdout.readline() == "tokenizing\n"
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0, log
         asking.join()
@@ -113,8 +120,7 @@ def test_a_core_that_dies_ends_the_process_with_its_cause(tiny_server_model: Pat
         reply = httpx.post(f"{base}/v1/completions", json={"prompt": "x"}, timeout=20)
         assert reply.status_code == 500 and reply.json()["error"]["code"] == "engine_dead"
         assert server.wait(timeout=30) == 1
-        time.sleep(0.2)
-        assert any("the core was killed by the script" in line for line in log), log
+        wait_for_line(log, "the core was killed by the script")
 
 
 def test_the_ready_line_says_what_is_served(tiny_server_model: Path) -> None:

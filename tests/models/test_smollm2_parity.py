@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
+from by_transformers import model_by_transformers
 from dense_attention import greedy, logits_of
 from tiny_models import hf_greedy, hf_logits
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import PreTrainedModel
 
 from engine.models.decoder import Decoder
 from engine.models.description import describe
@@ -29,16 +32,7 @@ def demo_file() -> Path:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    """As `from_pretrained(gguf_file=...)` would load it, without the accelerate package that it asks for."""
-    file = demo_file()
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    result = model.load_state_dict({name: torch.as_tensor(value) for name, value in tensors.items()}, strict=False)
-    assert not result.unexpected_keys
-    assert set(result.missing_keys) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
+    return model_by_transformers(demo_file())
 
 
 @pytest.mark.slow
