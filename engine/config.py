@@ -173,10 +173,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         float | None, _about("how long ranks that ray or torchrun starts may take to join; default: 300")
     ] = None
     enable_expert_parallel: Annotated[
-        bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
+        bool, _about("each rank, or each replica, has some of a mixture's experts, whole, and computes them for all")
     ] = False
     expert_placement: Annotated[
-        str | None, _about("a file that says which rank has which expert (tools/place_experts.py); default: in order")
+        str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[

@@ -21,11 +21,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int = 1
     """stages, each with its layers; this or `tensor` is 1"""
     data: int = 1
-    """replicas, each with the whole model"""
+    """replicas, each with the whole model, or all but others' experts"""
     data_rank: int = 0
     """of the data-parallel replicas, which one this is"""
     experts: ExpertPlacement | None = None
-    """each rank has some whole; None: a part of every one"""
+    """each rank, or replica, has some whole; None: a part of every one, or all"""
     backend: Literal["mp", "ray", "external_launcher"] = "mp"
     """who starts the ranks"""
     ray_placement: RayPlacement = "PACK"

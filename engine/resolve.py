@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import parallel_of, placed
+from engine.parallel_settings import held_by_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
@@ -93,7 +93,8 @@ def resolve(
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     block_size, quantization = args.block_size or 16, _quantization(args, dtype, kind, model)
-    _check_weights_fit(facts, quantization, dtype, _replica_bytes(args, kind, machine))
+    held = model.facts if model.spec is None else held_by_one(model.spec, args).facts
+    _check_weights_fit(held, quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
         dtype=kv_dtype,

@@ -151,10 +151,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
     if (ranks := args.tensor_parallel_size * args.pipeline_parallel_size) > MAX_RANKS:
         raise ConfigError(f"tensor_parallel_size times pipeline_parallel_size must be at most {MAX_RANKS}, got {ranks}")
-    if args.enable_expert_parallel and args.tensor_parallel_size == 1:
-        raise ConfigError(
-            "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
-        )
+    if args.enable_expert_parallel:
+        _check_experts(args, kind)
     if args.expert_placement is not None and not args.enable_expert_parallel:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
@@ -192,6 +190,25 @@ def check_launch(args: EngineArgs) -> None:
         raise ConfigError(
             f"distributed_timeout_seconds must be in (0, 86400], got {args.distributed_timeout_seconds:g}"
         )
+
+
+def _check_experts(args: EngineArgs, kind: Kind) -> None:
+    replicas = args.data_parallel_size
+    if args.tensor_parallel_size == replicas == 1:
+        raise ConfigError(
+            "enable_expert_parallel deals experts out to ranks or replicas, and tensor_parallel_size and "
+            "data_parallel_size are 1: raise one of them, or drop this"
+        )
+    if replicas == 1:
+        return
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (ranks := getattr(args, name)) > 1:
+            raise ConfigError(
+                f"enable_expert_parallel deals experts out to the {replicas} replicas of data_parallel_size, of one "
+                f"rank each, and {name} is {ranks}: leave one of the two out"
+            )
+    if kind == "cuda":
+        raise ConfigError("enable_expert_parallel: replicas have each other's experts on CPUs only; set device='cpu'")
 
 
 def _check_stages(args: EngineArgs) -> None:

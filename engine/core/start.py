@@ -12,6 +12,7 @@ from typing import cast
 from engine.config import EngineConfig
 from engine.core.kv_reports import KVEventReports
 from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
+from engine.core.rounds import Rounds, in_rounds
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
 from engine.executor.interface import Executor, HoldsPages
@@ -29,16 +30,17 @@ logger = logging.getLogger(__name__)
 DEFAULT_EXECUTOR = "engine.executor.default:make_executor"
 
 
-def load_executor(name: str, config: EngineConfig) -> Executor:
-    """Make the executor that `name` ("module:callable", called with the configuration) stands for."""
+def load_executor(name: str, config: EngineConfig, group_fd: int | None = None) -> Executor:
+    """Make the executor that `name` ("module:callable", called with the configuration) stands for. `group_fd`: of the
+    memory that replicas share, called with, too, where there is one."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"executor must read 'module:callable', got {name!r}")
     if name == DEFAULT_EXECUTOR:
         check_cache(config)
         build_ahead(config)
-    factory = cast(Callable[[EngineConfig], Executor], getattr(importlib.import_module(module), attribute))
-    return factory(config)
+    factory = cast(Callable[..., Executor], getattr(importlib.import_module(module), attribute))
+    return factory(config) if group_fd is None else factory(config, group_fd)
 
 
 def build_core(
@@ -95,10 +97,11 @@ def _build(
         if not isinstance(executor, HoldsPages):
             raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
         connector.attach(executor.kv_memory())
+    rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector)
     in_flight = config.scheduler.steps_in_flight
     ends = (lambda: None) if connector is None else connector.close
-    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, ends)
+    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))

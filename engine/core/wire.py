@@ -93,7 +93,14 @@ class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
     name: str
 
 
-ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """To replicas that take steps together (`engine.core.rounds`): one of them has been sent a request."""
+
+    number: int
+    """one more than the last one's"""
+
+
+ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix | Wake
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta", gc=False):

@@ -102,8 +102,15 @@ class InProcessExecutor:
     put in by the worker, between two steps.
     """
 
-    def __init__(self, config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`leave`: called as it is closed, while a step may run that waits for others."""
         self._config = config
+        self._leave = leave
         self._load_runner = load_runner
         self._runner: Runner | None = None
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -210,6 +217,7 @@ class InProcessExecutor:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._leave()
         if self._compilation is not None:
             self._compilation.stop()
         self._stop()

@@ -29,16 +29,17 @@ from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.kv_transfer.memory import KVMemory
 from engine.layer_groups import full_group
+from engine.models.expert_exchange import EXCHANGE_OP
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
-from engine.reports import LoadReport, WarmUpReport
+from engine.reports import WarmUpReport
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
 from engine.runner.loading import CausalModel, RunnerParts, compilable, device_of, load_parts
-from engine.runner.memory import activation_bytes, device_memory
+from engine.runner.memory import device_memory, load_report
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
@@ -78,7 +79,7 @@ class ModelRunner:
         self._config = config
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
-        self._model, self._group = parts.model, parts.group
+        self._model, self._group, self._exchange = parts.model, parts.group, parts.exchange
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
@@ -111,7 +112,9 @@ class ModelRunner:
         self._compiles_behind = serves_meanwhile and config.compile.mode == "pieces"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
-        self.report = self._load_report(parts, memory_before)
+        kept = self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes
+        graph_bytes = graphs_estimate(self._dispatcher, self._facts, self._dtype_bytes)
+        self.report = load_report(config, parts, self._attention, self._groups, kept, graph_bytes, memory_before)
         parts.model.set_attention(self._attention.attend)
         self._step_done.record()
         with self._streams.inputs:
@@ -125,25 +128,6 @@ class ModelRunner:
         assert isinstance(self._sampler, Sampler)  # resolving refuses drafts of models in stages
         passes = DraftPasses(table, self._sampler, self._kernels, attention, config.cache.block_size, group)
         return StepDrafts(draft_proposer(parts.draft, passes, parts.facts.num_layers))
-
-    def _load_report(self, parts: RunnerParts, memory_before: tuple[int, int]) -> LoadReport:
-        config = self._config
-        budget, places = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
-        return LoadReport(
-            weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
-            activation_bytes=activation_bytes(parts, self._device, budget, places),
-            workspace_bytes=self._table.size_bytes
-            + self._batches.size_bytes
-            + self._sampler.max_workspace_bytes
-            + self._attention.workspace_bytes(config.scheduler.max_sampled),
-            graph_bytes=graphs_estimate(self._dispatcher, parts.facts, self._dtype_bytes),
-            block_bytes=self._attention.block_bytes(config.cache.block_size),
-            windows=tuple(group.window for group in self._groups),
-            device_bytes_total=memory_before[0],
-            device_bytes_free=memory_before[1],
-            attention_backend=parts.backend.name,
-            exact_lengths=parts.backend.needs_host_lengths,
-        )
 
     @classmethod
     def load(
@@ -277,8 +261,9 @@ class ModelRunner:
             self._drafts.end(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
+            quiet = self._begin_round(plan, 0 if batch is None else batch.num_tokens)
             if batch is None:
-                step = SampledStep(plan.step_id, rows=(), sampled=None)
+                step = SampledStep(plan.step_id, rows=(), sampled=None, quiet=quiet)
             else:
                 hidden = self._forward(plan, batch)
                 step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
@@ -317,6 +302,10 @@ class ModelRunner:
         self._inputs_ready.wait()
         self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
+
+    def _begin_round(self, plan: StepPlan, tokens: int) -> int | None:
+        """Where experts are divided over replicas: with all of them."""
+        return None if self._exchange is None else self._exchange.begin(plan.round, tokens)
 
     def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
         """Inputs of a step that follow from its drafts, which follow from what is in the blocks."""
@@ -357,12 +346,15 @@ class ModelRunner:
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
         settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
         alone = nullcontext() if self._group is None else self._group.alone()
+        bound: dict[str, Callable[..., object]] = {ATTENTION_OP: self._attention.attend}
+        if self._exchange is not None:
+            bound[EXCHANGE_OP] = self._exchange.compute
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:
             return compile_model(
                 twin,
                 self._example,
-                frozenset({ATTENTION_OP}),
-                {ATTENTION_OP: self._attention.attend},
+                frozenset(bound),
+                bound,
                 settings,
                 stop,
                 self._fuse_steps(),

@@ -367,6 +367,11 @@ class Scheduler:
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
+    def is_busy(self) -> bool:
+        """A sequence is unfinished, or a step is unanswered."""
+        return bool(self._live or self._steps)
+
+    @property
     def has_work(self) -> bool:
         """A sequence is unfinished that waits for no grammar or pages, or a step is unanswered."""
         if not len(self._constrained) and not len(self._fetches):

@@ -31,7 +31,7 @@ def replicas(executor: str = "Counting", size: int = 2) -> Iterator[ReplicatedCl
     """Started; afterwards nothing of it is left: processes, threads, sockets' directories."""
     threads, made = set(threading.enumerate()), list[ProcessClient]()
 
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    def make(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
         made.append(ProcessClient(config, executor=f"replica_fakes:{executor}", cpus=cpus))
         return made[-1]
 
@@ -198,7 +198,7 @@ def test_an_aborted_request_says_nothing_more() -> None:
 def test_a_start_that_fails_waits_for_nobody_and_leaves_nothing(other: str) -> None:
     made: list[ProcessClient] = []
 
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    def make(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
         kind = "core_fakes:NotFitting" if made else f"replica_fakes:{other}"
         made.append(ProcessClient(config, executor=kind, cpus=cpus))
         return made[-1]
@@ -278,8 +278,8 @@ def test_closing_ends_the_start_of_another_one() -> None:
     with replicas() as client:
         make, placed, go = client._make_client, threading.Event(), threading.Event()
 
-        def held(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
-            made = make(config, cpus)
+        def held(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
+            made = make(config, cpus, group_fd)
             start = made.start
 
             def start_late() -> CoreReady:
