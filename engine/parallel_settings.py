@@ -10,12 +10,12 @@ from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
-from engine.models.spec import DecoderSpec
 from engine.models.stages import check_stages
 from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
+    from engine.models.facts import ModelFacts
 
 
 def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
@@ -62,11 +62,11 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     return msgspec.structs.replace(config, parallel=parallel)
 
 
-def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:
+def held_by_one(model: ModelDescription, args: EngineArgs) -> ModelFacts:
     """What one of several replicas holds: all, or all but the others' experts."""
-    if not args.enable_expert_parallel or args.data_parallel_size == 1:
-        return spec
-    return sharded(spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True))
+    if model.spec is None or not args.enable_expert_parallel or args.data_parallel_size == 1:
+        return model.facts
+    return sharded(model.spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True)).facts
 
 
 def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:

@@ -93,8 +93,7 @@ def resolve(
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     block_size, quantization = args.block_size or 16, _quantization(args, dtype, kind, model)
-    held = model.facts if model.spec is None else held_by_one(model.spec, args).facts
-    _check_weights_fit(held, quantization, dtype, _replica_bytes(args, kind, machine))
+    _check_weights_fit(held_by_one(model, args), quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
         dtype=kv_dtype,
