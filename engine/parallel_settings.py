@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
+from engine.errors import UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import check_divided
 from engine.models.stages import check_stages
@@ -21,11 +22,14 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     check_divided(model.spec, args.tensor_parallel_size, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
+    if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
+        raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
     backend = args.distributed_executor_backend
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
         data=args.data_parallel_size,
+        context=args.decode_context_parallel_size,
         experts=experts,
         backend="mp" if backend == "uni" else backend,
         ray_placement=args.ray_placement_strategy or "PACK",

@@ -84,7 +84,7 @@ def resolve(
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
-    block_size, quantization = args.block_size or 16, _quantization(args, dtype, kind, model)
+    block_size, quantization = (args.block_size or 16) * parallel.context, _quantization(args, dtype, kind, model)
     _check_weights_fit(facts, quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
@@ -93,7 +93,7 @@ def resolve(
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
-        ranks=parallel.tensor,
+        ranks=parallel.kv_copies,
         stages=stage_layers(model.spec, parallel.pipeline),
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
