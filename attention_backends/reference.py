@@ -77,7 +77,7 @@ class ReferenceBackend(AttentionBackend):
         metadata: object,
     ) -> None:
         assert isinstance(metadata, AttentionBatch)
-        num_tokens, part = metadata.num_tokens, metadata.context = metadata.num_tokens
+        num_tokens, part = metadata.num_tokens, metadata.context
         slots = metadata.slot_mapping[:num_tokens]
         if layer.shares is None:
             self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, slots, layer.k_scale, layer.v_scale)
