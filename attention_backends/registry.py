@@ -79,8 +79,7 @@ def select(
     needed["context_parts"] = needs_parts
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
-    rejected: dict[str, str] = {}
-    elsewhere: set[str] = set()
+    rejected, elsewhere = dict[str, str](), set[str]()
     kind = torch.device(device).type
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:

@@ -16,6 +16,7 @@ import msgspec
 
 from engine.command_line import P, add_cli_args, from_cli_args
 from engine.errors import ConfigError
+from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
 from engine.parallel_config import ExecutorBackend, ParallelConfig, RayPlacement
 from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
@@ -171,10 +172,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         float | None, _about("how long ranks that ray or torchrun starts may take to join; default: 300")
     ] = None
     enable_expert_parallel: Annotated[
-        bool, _about("each of those ranks has some of a mixture's experts, whole, not a part of every one")
+        bool, _about("each rank, or each replica, has some of a mixture's experts, whole, and computes them for all")
     ] = False
     expert_placement: Annotated[
-        str | None, _about("a file that says which rank has which expert (tools/place_experts.py); default: in order")
+        str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
@@ -192,6 +193,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
             "what the prefix cache stores and forgets, published over ZeroMQ as vLLM does: enable_kv_cache_events, "
             "publisher (zmq, null), endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, as "
             """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'"""
+        ),
+    ] = {}
+    kv_transfer_config: Annotated[
+        dict[str, object],
+        _about(
+            "prompts are computed for other engines, or taken from them, by vLLM's contract (CPU): kv_connector "
+            "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, as "
+            """'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
         ),
     ] = {}
     override_generation_config: Annotated[
@@ -287,26 +296,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
 
 
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the prefix cache stores and forgets, published over ZeroMQ. Names and defaults are vLLM's."""
-
-    enable_kv_cache_events: bool = False
-    publisher: Literal["null", "zmq"] | None = None
-    """None: zmq, if events are enabled; null: nobody is told"""
-    endpoint: str = "tcp://*:5557"
-    """bound if it has a wildcard (* or ::) or is ipc://, else connected to; a data-parallel rank adds its number to the
-    port"""
-    replay_endpoint: str | None = None
-    """always bound: what was published lately can be asked for"""
-    buffer_steps: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 10_000
-    """batches that can be asked for again"""
-    hwm: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 100_000
-    """batches that wait for a subscriber that is slow; more are dropped for it"""
-    max_queue_size: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 100_000
-    """batches that wait to be published; more are dropped"""
-    topic: str = ""
-
-
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
 
@@ -397,3 +386,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     kv_events: KVEventsConfig | None = None
     """None: nothing is published"""
+    kv_transfer: KVTransferConfig | None = None
+    """None: no other engine has to do with its prompts"""

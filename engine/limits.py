@@ -168,6 +168,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: Annotated[
         float, _limit("seconds without an event, after which a stream says that its request is alive", 0.01)
     ] = 15.0
+    kv_leases: Annotated[int, _limit("prompts that wait for another engine to read them; older ones give way")] = 256
+    kv_lease_s: Annotated[float, _limit("seconds that a prompt waits for another engine to read it", 0.05)] = 120.0
+    kv_fetch_s: Annotated[
+        float, _limit("seconds for a prompt's pages to come from another engine; then it is computed here", 0.05)
+    ] = 10.0
     frames: Annotated[int, _limit("messages under way between front end and core, each way", 16, 503)] = 65536
 
     def check(self, name: str, value: float, field: str | None = None) -> None:

@@ -21,13 +21,13 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int = 1
     """stages, each with its layers; this or `tensor` is 1"""
     data: int = 1
-    """replicas, each with the whole model"""
+    """replicas, each with the whole model, or all but others' experts"""
     data_rank: int = 0
     """of the data-parallel replicas, which one this is"""
     context: int = 1
     """parts of a sequence's positions; 1, or as many as `tensor`: a rank keeps its positions of all KV heads"""
     experts: ExpertPlacement | None = None
-    """each rank has some whole; None: a part of every one"""
+    """each rank, or replica, has some whole; None: a part of every one, or all"""
     backend: Literal["mp", "ray", "external_launcher"] = "mp"
     """who starts the ranks"""
     ray_placement: RayPlacement = "PACK"

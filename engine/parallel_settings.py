@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.errors import UnsupportedModelError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
-from engine.models.sharding import check_divided
+from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
+from engine.models.spec import DecoderSpec
 from engine.models.stages import check_stages
 from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
-    check_divided(model.spec, args.tensor_parallel_size, experts)
+    _check(args, model, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
     if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
         raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
@@ -41,6 +42,24 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     """With experts where the file says, if there is one. Raises ConfigError."""
     if args.expert_placement is None:
         return config
-    parallel = msgspec.structs.replace(config.parallel, experts=read_placement(args.expert_placement))
-    check_divided(model.spec, parallel.tensor, parallel.experts)
+    try:
+        experts = read_placement(args.expert_placement)
+    except ConfigError as error:
+        raise ConfigError(f"expert_placement: {error}") from error
+    parallel = msgspec.structs.replace(config.parallel, experts=experts)
+    _check(args, model, experts)
     return msgspec.structs.replace(config, parallel=parallel)
+
+
+def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:
+    """What one of several replicas holds: all, or all but the others' experts."""
+    if not args.enable_expert_parallel or args.data_parallel_size == 1:
+        return spec
+    return sharded(spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True))
+
+
+def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:
+    if experts is not None and args.data_parallel_size > 1:
+        check_experts_divided(model.spec, args.data_parallel_size, experts)
+    else:
+        check_divided(model.spec, args.tensor_parallel_size, experts)

@@ -31,6 +31,7 @@ from engine.models.drafts import DraftDescription, describe_draft
 from engine.models.gguf_header import read_gguf_header
 from engine.models.stages import stage_layers
 from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
+from engine.parallel_settings import held_by_one
 from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
@@ -231,7 +232,7 @@ class _Fit:
             return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec, place)
         kinds: dict[str, Quantization] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         kind = kinds.get(quantization, "none")
-        return weight_bytes(self._model.spec, DTYPE_BYTES.get(dtype, 2), kind, place)
+        return weight_bytes(held_by_one(self._model.spec, self._args), DTYPE_BYTES.get(dtype, 2), kind, place)
 
     def advice(self) -> list[str]:
         """What would make it fit: one setting, or the longest context with or without another quantization."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from engine.errors import InvalidRequestError
+from engine.kv_transfer.params import FIELD, KVTransferParams, parse_kv_transfer_params
 from engine.limits import RANGES
 from engine.vllm.sampling import translated
 
@@ -171,6 +172,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     structured_outputs: StructuredOutputsParams | None = None
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
+    """`kv_transfer_params` alone, as vLLM's connectors read it"""
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
@@ -217,7 +220,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             raise InvalidRequestError(
                 f"truncate_prompt_tokens must be at least 1, or -1, got {kept}", "truncate_prompt_tokens"
             )
+        if set(self.extra_args or {}) - {FIELD}:
+            raise InvalidRequestError(f"extra_args may have {FIELD}: no plugin would read others", "extra_args")
+        if self.kv_transfer is not None and self.use_beam_search:
+            raise InvalidRequestError(f"{FIELD} cannot be combined with use_beam_search", FIELD)
         self._check_beam_search()
+
+    @property
+    def kv_transfer(self) -> KVTransferParams | None:
+        return parse_kv_transfer_params((self.extra_args or {}).get(FIELD))
 
     def _check_beam_search(self) -> None:
         if not self.use_beam_search:
@@ -334,6 +345,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """of all tokens so far, those that were drafts (`speculative_config`, or forced by a grammar)"""
     pooled: Any = None
     """of requests that are pooled (`engine.pooling`): a NumPy array, float32 [vectors, size], when they have ended"""
+    kv_transfer_params: dict[str, Any] | None = None
+    """where another engine finds what was computed of the prompt, if the request asked for that"""
     metrics: RequestMetrics | None = None
     """one for all outputs of a request: it goes on with it"""
 
@@ -348,7 +361,3 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     @property
     def encoder_prompt_token_ids(self) -> None:
         """There are no encoders."""
-
-    @property
-    def kv_transfer_params(self) -> None:
-        """Nothing is transferred."""

@@ -57,9 +57,17 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import parallel_of, placed
-from engine.setting_checks import Kind, check_files, check_settings, kv_cache_memory_of, kv_events_of
-from engine.sizes import setting_bytes, size_text
+from engine.parallel_settings import held_by_one, parallel_of, placed
+from engine.setting_checks import (
+    Kind,
+    check_files,
+    check_settings,
+    kv_cache_memory_of,
+    kv_events_of,
+    kv_transfer_of,
+    swap_space_of,
+)
+from engine.sizes import size_text
 from engine.speculation import speculation_of
 from engine.vllm_names import check_stored_as
 
@@ -85,7 +93,8 @@ def resolve(
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     block_size, quantization = (args.block_size or 16) * parallel.context, _quantization(args, dtype, kind, model)
-    _check_weights_fit(facts, quantization, dtype, _replica_bytes(args, kind, machine))
+    held = model.facts if model.spec is None else held_by_one(model.spec, args).facts
+    _check_weights_fit(held, quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
         dtype=kv_dtype,
@@ -126,6 +135,7 @@ def resolve(
         limits=args.limits,
         parallel=parallel,
         kv_events=kv_events_of(args),
+        kv_transfer=kv_transfer_of(args, kind),
     )
 
 
@@ -250,6 +260,7 @@ def _encoder_step(args: EngineArgs, tokens: int, max_model_len: int) -> int:
     """Tokens of a step of an encoder, which computes prompts whole and keeps nothing of them."""
     unused = ("kv_cache_memory", "swap_space", "speculative_config", "enable_prefix_caching")
     given = [name for name in unused if getattr(args, name)] + ["kv_cache_dtype"] * (args.kv_cache_dtype != "auto")
+    given += ["kv_transfer_config"] * bool(args.kv_transfer_config)
     given += ["kv_events_config"] * (kv_events_of(args) is not None)
     if given:
         raise ConfigError(f"{given[0]} has no effect here: the model is an encoder, which keeps no KV; leave it out")
@@ -274,21 +285,8 @@ def _cache(
         kv_cache_memory=wanted,
         memory_fraction=args.memory_fraction,
         enable_prefix_caching=args.enable_prefix_caching is not False and facts.keeps_kv,
-        swap_space=_swap_space(args, machine),
+        swap_space=swap_space_of(args, kind, machine),
     )
-
-
-def _swap_space(args: EngineArgs, machine: Machine) -> int:
-    swap_space = setting_bytes(args.swap_space, "swap_space")
-    if swap_space < 0:
-        raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
-    most = machine.memory_bytes // args.data_parallel_size
-    if swap_space > most:
-        whose = "the machine's memory" if args.data_parallel_size == 1 else "a replica's share of the machine's memory"
-        raise ConfigError(f"swap_space ({swap_space} bytes) exceeds {whose} ({most} bytes)")
-    if args.preemption == "swap" and swap_space == 0:
-        raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
-    return swap_space
 
 
 def _device_bytes(kind: Kind, machine: Machine) -> int:

@@ -8,8 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from engine.config import EngineArgs, KVEventsConfig
+from engine.config import EngineArgs
 from engine.errors import ConfigError
+from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.limits import MAX_RANKS, MAX_REPLICAS
 from engine.machine import Machine
 from engine.models.generation import overridden
@@ -18,6 +19,8 @@ from engine.sizes import setting_bytes
 Kind = Literal["cpu", "cuda"]
 
 _ENDPOINT = re.compile(r"tcp://\S+:[0-9]{1,5}|ipc://.+")
+_LANDING_BYTES = 1 << 30
+"""of the host tier, where pages of other engines come in, unless `swap_space` says"""
 _MAX_PORT = 65535
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -28,6 +31,7 @@ def check_settings(args: EngineArgs, machine: Machine) -> Kind:
     _check_ranges(args)
     overridden({}, args.override_generation_config)
     kv_events_of(args)
+    kv_transfer_of(args, kind)
     return kind
 
 
@@ -60,6 +64,44 @@ def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
         raise ConfigError("kv_events_config tells of the prefix cache, and enable_prefix_caching is off: leave one out")
     _check_ports(config, args.data_parallel_size)
     return config
+
+
+def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
+    """Raises `ConfigError` naming the field, and the setting that it does not go together with."""
+    if not args.kv_transfer_config:
+        return None
+    try:
+        config = msgspec.convert(dict(args.kv_transfer_config), KVTransferConfig)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(KVTransferConfig.__struct_fields__)
+        raise ConfigError(f"kv_transfer_config: {error}; it may have {fields}") from None
+    if kind != "cpu":
+        raise ConfigError("kv_transfer_config moves pages between CPUs so far: on a GPU it is not proven; leave it out")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(args, name) > 1:
+            raise ConfigError(f"kv_transfer_config does not go together with {name} above 1 so far: leave one out")
+    if args.kv_events_config:
+        raise ConfigError("kv_transfer_config does not go together with kv_events_config so far: leave one out")
+    if args.enable_prefix_caching is False:
+        raise ConfigError("kv_transfer_config needs the prefix cache, and enable_prefix_caching is off: leave one out")
+    return config
+
+
+def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
+    """Bytes of the host tier. Raises `ConfigError`."""
+    swap_space = setting_bytes(args.swap_space, "swap_space")
+    transfer = kv_transfer_of(args, kind)
+    if not swap_space and transfer is not None and transfer.consumes:
+        swap_space = min(_LANDING_BYTES, machine.memory_bytes // 16)
+    if swap_space < 0:
+        raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
+    most = machine.memory_bytes // args.data_parallel_size
+    if swap_space > most:
+        whose = "the machine's memory" if args.data_parallel_size == 1 else "a replica's share of the machine's memory"
+        raise ConfigError(f"swap_space ({swap_space} bytes) exceeds {whose} ({most} bytes)")
+    if args.preemption == "swap" and swap_space == 0:
+        raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
+    return swap_space
 
 
 def _check_ports(config: KVEventsConfig, replicas: int) -> None:
@@ -109,10 +151,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
             raise ConfigError(f"cores binds the threads of one rank, and {name} is {ranks}: leave it out")
     if (ranks := args.tensor_parallel_size * args.pipeline_parallel_size) > MAX_RANKS:
         raise ConfigError(f"tensor_parallel_size times pipeline_parallel_size must be at most {MAX_RANKS}, got {ranks}")
-    if args.enable_expert_parallel and args.tensor_parallel_size == 1:
-        raise ConfigError(
-            "enable_expert_parallel deals experts out to ranks, and tensor_parallel_size is 1: raise it, or drop this"
-        )
+    if args.enable_expert_parallel:
+        _check_experts(args, kind)
     if args.expert_placement is not None and not args.enable_expert_parallel:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
@@ -165,6 +205,25 @@ def _check_context(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError(f"{name} ({parts}): keys and values are divided by positions on CPUs only; set device='cpu'")
     if args.pipeline_parallel_size > 1:
         raise ConfigError(f"{name} ({parts}): stages keep their own layers whole; leave out pipeline_parallel_size")
+
+
+def _check_experts(args: EngineArgs, kind: Kind) -> None:
+    replicas = args.data_parallel_size
+    if args.tensor_parallel_size == replicas == 1:
+        raise ConfigError(
+            "enable_expert_parallel deals experts out to ranks or replicas, and tensor_parallel_size and "
+            "data_parallel_size are 1: raise one of them, or drop this"
+        )
+    if replicas == 1:
+        return
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (ranks := getattr(args, name)) > 1:
+            raise ConfigError(
+                f"enable_expert_parallel deals experts out to the {replicas} replicas of data_parallel_size, of one "
+                f"rank each, and {name} is {ranks}: leave one of the two out"
+            )
+    if kind == "cuda":
+        raise ConfigError("enable_expert_parallel: replicas have each other's experts on CPUs only; set device='cpu'")
 
 
 def _check_stages(args: EngineArgs) -> None:

@@ -188,6 +188,15 @@ NO_ROWS = Rows(np.zeros((5, 0), dtype=np.int32))
 NO_WRITES = Writes(np.zeros((4, 0), dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
+class RoundStart(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica tells the others as a step begins that all take together (`engine.core.rounds`)."""
+
+    busy: bool = False
+    """it has requests that have not ended"""
+    wake: int = 0
+    """the last one that it has seen"""
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     rows: Rows = NO_ROWS
@@ -211,6 +220,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     masked: list[int] = []
     """of `rows`, in order, those whose samples wait for `StepMasks` to say what they may be; they are not unsure, and
     their drafts are the plan's"""
+
+    round: RoundStart = RoundStart()
+    """where replicas take steps together"""
 
     @property
     def num_tokens(self) -> int:
@@ -325,6 +337,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """rows whose logits held NaN (or nothing allowed), or of which anything else failed: their token does not count"""
     reasons: dict[int, str] = {}
     """of the faults that are something else: what failed"""
+    quiet: int | None = None
+    """where replicas take steps together: nobody was busy, and this was the last wake that each had seen"""
 
 
 def encode_step(step: StepPlan | StepMasks | StepResult) -> bytes:

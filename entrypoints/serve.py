@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model, engine_args
+from entrypoints.router.run import add_role_options, check_role, serve_router
 from entrypoints.server.logs import logging_to_stderr
 from entrypoints.start import interrupts_raise
 
@@ -69,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="what --check prints as one JSON object")
     _add_log_options(parser)
+    add_role_options(parser)
     add_engine_options(parser)
     return parser
 
@@ -205,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(argv)
     _refuse_swallowed_model(parser, options)
+    check_role(parser, options)
     if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:
         parser.error("--log-prompts has no effect without --log-requests or --otlp-endpoint")
     if options.json and not options.check:
@@ -245,6 +248,8 @@ async def _serve(options: argparse.Namespace) -> int:
 
     listener = listen(options.host, options.port)  # first: a taken port is told before the model is loaded
     with listener:
+        if options.role == "router":
+            return await serve_router(options, listener)
         return await serve_engine(AsyncEngine(engine_args(options, options.model)), listener, options)
 
 

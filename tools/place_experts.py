@@ -5,11 +5,18 @@ of every layer is given, and writes the placement that balances them for `--expe
 how much the busiest rank has to do, over the mean, in order and so placed, on these texts.
 
     python tools/place_experts.py MODEL PROMPTS.txt OUT.json --ranks 2 [--max-tokens 64]
+
+Replicas that each have some experts count while they serve, and tell their logs as they end. From such a log, without
+running the model:
+
+    python tools/place_experts.py MODEL SERVER.log OUT.json --ranks 2 --log
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +32,8 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.placement import ExpertPlacement, balanced, write_placement
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
+
+_LOGGED = re.compile(r"expert loads of replica (\d+): (\[\[.*?\]\])")
 
 
 class Loads:
@@ -63,6 +72,14 @@ def loads_of(args: EngineArgs, prompts: Sequence[str], max_tokens: int) -> list[
     return [own.tolist() for own in loads.of_layers]
 
 
+def logged_loads(log: str) -> list[list[int]]:
+    """Of each layer: of all replicas together, what each told last."""
+    last = {found[1]: json.loads(found[2]) for found in _LOGGED.finditer(log)}
+    if not last:
+        raise SystemExit("the log has no line 'expert loads of replica ...': replicas tell them as they are shut down")
+    return [[sum(each) for each in zip(*of_layer, strict=True)] for of_layer in zip(*last.values(), strict=True)]
+
+
 def imbalance(placement: ExpertPlacement, loads: Sequence[Sequence[int]], size: int) -> float:
     """What the busiest rank of each layer has to do, added up, over the mean of ranks."""
     busiest = total = 0
@@ -81,15 +98,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--log", action="store_true", help="PROMPTS is the log of replicas that have served")
     given = parser.parse_args(argv)
     if given.ranks < 1:
         parser.error(f"--ranks must be at least 1, got {given.ranks}")
     args = EngineArgs(model=given.model, device="cpu", compile="none")
     try:
-        prompts = [line for line in given.prompts.read_text().splitlines() if line.strip()]
+        text = given.prompts.read_text()
+        prompts = [line for line in text.splitlines() if line.strip()]
         if not prompts:
             parser.error(f"{given.prompts} has no prompts")
-        loads = loads_of(args, prompts, given.max_tokens)
+        loads = logged_loads(text) if given.log else loads_of(args, prompts, given.max_tokens)
         placement = balanced(loads, given.ranks)
         write_placement(placement, given.out)
     except (EngineError, OSError, UnicodeDecodeError) as error:

@@ -87,10 +87,12 @@ class ProcessClient:
         hang_timeout_s: float = 300.0,
         heartbeat_s: float = 1.0,
         cpus: Sequence[int] | None = None,
+        group_fd: int | None = None,
     ) -> None:
         """A core that neither beats nor turns for `hang_timeout_s` although it has work counts as dead: a single step
         must take less. `executor`: "module:callable", imported in the core and called with the configuration. `cpus`:
-        the logical ones that the core and all that it starts may run on; None: wherever this process may."""
+        the logical ones that the core and all that it starts may run on; None: wherever this process may. `group_fd`:
+        of the memory that it shares with other replicas; it is the caller's, and needed until `start` returns."""
         if hang_timeout_s < 2 * heartbeat_s:
             raise errors.ConfigError(
                 f"hang_timeout_s ({hang_timeout_s}) must be at least two heartbeats ({heartbeat_s} s each)"
@@ -100,6 +102,7 @@ class ProcessClient:
         self._hang_timeout_s = hang_timeout_s
         self._heartbeat_s = heartbeat_s
         self._cpus = cpus
+        self._group_fd = group_fd
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._send_lock = threading.Lock()
@@ -138,6 +141,7 @@ class ProcessClient:
             log_level=logger.getEffectiveLevel(),
             log_mark=child_mark(),
             cpus=self._cpus,
+            group_fd=self._group_fd,
         )
         if self._abandoned:  # meanwhile, by another thread that saw no handle
             self._handle.kill()
@@ -227,10 +231,20 @@ class ProcessClient:
         """Until the next look at the heartbeats. An idle core owes none, but another thread may send meanwhile."""
         return self._hang_timeout_s / 4 if self._liveness.idle else self._heartbeat_s
 
+    @property
+    def idle(self) -> bool:
+        """It owes nothing, as far as it has told."""
+        return self._liveness.idle
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, now."""
+        return self._ready and not self._closed and self._died is None and is_stopped(self._handle.pid)
+
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
             return None
-        if is_stopped(self._handle.pid):
+        if self.is_stopped:
             return "it was stopped by a signal"
         return self._liveness.stalled(time.monotonic(), compiling=self._compiling)
 

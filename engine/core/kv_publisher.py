@@ -11,12 +11,15 @@ endpoint for those from a number on gets them, each in a message of its own, and
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket as socketlib
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -84,6 +87,8 @@ class KVEventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=self._config.buffer_steps)
         self._next = self._dropped = 0
         self._closing = False
+        self._files: list[str] = []
+        """of ipc:// endpoints"""
         self._encoder = msgspec.msgpack.Encoder()
         self._topic = self._config.topic.encode()
         self._context = zmq.Context()
@@ -110,6 +115,7 @@ class KVEventPublisher:
         binds = kind == zmq.ROUTER or is_bound(endpoint)
         try:
             if binds:
+                self._take_file(endpoint)
                 socket.bind(endpoint)
             else:
                 socket.connect(endpoint)
@@ -119,6 +125,16 @@ class KVEventPublisher:
             raise ConfigError(f"kv_events_config: {what}: {why}") from None
         logger.info("KV events: %s %s %s", name, endpoint, "bound" if binds else "connected")
         return socket
+
+    def _take_file(self, endpoint: str) -> None:
+        """ZeroMQ takes a file over from whoever listens to it, and leaves its own. Raises ZMQError."""
+        path = endpoint.removeprefix("ipc://")
+        if path == endpoint or path.startswith("@"):
+            return
+        with socketlib.socket(socketlib.AF_UNIX) as other, suppress(OSError):
+            other.connect(path)
+            raise zmq.ZMQError(errno.EADDRINUSE)
+        self._files.append(path)
 
     def start(self, windows: Sequence[Window]) -> None:
         """`windows`: of each layer group."""
@@ -150,6 +166,9 @@ class KVEventPublisher:
             self._thread.join()
         self._context.destroy(linger=LINGER_MS)
         os.close(self._wake_fd)
+        for path in self._files:
+            with suppress(OSError):
+                os.unlink(path)
 
     def _run(self) -> None:
         """Until `close`. Blocked while there is nothing to do."""

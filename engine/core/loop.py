@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import msgspec
 
+from engine.core.rounds import Rounds
+from engine.core.step_scheduler import KVReports, StepScheduler
 from engine.core.step_times import StepTimes
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
     CoreStats,
     Delta,
-    KVDigests,
     Phase,
     ResetPrefixCache,
     SequenceDelta,
@@ -33,12 +33,14 @@ from engine.core.wire import (
     ToCore,
     UnpinPrefix,
     Vocabulary,
+    Wake,
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
 from engine.executor.interface import Executor
+from engine.kv_transfer.interface import FetchDone, LeaseEnded, News
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
-from engine.step import StepMasks, StepPlan, StepResult
+from engine.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -67,64 +69,16 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
     grammar: str
 
 
-Inbox = SimpleQueue[ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled]
+Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
+Inbox = SimpleQueue[Message]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
 MESSAGES_A_TURN = 512
 """A flood of messages holds up no step for longer than these take."""
 _FEWEST_DEADLINES = 1024
-
-
-class StepScheduler(Protocol):
-    """What the loop needs of `engine.scheduling.Scheduler`."""
-
-    @property
-    def has_work(self) -> bool:
-        """True while any request is unfinished."""
-        ...
-
-    def add(self, request: AddRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> Sequence[Delta]: ...
-
-    def plan(self) -> StepPlan | None: ...
-
-    def end_failed(self) -> Sequence[Delta]:
-        """What `plan` could not do for single requests, which end with it."""
-        ...
-
-    def has_begun(self, request_id: str) -> bool:
-        """A step has taken it up; true for one that is over, too."""
-        ...
-
-    def give_up(self, request_id: str) -> Sequence[Delta]:
-        """End a request that no step has taken up yet."""
-        ...
-
-    def masks(self) -> StepMasks | None:
-        """What the oldest step in flight waits for before it samples, once; all steps before it are complete."""
-        ...
-
-    def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
-
-    def grammar_compiled(self, grammar: str) -> Sequence[Delta]: ...
-
-    def stats(self) -> CoreStats: ...
-
-    def reset_prefix_cache(self) -> object: ...
-
-    def unpin(self, name: str) -> None: ...
-
-
-class KVReports(Protocol):
-    """What the loop needs of `engine.core.kv_reports`."""
-
-    def take(self) -> KVDigests | None:
-        """What is to be told the front end of the prefix cache since the last call."""
-        ...
-
-    def close(self) -> None: ...
+NO_STEP = StepPlan(step_id=-1)
+"""what a replica has to do in a round of the others"""
 
 
 class CoreLoop:
@@ -143,9 +97,12 @@ class CoreLoop:
         observer: StepObserver | None = None,
         set_vocabulary: Callable[[Vocabulary], None] = lambda _: None,
         kv_reports: KVReports | None = None,
+        rounds: Rounds | None = None,
+        ends: Callable[[], None] = lambda: None,
     ) -> None:
         """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
-        `kv_reports`: what is told of the prefix cache."""
+        `kv_reports`: what is told of the prefix cache. `rounds`: of replicas that take every step together. `ends`:
+        called by `close`."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = 0
@@ -157,8 +114,8 @@ class CoreLoop:
         self._most_in_flight = steps_in_flight
         self._in_flight = 0
         """steps submitted and not collected"""
-        self._submitted: deque[tuple[float, int]] = deque()
-        """when each of them was submitted, and how many tokens it computes"""
+        self._submitted: deque[tuple[float, int, bool]] = deque()
+        """when each of them was submitted, how many tokens it computes, and whether the scheduler knows of it"""
         self._collected = 0.0
         """when the last one was: the next one takes from then, or from when it was submitted, if that is later"""
         self._done: deque[None] = deque()
@@ -174,12 +131,15 @@ class CoreLoop:
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
-        self._kv_reports = kv_reports
+        self._kv_reports, self._ends = kv_reports, ends
+        self._rounds = rounds
 
     @property
     def has_work(self) -> bool:
         """False when a turn would do nothing until a message comes."""
-        return self._in_flight > 0 or self._scheduler.has_work or not self.inbox.empty()
+        if self._in_flight > 0 or self._scheduler.has_work or not self.inbox.empty():
+            return True
+        return self._rounds is not None and self._rounds.wanted(self._scheduler.is_busy)
 
     def run(self, publish: Callable[[StepOutputs], None]) -> None:
         """Turn until `Shutdown`. Where `publish` blocks, the core waits. An exception of scheduler or executor passes
@@ -193,6 +153,7 @@ class CoreLoop:
         """What it has to say is said. Idempotent."""
         if self._kv_reports is not None:
             self._kv_reports.close()
+        self._ends()
 
     def turn(self, wait: bool = True) -> StepOutputs | None:
         """One turn; None where there is nothing to tell. With `wait` an idle core blocks until a message comes.
@@ -214,12 +175,13 @@ class CoreLoop:
         deltas += self._scheduler.end_failed()
         self._send_masks()
         step: StepTaken | None = None
-        if self._done:
+        collected = bool(self._done)
+        if collected:
             step, brought = self._collect()
             deltas += brought
             self._send_masks()
         self._observer.mark(step_profile.PUBLISH)
-        self._nothing_to_do = not planned and step is None
+        self._nothing_to_do = not planned and not collected
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
         if not self._nothing_to_do:
             self.turns += 1
@@ -234,12 +196,17 @@ class CoreLoop:
         if self._in_flight >= self._most_in_flight:
             return False
         self.phase = "plan"
-        plan = self._scheduler.plan()
+        rounds, busy = self._rounds, self._rounds is not None and self._scheduler.is_busy
+        if rounds is not None and not rounds.wanted(busy):
+            return False
+        known = plan = self._scheduler.plan()
+        if rounds is not None:
+            plan = msgspec.structs.replace(plan or NO_STEP, round=rounds.begin(busy))
         if plan is not None:
             self.phase = "submit"
             self._observer.mark(step_profile.SUBMIT)
             self._executor.submit(plan, self._step_done)
-            self._submitted.append((time.perf_counter(), plan.rows.num_tokens))
+            self._submitted.append((time.perf_counter(), plan.rows.num_tokens, known is not None))
             self._in_flight += 1
         return plan is not None
 
@@ -254,10 +221,10 @@ class CoreLoop:
         self._done.append(None)
         self.inbox.put(STEP_DONE)
 
-    def _collect(self) -> tuple[StepTaken, Sequence[Delta]]:
+    def _collect(self) -> tuple[StepTaken | None, Sequence[Delta]]:
         self.phase = "collect"
         self._observer.mark(step_profile.COLLECT)
-        submitted, tokens = self._submitted.popleft()
+        submitted, tokens, known = self._submitted.popleft()
         began = max(submitted, self._collected)
         result = self._executor.collect()
         self._collected = time.perf_counter()
@@ -267,6 +234,10 @@ class CoreLoop:
         self._observer.mark(step_profile.COMPLETE)
         seconds = self._collected - began
         self.step_times.add(seconds)
+        if self._rounds is not None:
+            self._rounds.ended(result.quiet)
+        if not known:
+            return None, []
         return StepTaken(seconds, tokens), self._scheduler.complete(result, seconds)
 
     def _drain(self, wait: bool) -> list[Delta]:
@@ -289,7 +260,7 @@ class CoreLoop:
             deltas += self._apply(message)
         return deltas
 
-    def _apply(self, message: ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled) -> Sequence[Delta]:
+    def _apply(self, message: Message) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
         if message is STATS_CHANGED:
@@ -297,6 +268,9 @@ class CoreLoop:
             return []
         if isinstance(message, GrammarCompiled):
             return self._scheduler.grammar_compiled(message.grammar)
+        if isinstance(message, (FetchDone, LeaseEnded)):
+            self._has_news = True
+            return self._scheduler.transferred(message)
         self.taken += 1
         match message:
             case AddRequest():
@@ -311,6 +285,9 @@ class CoreLoop:
                 self._set_vocabulary(message)
             case ResetPrefixCache():
                 self._scheduler.reset_prefix_cache()
+            case Wake():
+                if self._rounds is not None:
+                    self._rounds.wake(message.number)
             case Shutdown():
                 self.stopped = True
             case SequenceDelta():

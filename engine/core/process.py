@@ -55,6 +55,8 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
     """the log is JSON, each line behind this (`JsonFormatter`); "": it is text"""
     cpus: tuple[int, ...] | None = None
     """the logical ones that this process and all that it starts may run on; None: wherever the parent may"""
+    group_fd: int | None = None
+    """the memory that replicas share which take steps together"""
 
 
 class _TerminatedError(BaseException):
@@ -107,7 +109,7 @@ def _run(start: CoreStart) -> NoReturn:
         start.config.limits.frames,
     )
     try:
-        executor = load_executor(start.executor, start.config)
+        executor = load_executor(start.executor, start.config, start.group_fd)
         loop, ready = build_core(start.config, executor, mailbox.inbox)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two steps need not walk through it

@@ -6,20 +6,23 @@ import importlib
 import logging
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import cast
 
 from engine.config import EngineConfig
 from engine.core.kv_reports import KVEventReports
 from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
+from engine.core.rounds import Rounds, in_rounds
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
-from engine.executor.interface import Executor
+from engine.executor.interface import Executor, HoldsPages
 from engine.executor.kernels_ahead import build_ahead, check_cache
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
+from engine.kv_transfer.connector import EngineConnector
 from engine.observability.step_profile import StepObserver
-from engine.reports import LoadReport
+from engine.reports import LoadReport, WarmUpReport
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -27,16 +30,17 @@ logger = logging.getLogger(__name__)
 DEFAULT_EXECUTOR = "engine.executor.default:make_executor"
 
 
-def load_executor(name: str, config: EngineConfig) -> Executor:
-    """Make the executor that `name` ("module:callable", called with the configuration) stands for."""
+def load_executor(name: str, config: EngineConfig, group_fd: int | None = None) -> Executor:
+    """Make the executor that `name` ("module:callable", called with the configuration) stands for. `group_fd`: of the
+    memory that replicas share, called with, too, where there is one."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"executor must read 'module:callable', got {name!r}")
     if name == DEFAULT_EXECUTOR:
         check_cache(config)
         build_ahead(config)
-    factory = cast(Callable[[EngineConfig], Executor], getattr(importlib.import_module(module), attribute))
-    return factory(config)
+    factory = cast(Callable[..., Executor], getattr(importlib.import_module(module), attribute))
+    return factory(config) if group_fd is None else factory(config, group_fd)
 
 
 def build_core(
@@ -47,20 +51,28 @@ def build_core(
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
     its events cannot be published where they should be.
     """
+    inbox, waits = (SimpleQueue(), True) if inbox is None else (inbox, False)
     reports = KVEventReports(config)
+    connector = None
     try:
-        return _build(config, executor, inbox, observer, reports)
+        if config.kv_transfer is not None:
+            connector = EngineConnector(config, inbox.put, waits)
+        return _build(config, executor, inbox, waits, observer, reports, connector)
     except BaseException:
         reports.close()
+        if connector is not None:
+            connector.close()
         raise
 
 
 def _build(
     config: EngineConfig,
     executor: Executor,
-    inbox: Inbox | None,
+    inbox: Inbox,
+    waits: bool,
     observer: StepObserver | None,
     reports: KVEventReports,
+    connector: EngineConnector | None,
 ) -> tuple[CoreLoop, CoreReady]:
     began = time.monotonic()
     load = executor.load()
@@ -78,12 +90,18 @@ def _build(
     kv = _kv_cache(config, load, ledger, reports.wanted)
     reports.attach(kv)
     threads = config.device.threads if config.device.kind == "cpu" else None
-    # A core in its front end's thread, which has no inbox yet, waits for what it compiles.
-    notify = None if inbox is None else lambda grammar: inbox.put(GrammarCompiled(grammar))
+    # A core in its front end's thread waits for what it compiles, and for what it fetches.
+    notify = None if waits else lambda grammar: inbox.put(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
-    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths)
+    if connector is not None:
+        if not isinstance(executor, HoldsPages):
+            raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
+        connector.attach(executor.kv_memory())
+    rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
+    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector)
     in_flight = config.scheduler.steps_in_flight
-    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports)
+    ends = (lambda: None) if connector is None else connector.close
+    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
@@ -98,12 +116,17 @@ def _build(
         startup_seconds=time.monotonic() - began,
         compiling=compiling,
     )
+    _log(ready, warm_up, load)
+    return loop, ready
+
+
+def _log(ready: CoreReady, warm_up: WarmUpReport, load: LoadReport) -> None:
     pieces = f"{ready.distinct_pieces} distinct pieces ({ready.pieces_compiled} compiled now)"
     logger.info(
         "ready in %.1f s: %s attention, %s",
         ready.startup_seconds,
         ready.attention_backend,
-        "eager until pieces are compiled" if compiling else pieces,
+        "eager until pieces are compiled" if ready.compiling else pieces,
     )
     if warm_up.graphs_captured:
         logger.info(
@@ -113,7 +136,6 @@ def _build(
             human(load.graph_bytes),
             warm_up.graphs_pending,
         )
-    return loop, ready
 
 
 def _kv_cache(config: EngineConfig, load: LoadReport, ledger: MemoryLedger, keeps_events: bool) -> KVCache:

@@ -51,6 +51,7 @@ class CoreHandle:
         log_level: int,
         log_mark: str = "",
         cpus: Sequence[int] | None = None,
+        group_fd: int | None = None,
     ) -> None:
         start = CoreStart(
             config=config,
@@ -64,6 +65,7 @@ class CoreHandle:
             log_level=log_level,
             log_mark=log_mark,
             cpus=None if cpus is None else tuple(cpus),
+            group_fd=group_fd,
         )
         # A session of its own: Ctrl-C reaches the parent only, and the whole group (compile workers) can be ended.
         # Linux shares the CPUs out by session first: whatever the parent's session does, half of them is the core's.
@@ -74,6 +76,7 @@ class CoreHandle:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=() if group_fd is None else (group_fd,),
         )
         self.pid = self._process.pid
         self.sentinel = os.pidfd_open(self.pid)

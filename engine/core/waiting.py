@@ -26,18 +26,23 @@ class Source(Protocol):
         ...
 
 
-def wait(sources: Sequence[Source], wake: int | None = None) -> None:
-    """Until one of them may have something to tell, or the descriptor `wake` is readable."""
+def wait(sources: Sequence[Source], wake: int | None = None, most_s: float | None = None) -> None:
+    """Until one of them may have something to tell, or the descriptor `wake` is readable; at most that long."""
     poller = zmq.Poller()
     for source in sources:
         poller.register(source.receiver, zmq.POLLIN)
         poller.register(source.sentinel, zmq.POLLIN)
     if wake is not None:
         poller.register(wake, zmq.POLLIN)
-    poller.poll(int(1000 * min(source.wait_s for source in sources)) + 1)
+    poller.poll(int(1000 * _least(sources, most_s)) + 1)
 
 
-async def wait_async(sources: Sequence[Source], wake: int | None = None) -> None:
+def _least(sources: Sequence[Source], most_s: float | None) -> float:
+    least = min(source.wait_s for source in sources)
+    return least if most_s is None else min(least, most_s)
+
+
+async def wait_async(sources: Sequence[Source], wake: int | None = None, most_s: float | None = None) -> None:
     """As `wait`. ZeroMQ's descriptors signal changes, not states: to be called only after a look at each that found
     nothing."""
     loop = asyncio.get_running_loop()
@@ -52,7 +57,7 @@ async def wait_async(sources: Sequence[Source], wake: int | None = None) -> None
         descriptors.append(wake)
     for descriptor in descriptors:
         loop.add_reader(descriptor, end)
-    timer = loop.call_later(min(source.wait_s for source in sources), end)
+    timer = loop.call_later(_least(sources, most_s), end)
     try:
         await woken
     finally:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.kv_transfer.params import KVTransferParams
 from engine.request import FinishReason
 from engine.step import RowParams, TokenLogprobs
 
@@ -57,6 +58,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """how long it may wait for its turn; None: for ever"""
     pin: str | None = None
     """keep the whole blocks of the prompt under this name when they are computed, until `UnpinPrefix`"""
+    kv_transfer: KVTransferParams | None = None
+    """its prompt is computed for another engine, or by one"""
 
     @property
     def request_ids(self) -> list[str]:
@@ -90,7 +93,14 @@ class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
     name: str
 
 
-ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """To replicas that take steps together (`engine.core.rounds`): one of them has been sent a request."""
+
+    number: int
+    """one more than the last one's"""
+
+
+ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix | Wake
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta", gc=False):
@@ -120,6 +130,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """of these tokens, those that were drafts"""
     error: str | None = None
     """with finish_reason "error": why"""
+    kv_transfer: KVTransferParams | None = None
+    """with the end of a request whose prompt another engine wants: where it finds it"""
     error_kind: str | None = None
     """"queue_full" | "invalid" | "fault": which exception the front end raises"""
 
@@ -177,6 +189,19 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """of the drafts, those that were right"""
     accepted_at: list[int] = []
     """of these, how many were a step's first draft of their sequence, its second, and so on"""
+    kv_fetches: int = 0
+    """prompts of which all that was missing came from another engine"""
+    kv_fetch_failures: int = 0
+    """prompts of which it did not, so that they were computed here"""
+    kv_fetched_bytes: int = 0
+    kv_fetch_s: float = 0.0
+    """seconds of those fetches"""
+    kv_leases: int = 0
+    """prompts that wait for another engine to read them"""
+    kv_leases_expired: int = 0
+    """that nobody read in time"""
+    kv_leases_gave_way: int = 0
+    """whose blocks were needed before"""
     compiles_after_ready: int = 0
     compiling: bool = False
     """steps are computed eagerly until pieces that compile behind them take over"""

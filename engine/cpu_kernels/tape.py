@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attention_backends.op import ATTENTION_OP
 from compilation.split import Call, Fused, Step
 from compilation.trace import Traced, value_of
 from engine.cpu_kernels.tape_program import (
@@ -51,7 +52,7 @@ def fuse_native_steps(layer_of: NativeLayerOf, steps_of: StepsOf) -> Callable[[T
 
 def _is_native(step: Step, layer_of: NativeLayerOf) -> bool:
     if isinstance(step, Call):
-        return isinstance(step.args[-1], int) and layer_of(step.args[-1]) is not None
+        return step.op == ATTENTION_OP and isinstance(step.args[-1], int) and layer_of(step.args[-1]) is not None
     if isinstance(step, Fused):
         return False
     nodes = [node for node in step.module.graph.nodes if node.op not in ("placeholder", "output")]

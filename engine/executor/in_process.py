@@ -27,6 +27,7 @@ from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
 from engine.executor.result_waiter import ResultWaiter
 from engine.executor.team import Team
+from engine.kv_transfer.memory import KVMemory
 from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
@@ -70,6 +71,8 @@ class Runner(Protocol):
         """What its thread spends on each part of its steps."""
         ...
 
+    def kv_memory(self) -> KVMemory: ...
+
     def idle_work(self) -> bool:
         """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
         ...
@@ -99,8 +102,15 @@ class InProcessExecutor:
     put in by the worker, between two steps.
     """
 
-    def __init__(self, config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`leave`: called as it is closed, while a step may run that waits for others."""
         self._config = config
+        self._leave = leave
         self._load_runner = load_runner
         self._runner: Runner | None = None
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -199,11 +209,15 @@ class InProcessExecutor:
     def team(self) -> Team | None:
         return None
 
+    def kv_memory(self) -> KVMemory:
+        return self._call(lambda: self._loaded().kv_memory())
+
     def close(self) -> None:
         """Lets the running steps end, drops those behind them, joins the threads."""
         if self._closing.is_set():
             return
         self._closing.set()
+        self._leave()
         if self._compilation is not None:
             self._compilation.stop()
         self._stop()

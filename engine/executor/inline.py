@@ -86,8 +86,10 @@ def computes_inline(config: EngineConfig) -> bool:
 
 
 def local_executor(
-    config: EngineConfig, load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load
+    config: EngineConfig,
+    load_runner: Callable[[EngineConfig], Runner] = ModelRunner.load,
+    leave: Callable[[], None] = lambda: None,
 ) -> InProcessExecutor:
-    """An executor in this process that suits the device."""
+    """An executor in this process that suits the device. `leave`: see `InProcessExecutor`."""
     kind = InlineExecutor if computes_inline(config) else InProcessExecutor
-    return kind(config, load_runner)
+    return kind(config, load_runner, leave)

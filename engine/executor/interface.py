@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from engine.executor.team import Team
+from engine.kv_transfer.memory import KVMemory
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
 
@@ -71,4 +72,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class HoldsPages(Protocol):
+    """An executor whose KV cache is in this process' memory."""
+
+    def kv_memory(self) -> KVMemory:
+        """The allocated cache as bytes, for a transfer. Raises `EngineError` on another device than a CPU."""
         ...

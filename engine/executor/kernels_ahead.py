@@ -18,6 +18,7 @@ from attention_backends.toolchain import BuildError
 from compilation.directory import trusted_tree
 from compilation.errors import CompileError
 from engine.config import EngineConfig
+from engine.core.rounds import in_rounds
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ def build_ahead(config: EngineConfig) -> None:
     """Begin to build the libraries that are neither cached nor came with the package; returns at once."""
     if config.device.kind != "cpu":
         return
-    cache_dir = Path(config.compile.cache_dir)
-    for module in DESCRIPTIONS_OF_RANKS if config.parallel.ranks > 1 else DESCRIPTIONS:
+    cache_dir, has_group = Path(config.compile.cache_dir), config.parallel.ranks > 1 or in_rounds(config)
+    for module in DESCRIPTIONS_OF_RANKS if has_group else DESCRIPTIONS:
         sources = cast(_Describes, importlib.import_module(module)).sources()
         name = f"build-{sources.folder}"
         threading.Thread(target=_build, args=(sources, cache_dir), name=name, daemon=True).start()

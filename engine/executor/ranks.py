@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.parallel.group import Group, OwnGroup
-
-SLOT_BYTES = 1 << 20
-"""of what a rank tells the others at once; more goes in parts"""
+from engine.parallel.group_memory import SLOT_BYTES
 
 
 class Parts(msgspec.Struct, frozen=True):

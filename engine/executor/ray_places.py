@@ -139,9 +139,12 @@ class RayPlaces:
 
 
 def _connect(ray: Any) -> None:
+    from ray._private.services import canonicalize_bootstrap_address_or_die as address_of
+
     with _handlers_kept():
         try:
-            ray.init(address="auto", configure_logging=False)
+            # By its address: where Ray 2.60 finds a cluster of several nodes itself, it drops a driver's new actors.
+            ray.init(address=address_of("auto"), configure_logging=False)
         except ConnectionError as error:
             raise ConfigError(
                 "distributed_executor_backend='ray': no Ray cluster runs here; start one with ray start --head, or set "

@@ -21,9 +21,10 @@ from engine.executor.agent_frames import VERSION, AgentStream, Ended, Hello, Spa
 from engine.executor.connections import Address, Listener
 from engine.executor.frames import WorkerStart
 from engine.executor.rank import GROUP_NAME, MakeGroup, MakeSocketGroup, named
-from engine.executor.ranks import SLOT_BYTES, Parts, rank_config
+from engine.executor.ranks import Parts, rank_config
 from engine.executor.remote_worker import RemoteWorker
 from engine.executor.worker_link import Handle
+from engine.parallel.group_memory import SLOT_BYTES
 
 if TYPE_CHECKING:
     from engine.parallel.group import Group, OwnGroup

@@ -20,6 +20,7 @@ from engine.core.wire import AddRequest, BeamParams, Follower, candidates_of
 from engine.errors import InvalidRequestError
 from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
+from engine.kv_transfer.params import FIELD, KVTransferParams
 from engine.limits import RANGES, Limits, check_token_ids
 from engine.request import SamplingParams
 from engine.step import Pooling, RowParams
@@ -160,6 +161,7 @@ class Admission:
         self._max_logprobs = config.max_logprobs
         self._policy = config.scheduler.policy
         self._limits: Limits = config.limits
+        self._transfer = config.kv_transfer
         eos = set(config.model.eos_token_ids)
         if tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -218,6 +220,7 @@ class Admission:
             beams=_beams(params),
             pin=pin,
             wait_s=wait_s,
+            kv_transfer=self._kv_transfer(params),
         )
         return AdmittedRequest(
             request_id=request_id,
@@ -236,6 +239,16 @@ class Admission:
             raise InvalidRequestError(
                 "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
             )
+
+    def _kv_transfer(self, params: SamplingParams) -> KVTransferParams | None:
+        """Raises `InvalidRequestError` where this engine has no such role."""
+        asked, config = params.kv_transfer, self._transfer
+        if asked is None:
+            return None
+        if config is None or not (config.produces if asked.do_remote_decode else config.consumes):
+            what = "computes prompts for no other engine" if asked.do_remote_decode else "takes prompts from none"
+            raise InvalidRequestError(f"{FIELD}: this engine {what} (--kv-transfer-config)", FIELD)
+        return asked
 
     def truncated(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """What of a prompt `truncate_prompt_tokens` keeps."""

@@ -10,6 +10,7 @@ Whatever one request's deltas raise here ends that request (`engine.frontend.fai
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from engine.frontend.failures import fails_alone
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.frontend.sample import Sample, to_logprobs
 from engine.frontend.tokenizer import Tokenizer
+from engine.kv_transfer.params import as_answer
 from engine.observability.request_watch import RequestWatch
 from engine.observability.timings import RequestTimings
 from engine.request import CompletionOutput, LogprobsAt, RequestMetrics, RequestOutput
@@ -65,6 +67,7 @@ class _Request:
         kind = admitted.message.params.pooling
         self.pooled = None if kind is None else PooledPrompt(kind, len(admitted.prompt_token_ids))
         self.cached_tokens = self.accepted_tokens = 0
+        self.kv_transfer: dict[str, Any] | None = None
         self.error: EngineError | None = None
         self.news = False
 
@@ -239,6 +242,8 @@ class OutputProcessor:
             if request.pooled is not None and delta.pooled:
                 request.pooled.add(delta.pooled, delta.pooled_from)
             request.cached_tokens = delta.cached_tokens or request.cached_tokens
+            if delta.kv_transfer is not None:
+                request.kv_transfer = as_answer(delta.kv_transfer)
         request.accepted_tokens += delta.accepted_tokens
         if delta.token_ids:
             if request.metrics.first_token_time is None:
@@ -312,6 +317,7 @@ class OutputProcessor:
             num_cached_tokens=request.cached_tokens,
             num_accepted_tokens=request.accepted_tokens,
             pooled=None if request.pooled is None else request.pooled.vectors(),
+            kv_transfer_params=request.kv_transfer,
             metrics=request.metrics,
         )
 

@@ -35,6 +35,11 @@ class HostTier:
         """Whether as many blocks can be held that nobody holds now."""
         return num_new <= self.pool.num_free and self.pool.num_used + num_new <= self.max_held
 
+    @property
+    def writes_pending(self) -> bool:
+        """The next plan copies blocks to the tier."""
+        return bool(self._out)
+
     def find(self, key: bytes) -> int | None:
         return self.pool.find(key)
 

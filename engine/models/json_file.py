@@ -32,7 +32,8 @@ def read_json_value(file: Path, largest_bytes: int) -> object:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error  # whose text names the file once more
+        raise ConfigError(f"{file}: cannot be read as JSON: {why}") from error
     return content
 
 

@@ -8,6 +8,7 @@ positions every rank has. Of experts a rank may have some whole instead (`engine
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import msgspec
 
@@ -33,6 +34,8 @@ class Shard(msgspec.Struct, frozen=True):
     size: int
     placement: ExpertPlacement | None = None
     """experts are whole, each in one rank; None: divided by their inner units"""
+    only_experts: bool = False
+    """and nothing else is divided: ranks compute other tokens"""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -119,16 +122,25 @@ def tokens_of(vocab_size: int, shard: Shard) -> Span:
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """The model that a rank computes. Raises ConfigError for one that has less than a part for each rank,
     UnsupportedModelError for what is not divided."""
-    if spec.vocab_size < PANEL * shard.size:
-        raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
     if shard.placement is not None:
         counts = [0 if layer.experts is None else layer.experts.count for layer in spec.layers]
         shard.placement.check(counts, shard.size)
+    if shard.only_experts:
+        return msgspec.structs.replace(spec, layers=tuple(_with_own_experts(spec, shard)))
+    if spec.vocab_size < PANEL * shard.size:
+        raise ConfigError(f"tensor_parallel_size ({shard.size}): {spec.vocab_size} tokens are too few to divide")
     return msgspec.structs.replace(
         spec,
         layers=tuple(_layer(layer, shard, experts_of(spec, shard, index)) for index, layer in enumerate(spec.layers)),
         table_rows=tokens_of(spec.vocab_size, shard).count,
     )
+
+
+def check_experts_divided(spec: DecoderSpec | None, replicas: int, placement: ExpertPlacement) -> None:
+    """Over replicas. Raises what `sharded` does."""
+    if spec is None:
+        raise UnsupportedModelError("enable_expert_parallel: the experts of the library's modules are not divided")
+    sharded(spec, Shard(0, replicas, placement, only_experts=True))
 
 
 def check_divided(spec: DecoderSpec | None, ranks: int, placement: ExpertPlacement | None = None) -> None:
@@ -145,6 +157,13 @@ def experts_of(spec: DecoderSpec, shard: Shard, layer: int) -> tuple[int, ...] |
     if shard.placement is None or experts is None:
         return None
     return shard.placement.own(layer, experts.count, shard.rank, shard.size)
+
+
+def _with_own_experts(spec: DecoderSpec, shard: Shard) -> Iterator[LayerSpec]:
+    for index, layer in enumerate(spec.layers):
+        own = experts_of(spec, shard, index)
+        experts = layer.experts if layer.experts is None else msgspec.structs.replace(layer.experts, own=own)
+        yield msgspec.structs.replace(layer, experts=experts)
 
 
 def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> LayerSpec:
@@ -165,7 +184,7 @@ def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> Layer
 
 def taken(spec: DecoderSpec, shard: Shard, parameter: str) -> Taken:
     """Of a parameter of the whole model, `spec`."""
-    if parameter in _TABLES:
+    if parameter in _TABLES and not shard.only_experts:
         return Taken((tokens_of(spec.vocab_size, shard),))
     found = _LAYER.fullmatch(parameter)
     if found is None:
@@ -173,6 +192,8 @@ def taken(spec: DecoderSpec, shard: Shard, parameter: str) -> Taken:
     own = experts_of(spec, shard, int(found[1]))
     if own is not None and found[2].startswith("experts."):
         return Taken(experts=own)
+    if shard.only_experts:
+        return Taken()
     return _of_layer(spec.layers[int(found[1])], shard, found[2])
 
 

@@ -30,6 +30,8 @@ VLLMS_NAMES: dict[str, tuple[str, ...]] = {
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
+    "kv_fetch_failures": ("nixl_num_failed_transfers",),
+    "kv_leases_expired": ("nixl_num_kv_expired_reqs",),
     "step_tokens": ("iteration_tokens_total",),
     "request_success": ("request_success",),
     "time_to_first_token_seconds": ("time_to_first_token_seconds",),

@@ -5,6 +5,7 @@ Each replica is a core process with the whole model and a KV cache of its own. T
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,23 +15,30 @@ from contextlib import contextmanager, suppress
 
 from engine.config import EngineConfig
 from engine.core.client import ProcessClient
+from engine.core.rounds import in_rounds
 from engine.core.waiting import wait, wait_async
 from engine.core.wire import CoreReady, CoreStats, StepOutputs, ToCore
 from engine.errors import ConfigError, CoreDiedError
 from engine.limits import MAX_REPLICAS
+from engine.parallel.group_memory import SLOT_BYTES, allocate
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.layout import replica_config, replica_cpus
 from engine.replicas.router import Router
+from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
 
-MakeClient = Callable[[EngineConfig, Sequence[int] | None], ProcessClient]
-"""(configuration of a replica, the logical CPUs that it may run on)"""
+logger = logging.getLogger(__name__)
+
+MakeClient = Callable[[EngineConfig, Sequence[int] | None, int | None], ProcessClient]
+"""(configuration of a replica, the logical CPUs that it may run on, the memory that it shares with the others)"""
+STOPPED_S = 10.0
+"""after which a core that a signal has stopped counts as lost, where others serve: what it has would wait for ever"""
 LOOK_S = 0.05
 """how often who takes a replica away looks whether it is free"""
 
 
-def _process(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
-    return ProcessClient(config, cpus=cpus)
+def _process(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
+    return ProcessClient(config, cpus=cpus, group_fd=group_fd)
 
 
 class ReplicatedClient:
@@ -39,13 +47,19 @@ class ReplicatedClient:
     def __init__(self, config: EngineConfig, make_client: MakeClient = _process, router: Router | None = None) -> None:
         self._config = config
         self._make_client = make_client
-        self._fleet: Fleet[ProcessClient] = Fleet(router or Router(config.cache.block_size))
+        self._in_rounds = in_rounds(config)
+        self._fleet: Fleet[ProcessClient] = Fleet(router or Router(config.cache.block_size), self._in_rounds)
+        self._watch = StopWatch(self._in_rounds)
+        self._group_fd: int | None = None
         self._lock = threading.Lock()
         self._changing = threading.RLock()
         """held by whoever adds or removes a replica"""
         self._starting: dict[int, ProcessClient] = {}
         """by their places"""
         self._next_number = self._turn = self._receivers = 0
+        self._next_look = 0.0
+        self._stopped_since: dict[int, float] = {}
+        """by replicas' numbers"""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died: str | None = None
         self._abandoned = self._closed = False
@@ -55,6 +69,8 @@ class ReplicatedClient:
     def start(self) -> CoreReady:
         size = self._config.parallel.data
         try:
+            if self._in_rounds:
+                self._group_fd = allocate(size, SLOT_BYTES)
             with ThreadPoolExecutor(max_workers=size) as pool:
                 starts = [pool.submit(self._start_one) for _ in range(size)]
                 try:
@@ -65,6 +81,10 @@ class ReplicatedClient:
         except BaseException:
             self.close()
             raise
+        finally:
+            if self._group_fd is not None:
+                os.close(self._group_fd)
+                self._group_fd = None
         for replica in replicas:
             self._serve(replica)
         return ready_of_all([replica.ready for replica in replicas])
@@ -72,17 +92,19 @@ class ReplicatedClient:
     def send(self, message: ToCore) -> None:
         self._check_open()
         self._fleet.send(message)
+        if self._in_rounds:
+            os.eventfd_write(self._wake, 1)  # whoever receives looks whether all go on
 
     def recv(self) -> StepOutputs:
         with self._receiving():
             while (outputs := self._poll()) is None:
-                wait(self._clients, self._wake)
+                wait(self._clients, self._wake, self._watch.look_s)
             return outputs
 
     async def recv_async(self) -> StepOutputs:
         with self._receiving():
             while (outputs := self._poll()) is None:
-                await wait_async(self._clients, self._wake)
+                await wait_async(self._clients, self._wake, self._watch.look_s)
             return outputs
 
     def wait_compiled(self) -> None:
@@ -132,6 +154,7 @@ class ReplicatedClient:
 
     def add_replica(self) -> int:
         """Start another one and return its number. Raises what `start` raises, and the others go on."""
+        self._refuse_in_rounds()
         with self._changing:
             self._check_open()
             if len(self.replicas) >= MAX_REPLICAS:
@@ -145,6 +168,7 @@ class ReplicatedClient:
     def remove_replica(self, number: int, drain_timeout_s: float | None = None) -> None:
         """It gets no more requests; when those that it has are over, or after that time, it is stopped, and what is
         left of them goes to the others. Raises `ConfigError` for the last one, and for a number that is none."""
+        self._refuse_in_rounds()
         with self._changing:
             self._check_open()
             replica = next((each for each in self._fleet.replicas if each.number == number), None)
@@ -175,6 +199,7 @@ class ReplicatedClient:
 
     def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
         """Serve with as many from now on; of those that are too many the youngest go. Raises as the two above."""
+        self._refuse_in_rounds()
         if not 1 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
         with self._changing:  # as a whole: two that differ would undo each other's steps
@@ -182,6 +207,13 @@ class ReplicatedClient:
                 self.add_replica()
             while len(self.replicas) > replicas:
                 self.remove_replica(self.replicas[-1], drain_timeout_s)
+
+    def _refuse_in_rounds(self) -> None:
+        if self._in_rounds:
+            raise ConfigError(
+                "enable_expert_parallel: each replica has experts that no other one has, so none comes or goes while "
+                "they serve"
+            )
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +226,8 @@ class ReplicatedClient:
             number, taken = self._next_number, {*self._starting, *(each.place for each in self._fleet.replicas)}
             self._next_number += 1
             place = next(place for place in range(MAX_REPLICAS + 1) if place not in taken)
-            client = self._make_client(replica_config(self._config, place), replica_cpus(self._config, place))
+            config, cpus = replica_config(self._config, place), replica_cpus(self._config, place)
+            client = self._make_client(config, cpus, self._group_fd)
             self._starting[place] = client
         if self._abandoned or self._closed:
             client.abandon()
@@ -228,6 +261,7 @@ class ReplicatedClient:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._fleet.let_go()
+        self._give_up_stopped()
         if self._fleet.told:
             return self._fleet.told.popleft()
         replicas, turn = self._fleet.replicas, self._turn
@@ -240,13 +274,31 @@ class ReplicatedClient:
             if outputs is not None:
                 self._turn = turn + index + 1
                 return self._fleet.take_in(replica, outputs)
+        if (stopped := self._watch.stopped([replica.client for replica in replicas])) is not None:
+            return self._lost(replicas[stopped], CoreDiedError(f"replica {stopped} was stopped by a signal"))
         return None
+
+    def _give_up_stopped(self) -> None:
+        """Now and then. They are lost then as any that was killed."""
+        if (now := time.monotonic()) < self._next_look or len(self._fleet.replicas) == 1:
+            return
+        self._next_look = now + STOPPED_S / 10
+        stopped = [replica for replica in self._fleet.replicas if replica.client.is_stopped]
+        since = {replica.number: self._stopped_since.get(replica.number, now) for replica in stopped}
+        self._stopped_since = since
+        for replica in stopped if len(stopped) < len(self._fleet.replicas) else ():
+            if now - since[replica.number] >= STOPPED_S:
+                logger.error("replica %d was stopped by a signal %g s ago: it is killed", replica.place, STOPPED_S)
+                replica.client.abandon()
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
         try:
             outputs = self._fleet.lost(replica, error)
         except CoreDiedError:
             self._died = str(error)
+            if self._in_rounds:  # the others wait for it
+                for client in self._clients:
+                    client.abandon()
             raise
         replica.client.close()
         return outputs

@@ -25,6 +25,7 @@ from engine.core.wire import (
     ToCore,
     UnpinPrefix,
     Vocabulary,
+    Wake,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
 from engine.replicas.deliveries import Deliveries, News
@@ -64,12 +65,15 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
 class Fleet(Generic[C]):
     """From any thread. What a replica tells is taken in by one at a time."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, in_rounds: bool = False) -> None:
+        """`in_rounds`: replicas take every step together (`engine.core.rounds`), and none can do without another."""
         self.replicas: tuple[Replica[C], ...] = ()
         self.told: deque[StepOutputs] = deque()
         """of requests that nobody could take over"""
         self._lock = threading.Lock()
         self._router = router
+        self._in_rounds = in_rounds
+        self._wakes = 0
         self._deliveries = Deliveries()
         self._of_all: dict[str, AddRequest | Vocabulary] = {}
         """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """
@@ -119,9 +123,9 @@ class Fleet(Generic[C]):
             return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
 
     def lost(self, replica: Replica[C], error: CoreDiedError) -> StepOutputs:
-        """The others go on with what it had. Raises `error` where there are none."""
+        """The others go on with what it had. Raises `error` where there are none, or none can."""
         with self._lock:
-            if len(self.replicas) == 1:
+            if len(self.replicas) == 1 or self._in_rounds:
                 raise error
             logger.error("replica %d was lost, and %d are left\n%s", replica.place, len(self.replicas) - 1, error)
             self._hand_over(replica)
@@ -161,6 +165,9 @@ class Fleet(Generic[C]):
         if message.pin is not None:
             self._of_all[message.pin] = message
             self._send_to([each for each in self.replicas if each.number != place.replica], message)
+        if self._in_rounds:  # behind the request
+            self._wakes += 1
+            self._send_to(self.replicas, Wake(number=self._wakes))
 
     def _send_to_best(self, message: AddRequest, sequences: int | None = None) -> Place:
         """To the best of those that take it, rather than to one that is stalled; `sequences` as in `Router.sent`.

@@ -25,6 +25,7 @@ from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
+from engine.models.expert_exchange import ExpertExchange, join_experts
 from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
@@ -33,7 +34,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, layers_of, stage_groups, stage_of
-from engine.parallel.group import Group
+from engine.parallel.group import Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
@@ -145,6 +146,8 @@ class RunnerParts:
     """which it is, where those are stages"""
     context: ContextGroup | None = None
     """of ranks that divide positions, not heads, of keys and values"""
+    exchange: ExpertExchange | None = None
+    """of replicas, over which experts are divided"""
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -153,9 +156,9 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
+def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsGroup | None = None) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
-    the model together, each its part.
+    the model together, each its part. `replicas`: over which experts are divided, and nothing else.
 
     Raises what the model, weight and attention rooms raise: ConfigError, UnsupportedModelError, WeightsError. On CUDA
     also what the preflight finds missing, before anything else takes time.
@@ -165,9 +168,10 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         check_device(config, device)
     description = describe(config.model.path, config.model.model_impl)
     spec, facts = description.spec, description.facts
-    if group is not None:
+    place = _place(config, group, replicas)
+    if group is not None or replicas is not None:
         assert spec is not None  # resolving refuses it
-        spec = _part(config, spec, group)
+        spec = _part(spec, place)
         facts = spec.facts
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
@@ -181,7 +185,7 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     if spec is None:
         model: Decoder | FallbackModel = _library_model(config, description, packer)
     else:
-        model = _filled(config, description, spec, shown_layers, packer, group)
+        model = _filled(config, description, spec, shown_layers, packer, place)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     if isinstance(packer, Packer):
@@ -189,6 +193,11 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
     draft_parts = (
         None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
     )
+    exchange = None
+    if replicas is not None:
+        assert isinstance(model, Decoder)
+        exchange = ExpertExchange(replicas, dtype, facts.num_layers)
+        join_experts(model, exchange)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -204,11 +213,17 @@ def load_parts(config: EngineConfig, group: Group | None = None) -> RunnerParts:
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
         context=_context_group(config, description.spec, group),
+        exchange=exchange,
     )
 
 
-def _place(config: EngineConfig, group: Group | None) -> tuple[Group | None, Shard | None, Stage | None]:
-    """With whom a rank computes the same layers, its part of their matrices, and which layers these are."""
+_Place = tuple[Group | None, Shard | None, Stage | None]
+"""with whom a rank computes the same layers, its part of their matrices, and which layers these are"""
+
+
+def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None = None) -> _Place:
+    if replicas is not None:
+        return None, Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True), None
     parts = group.parts if isinstance(group, StageGroup) else group
     shard = None if parts is None else Shard(parts.rank, parts.size, config.parallel.experts)
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
@@ -220,8 +235,8 @@ def _context_group(config: EngineConfig, whole: DecoderSpec | None, group: Group
     return ContextGroup(whole, group)
 
 
-def _part(config: EngineConfig, whole: DecoderSpec, group: Group) -> DecoderSpec:
-    _, shard, stage = _place(config, group)
+def _part(whole: DecoderSpec, place: _Place) -> DecoderSpec:
+    _, shard, stage = place
     spec = whole if shard is None else sharded(whole, shard)
     return spec if stage is None else stage_of(spec, stage, whole)
 
@@ -291,15 +306,15 @@ def _filled(
     spec: DecoderSpec,
     shown_layers: Sequence[int],
     packer: Packer | DevicePacker | None,
-    group: Group | None,
+    place: _Place,
 ) -> Decoder:
-    """The model with its weights; of the described one the part that is `spec`, where there is a group."""
+    """The model with its weights; of the described one the part that is `spec`, where that is not all."""
+    parts, shard, stage = place
     settings, device = config.model, device_of(config)
     dtype, length = getattr(torch, settings.dtype), settings.max_model_len
     if isinstance(packer, DevicePacker):
         device = torch.device("cpu")  # what it packs goes to the GPU matrix by matrix
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
-    parts, shard, stage = _place(config, group)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
     if parts is not None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from engine.config import EngineConfig
+from engine.layer_groups import LayerGroup
 from engine.machine import main_memory
 from engine.models.facts import ModelFacts
 from engine.models.step_memory import estimate_activation_bytes, logits_bytes
+from engine.reports import LoadReport
 from engine.runner.drafts import DraftParts
-from engine.runner.loading import CausalModel, RunnerParts
+from engine.runner.loading import CausalModel, RunnerParts, device_of
+from engine.runner.paged_attention import PagedAttention
 
 
 def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, max_samples: int) -> int:
@@ -18,7 +24,35 @@ def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, 
         own = measure_activation_bytes(parts.model, parts.facts, device, max_tokens, max_samples)
     else:
         own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples)
+        if parts.exchange is not None:
+            own += parts.exchange.activation_bytes(max_tokens)
     return own if parts.draft is None else own + _draft_bytes(parts.draft, size, max_tokens, max_samples)
+
+
+def load_report(
+    config: EngineConfig,
+    parts: RunnerParts,
+    attention: PagedAttention,
+    groups: Sequence[LayerGroup],
+    table_bytes: int,
+    graph_bytes: int,
+    memory_before: tuple[int, int],
+) -> LoadReport:
+    """`table_bytes`: of what a runner keeps beside weights and KV; `memory_before`: (total, free) bytes of the device
+    before the parts were loaded."""
+    device, budget, places = device_of(config), config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
+    return LoadReport(
+        weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
+        activation_bytes=activation_bytes(parts, device, budget, places),
+        workspace_bytes=table_bytes + attention.workspace_bytes(places),
+        graph_bytes=graph_bytes,
+        block_bytes=attention.block_bytes(config.cache.block_size),
+        windows=tuple(group.window for group in groups),
+        device_bytes_total=memory_before[0],
+        device_bytes_free=memory_before[1],
+        attention_backend=parts.backend.name,
+        exact_lengths=parts.backend.needs_host_lengths,
+    )
 
 
 def _draft_bytes(draft: DraftParts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:

@@ -27,17 +27,19 @@ from engine.config import EngineConfig
 from engine.cpu_kernels.folding import fold
 from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
+from engine.kv_transfer.memory import KVMemory
 from engine.layer_groups import full_group
+from engine.models.expert_exchange import EXCHANGE_OP
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
-from engine.reports import LoadReport, WarmUpReport
+from engine.reports import WarmUpReport
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
 from engine.runner.kernels import select_kernels
 from engine.runner.loading import CausalModel, RunnerParts, compilable, device_of, load_parts
-from engine.runner.memory import activation_bytes, device_memory
+from engine.runner.memory import device_memory, load_report
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
@@ -77,7 +79,7 @@ class ModelRunner:
         self._config = config
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
-        self._model, self._group = parts.model, parts.group
+        self._model, self._group, self._exchange = parts.model, parts.group, parts.exchange
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
@@ -85,8 +87,7 @@ class ModelRunner:
         self._observer: StepObserver = self.part_times
         self._observed: ObservedProgram | None = None
         self._is_watched = False
-        self._kernels = select_kernels(device)
-        self._streams = streams or streams_of(device)
+        self._kernels, self._streams = select_kernels(device), streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
         kv_dtype = getattr(torch, config.cache.dtype)
@@ -102,11 +103,9 @@ class ModelRunner:
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
         self._drafts = self._make_drafts(parts)
-        self._results = ResultCopier(self._streams)
-        self._dispatcher = make_dispatcher(config, parts.backend)
-        self._capturer = capturer
+        self._results, self._dispatcher = ResultCopier(self._streams), make_dispatcher(config, parts.backend)
+        self._capturer, self._counter = capturer, CompileCounter()
         self._graphs: StepGraphs | None = None
-        self._counter = CompileCounter()
         self._runs_modules = threading.RLock()
         """held by steps, and by traces in another thread that change what modules do meanwhile"""
         self._counts = False  # whether compilations since the counter's mark are ones that should not have been
@@ -114,7 +113,9 @@ class ModelRunner:
         self._compiles_behind = serves_meanwhile and config.compile.mode == "pieces"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
-        self.report = self._load_report(parts, memory_before)
+        kept = self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes
+        graph_bytes = graphs_estimate(self._dispatcher, self._facts, self._dtype_bytes)
+        self.report = load_report(config, parts, self._attention, self._groups, kept, graph_bytes, memory_before)
         parts.model.set_attention(self._attention.attend)
         self._step_done.record()
         with self._streams.inputs:
@@ -128,25 +129,6 @@ class ModelRunner:
         assert isinstance(self._sampler, Sampler)  # resolving refuses drafts of models in stages
         passes = DraftPasses(table, self._sampler, self._kernels, attention, config.cache.block_size, group)
         return StepDrafts(draft_proposer(parts.draft, passes, parts.facts.num_layers))
-
-    def _load_report(self, parts: RunnerParts, memory_before: tuple[int, int]) -> LoadReport:
-        config = self._config
-        budget, places = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
-        return LoadReport(
-            weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
-            activation_bytes=activation_bytes(parts, self._device, budget, places),
-            workspace_bytes=self._table.size_bytes
-            + self._batches.size_bytes
-            + self._sampler.max_workspace_bytes
-            + self._attention.workspace_bytes(config.scheduler.max_sampled),
-            graph_bytes=graphs_estimate(self._dispatcher, parts.facts, self._dtype_bytes),
-            block_bytes=self._attention.block_bytes(config.cache.block_size),
-            windows=tuple(group.window for group in self._groups),
-            device_bytes_total=memory_before[0],
-            device_bytes_free=memory_before[1],
-            attention_backend=parts.backend.name,
-            exact_lengths=parts.backend.needs_host_lengths,
-        )
 
     @classmethod
     def load(
@@ -169,6 +151,9 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
         self._attention.allocate(num_blocks, num_host_blocks, self._config.cache.block_size, self._device)
+
+    def kv_memory(self) -> KVMemory:
+        return self._attention.kv_memory(self._config)
 
     def warm_up(self) -> WarmUpReport:
         """Compile the model as configured, run a few small steps, so that nothing is built or tuned later, and capture
@@ -277,8 +262,9 @@ class ModelRunner:
             self._drafts.end(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
+            quiet = self._begin_round(plan, 0 if batch is None else batch.num_tokens)
             if batch is None:
-                step = SampledStep(plan.step_id, rows=(), sampled=None)
+                step = SampledStep(plan.step_id, rows=(), sampled=None, quiet=quiet)
             else:
                 hidden = self._forward(plan, batch)
                 step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
@@ -317,6 +303,10 @@ class ModelRunner:
         self._inputs_ready.wait()
         self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
+
+    def _begin_round(self, plan: StepPlan, tokens: int) -> int | None:
+        """Where experts are divided over replicas: with all of them."""
+        return None if self._exchange is None else self._exchange.begin(plan.round, tokens)
 
     def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
         """Inputs of a step that follow from its drafts, which follow from what is in the blocks."""
@@ -357,12 +347,15 @@ class ModelRunner:
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
         settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
         alone = nullcontext() if self._group is None else self._group.alone()
+        bound: dict[str, Callable[..., object]] = {ATTENTION_OP: self._attention.attend}
+        if self._exchange is not None:
+            bound[EXCHANGE_OP] = self._exchange.compute
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:
             return compile_model(
                 twin,
                 self._example,
-                frozenset({ATTENTION_OP}),
-                {ATTENTION_OP: self._attention.attend},
+                frozenset(bound),
+                bound,
                 settings,
                 stop,
                 self._fuse_steps(),

@@ -14,7 +14,10 @@ from dataclasses import replace
 import torch
 
 from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, NativeLayer
+from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.kv_transfer.layout import layout_of
+from engine.kv_transfer.memory import KVMemory, Pages
 from engine.layer_groups import LayerGroup
 from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
@@ -131,6 +134,18 @@ class PagedAttention:
     @property
     def allocated(self) -> bool:
         return bool(self._kv_caches)
+
+    def kv_memory(self, config: EngineConfig) -> KVMemory:
+        """The caches of a CPU, and of its host tier, as bytes. Raises EngineError on another device."""
+        if any(cache.device.type != "cpu" for cache in self._kv_caches):
+            raise EngineError("the KV cache is not in this process' memory")
+        device, host = (
+            Pages([cache.view(torch.uint8).numpy() for cache in caches])
+            for caches in (self._kv_caches, self._host_caches)
+        )
+        shapes = [self._block_shape(layer, config.cache.block_size) for layer in sorted(self._of_layer)]
+        windows = [group.window for group in self._groups]
+        return KVMemory(device, host, layout_of(config, self.backend.name, shapes, windows))
 
     def move_blocks(self, swap_out: Pairs, swap_in: Pairs, copies: Pairs) -> None:
         """To the host, from it, and within the device: (source, destination) in every layer, with the effect of one

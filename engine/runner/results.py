@@ -32,6 +32,8 @@ class SampledStep:
     """int64 [rows that sampled]: where that is not one, how many of its tokens count"""
     pooled: Sequence[tuple[int, torch.Tensor]] = ()
     """(row, float32 [vectors, size])"""
+    quiet: int | None = None
+    """as `StepResult.quiet`"""
 
 
 class PendingResult:
@@ -78,6 +80,7 @@ class ResultCopier:
                 positions_each=step.positions_each,
                 counts=None if step.counts is None else _pinned(step.counts),
                 pooled=[(row, _pinned(vectors)) for row, vectors in step.pooled],
+                quiet=step.quiet,
             )
             event.record()
 
@@ -114,6 +117,7 @@ def _to_result(step: SampledStep) -> StepResult:
             pooled=pooled,
             faults=list(step.failures),
             reasons=dict(step.failures),
+            quiet=step.quiet,
         )
     faults, tokens = step.sampled.faults.tolist(), step.sampled.token_ids.tolist()
     rows, counts, drafted = step.rows, [], []
@@ -134,6 +138,7 @@ def _to_result(step: SampledStep) -> StepResult:
         pooled=pooled,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
         reasons=dict(step.failures),
+        quiet=step.quiet,
     )
 
 

@@ -9,8 +9,10 @@ from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammars.interface import Matcher
+from engine.kv_transfer.interface import FetchDone
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.fetches import Fetches
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
@@ -18,8 +20,9 @@ from engine.step import RowParams
 
 
 class Arrivals:
-    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained) -> None:
+    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained, fetches: Fetches) -> None:
         self._config = config
+        self._fetches = fetches
         self._held = held
         self._constrained = constrained
         self._number = 0
@@ -27,8 +30,8 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for their grammar, too."""
-        return len(self._held.waiting) + self._held.following + len(self._constrained)
+        """Those that wait for their grammar, or for pages, too."""
+        return len(self._held.waiting) + self._held.following + len(self._constrained) + len(self._fetches)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
@@ -63,8 +66,23 @@ class Arrivals:
         for seq in samples:
             seq.siblings, seq.max_blocks = samples, need
         leader.pin = request.pin
+        leader.hands_over = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         held.live.update(zip(request.request_ids, samples, strict=True))
-        self._queue(request, samples, start)
+        if not self._fetches.begin(request, samples):
+            self._queue(request, samples, start)
+
+    def landed(self, done: FetchDone) -> tuple[Sequence, str] | None:
+        """Pages have come, or will not: who waited for them goes on. Returns who fails, and why: its grammar did."""
+        goes_on = self._fetches.ended(done)
+        if goes_on is None:
+            return None
+        request, samples = goes_on
+        try:
+            start = None if request.grammar is None else self._constrained.start(request.grammar)
+            self._queue(request, samples, start)
+        except InvalidRequestError as error:
+            return samples[0], str(error)
+        return None
 
     def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
         if request.grammar is not None and start is None:

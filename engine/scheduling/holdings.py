@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.leases import Leases
 from engine.kv_cache.pins import Pins
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.failures import Failures
@@ -17,8 +18,9 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts) -> None:
+    def __init__(self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts, leases: Leases) -> None:
         self.kv = kv
+        self.leases = leases
         self.costs = costs
         self.pins = Pins(kv)
         self.failures = Failures()
@@ -69,6 +71,8 @@ class Holdings:
                 self.failures.note(seq, error)
         for seq in victims:
             self.rows.leave(seq)
+            if seq.hands_over:  # or what is kept of it could be what it has to wait for
+                self.leases.drop(seq.request_id)
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 with self.failures.isolate(seq):
@@ -97,6 +101,13 @@ class Holdings:
             self.rows.enter(member, member.blocks.num_tokens)
             if member is leader and leader.group is not None:
                 self.rows.reserve(leader.group)
+
+    def let_go_of_landed(self, seq: Sequence) -> None:
+        """What came for it stays cached as anything else."""
+        if seq.landed and self.kv.host is not None:
+            for block in seq.landed:
+                self.kv.host.pool.release(block)
+            seq.landed = []
 
     def make_findable(self, seq: Sequence) -> None:
         """The full blocks of what it has computed."""
@@ -165,6 +176,9 @@ class Holdings:
 
     def _stop(self, seq: Sequence, findable: bool) -> None:
         before, seq.status = seq.status, Status.FINISHED
+        self.let_go_of_landed(seq)
+        if seq.hands_over:
+            self.leases.drop(seq.request_id)
         if before is Status.RUNNING:
             self.rows.leave(seq)
             if findable:

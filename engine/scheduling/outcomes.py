@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from engine.core.wire import Delta, SequenceDelta, TokenDeltas
+from engine.kv_transfer.params import KVTransferParams
 from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.holdings import Holdings
@@ -179,6 +180,7 @@ class Outcomes:
         started_at = seq.started_at if len(seq.tokens) == seq.prompt_len else None
         delivered: list[int] = []
         stopped, finish_reason = False, None
+        handed_over: KVTransferParams | None = None
         for token in tokens:
             stopped = seq.ends_with(token)
             if seq.matcher is not None and not stopped and not matched:
@@ -193,6 +195,8 @@ class Outcomes:
             delivered.append(token)
             finish_reason = self._end_of(seq, stopped)
             if finish_reason is not None:
+                if seq.hands_over:
+                    handed_over = self._held.leases.offer(seq.request_id, seq.tokens)
                 self._held.end(seq)
                 break
         self.generated_tokens += len(delivered)
@@ -206,6 +210,7 @@ class Outcomes:
             cached_tokens=cached_tokens,
             started_at=started_at,
             accepted_tokens=min(len(delivered), len(tokens) - 1),
+            kv_transfer=handed_over,
         )
 
     def _end_of(self, seq: Sequence, stopped: bool) -> FinishReason | None:

@@ -27,6 +27,8 @@ class Placement:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq.pin, seq.blocks, seq.prompt_len, computed + query_len)
+        if seq.hands_over:
+            self._held.leases.keep(seq.request_id, seq.blocks, seq.prompt_len, computed + query_len)
         if followers:
             self._fork_followers(draft, seq, computed + query_len, samples)
         rows.watch(seq)

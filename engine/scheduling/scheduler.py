@@ -19,10 +19,14 @@ from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
 from engine.errors import EngineError
 from engine.grammars.interface import Grammars
 from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.leases import Leases
 from engine.kv_cache.prefix import PrefixHit
 from engine.kv_cache.swapping import blocks_to_go_on
+from engine.kv_transfer.interface import Connector, LeaseEnded, News
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.fetches import Fetches
+from engine.scheduling.figures import core_stats
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.micro_batches import most_prompt_tokens
 from engine.scheduling.outcomes import Outcomes
@@ -49,21 +53,24 @@ class Scheduler:
         swap_block_s: float = 0.0,
         grammars: Grammars | None = None,
         exact: bool = False,
+        connector: Connector | None = None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
-        sequence before it is known how many of its drafts were right."""
+        sequence before it is known how many of its drafts were right. `connector`: to other engines, if any."""
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
         rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens)
-        self._held = Holdings(kv, rows, PreemptionCosts(config.preemption, swap_block_s, self._costs))
+        self._leases = Leases(kv, connector)
+        self._held = Holdings(kv, rows, PreemptionCosts(config.preemption, swap_block_s, self._costs), self._leases)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
         self._steps = StepsInFlight()
         self._constrained = Constrained(self._held, self._steps, grammars)
-        self._arrivals = Arrivals(config, self._held, self._constrained)
+        self._fetches = Fetches(self._held, self._steps, connector)
+        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches)
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
         self._num_steps = 0
@@ -100,6 +107,14 @@ class Scheduler:
         """Those that wait for it may start, or end with what is wrong with it."""
         failed = self._constrained.compiled(grammar)
         return [delta for seq, reason in failed for delta in self._end_with_error(seq, reason, "invalid")]
+
+    def transferred(self, news: News) -> list[SequenceDelta]:
+        """Pages have come, or will not; a lease is over."""
+        if isinstance(news, LeaseEnded):
+            self._leases.end(news.generation, news.expired)
+            return []
+        failed = self._arrivals.landed(news)
+        return [] if failed is None else self._end_with_error(*failed, "invalid")
 
     def has_begun(self, request_id: str) -> bool:
         """A step has taken it up; true for one that is over, too."""
@@ -226,12 +241,13 @@ class Scheduler:
         return self._kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
-        """Preempt those that came last until the sequence can be appended to; None: it was itself the last."""
+        """End leases, then preempt those that came last, until there is room; None: it was itself the last."""
         while True:
-            victims = self._held.preempt_latest(draft.tentative)
-            draft.give_back(victims)
-            if seq in victims:
-                return None
+            if not self._leases.give_way():
+                victims = self._held.preempt_latest(draft.tentative)
+                draft.give_back(victims)
+                if seq in victims:
+                    return None
             growth = self._append(seq, query_len)
             if growth is not None:
                 return growth
@@ -242,7 +258,7 @@ class Scheduler:
             went_on = False
             with self._held.failures.isolate(seq):  # nobody behind it starts in this step: it may hold anything
                 went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
-            if not went_on:
+            if not went_on and (self._running or not self._leases.give_way()):
                 return
 
     def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
@@ -314,6 +330,7 @@ class Scheduler:
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
+        self._held.let_go_of_landed(seq)
         self._waiting.pop()
         if seq.cached_tokens is None:
             seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
@@ -342,6 +359,7 @@ class Scheduler:
         """What the oldest step in flight brought: tokens, ends, faults. Results arrive in the order of plans.
         `seconds`: what it took, if that is known."""
         step = self._steps.pop(result)
+        self._fetches.go_on()
         if seconds:
             self._costs.observe(step.rows, sum(result.drafted), seconds)
         return [*self._outcomes.of(step, result), *self.end_failed()]
@@ -349,11 +367,17 @@ class Scheduler:
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
+    def is_busy(self) -> bool:
+        """A sequence is unfinished, or a step is unanswered."""
+        return bool(self._live or self._steps)
+
+    @property
     def has_work(self) -> bool:
-        """A sequence is unfinished that waits for no grammar, or a step is unanswered."""
-        if not len(self._constrained):
+        """A sequence is unfinished that waits for no grammar or pages, or a step is unanswered."""
+        if not len(self._constrained) and not len(self._fetches):
             return bool(self._live or self._steps)
-        return bool(self._steps) or any(seq.status is not Status.PREPARING for seq in self._live.values())
+        elsewhere = (Status.PREPARING, Status.FETCHING)
+        return bool(self._steps) or any(seq.status not in elsewhere for seq in self._live.values())
 
     def unpin(self, name: str) -> None:
         """A pinned prefix becomes an ordinary cached one; unknown names are ignored."""
@@ -365,28 +389,12 @@ class Scheduler:
 
     def stats(self) -> CoreStats:
         """All but ``compiles_after_ready``, which the executor knows."""
-        kv, host = self._kv.stats(), self._kv.host
-        return CoreStats(
-            running=len(self._running),
-            waiting=self._arrivals.num_waiting,
-            kv_blocks_total=kv.total,
-            kv_blocks_used=kv.used,
-            kv_blocks_pinned=self._held.pins.num_blocks,
-            kv_blocks_cached=kv.cached_free,
-            steps=self._num_steps,
-            preemptions=self._held.preemptions,
-            preemptions_swapped=self._held.swapped,
-            host_blocks_total=host.pool.num_blocks if host else 0,
-            host_blocks_used=host.pool.num_used if host else 0,
-            host_blocks_cached=host.pool.num_cached if host else 0,
-            blocks_swapped_out=host.swapped_out if host else 0,
-            blocks_swapped_in=host.swapped_in if host else 0,
-            prefix_query_tokens=kv.query_tokens,
-            prefix_hit_tokens=kv.hit_tokens,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._outcomes.generated_tokens,
-            drafts=self._speculation.drafts,
-            drafted_tokens=self._speculation.drafted,
-            accepted_tokens=self._speculation.accepted,
-            accepted_at=self._speculation.accepted_at,
+        return core_stats(
+            self._held,
+            self._arrivals,
+            self._fetches,
+            self._speculation,
+            self._outcomes,
+            self._num_steps,
+            self._prompt_tokens,
         )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Status(enum.Enum):
     PREPARING = enum.auto()
     """its grammar compiles; it holds nothing"""
+    FETCHING = enum.auto()
+    """what another engine has computed of its prompt is on its way; it holds nothing"""
     FOLLOWING = enum.auto()
     """holds nothing; another sample of its request computes what they have in common, and it is forked from that one
     then"""
@@ -60,6 +62,10 @@ class Sequence:
     """what its request may hold at once, by itself"""
     pin: str | None = None
     """what its prompt is to be kept as"""
+    hands_over: bool = False
+    """its prompt is computed for another engine, which reads its blocks when it has ended"""
+    landed: list[int] = field(default_factory=list)
+    """blocks of the host tier that are held for it until it starts"""
     matcher: Matcher | None = None
     """how far what has arrived has come in the request's grammar"""
     drafts: list[int] = field(default_factory=list)

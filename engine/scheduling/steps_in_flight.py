@@ -42,12 +42,19 @@ class StepsInFlight:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, PlannedStep]] = deque()
         self.last_masked = -1
+        self.next_id = 0
+        """of the step that is planned next"""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def push(self, step_id: int, step: PlannedStep) -> None:
         self._steps.append((step_id, step))
+        self.next_id = step_id + 1
+
+    def are_complete(self, before: int) -> bool:
+        """All steps that come before the one with this id."""
+        return not self._steps or self._steps[0][0] >= before
 
     def oldest_masked(self) -> tuple[int, PlannedStep] | None:
         """The oldest step, if it has masked rows that have not been told."""

@@ -9,7 +9,6 @@ from engine.errors import InvalidRequestError
 
 RENAMED = {"guided_decoding": "structured_outputs"}
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "extra_args": (None, {}),
     "flat_logprobs": (False,),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),
@@ -27,7 +26,6 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """with the values that ask for nothing; (): all do"""
 INSTEAD = {
-    "extra_args": "no plugin would read them",
     "flat_logprobs": "logprobs are lists of dictionaries",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
     "logprob_token_ids": "use logprobs, and look for them among the alternatives",

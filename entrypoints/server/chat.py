@@ -107,6 +107,8 @@ class ChatHandler:
         )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
+        if self.body.kv_transfer_params:
+            reply.kv_transfer_params = output.kv_transfer_params
         return reply
 
     def envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:

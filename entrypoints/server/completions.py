@@ -9,6 +9,7 @@ from contextlib import aclosing
 from fastapi import Request
 from fastapi.responses import Response
 
+from engine.errors import InvalidRequestError
 from engine.frontend.failures import fails_alone
 from engine.frontend.fill_in import FillIn, Gap
 from engine.request import CompletionOutput, RequestOutput
@@ -45,6 +46,8 @@ class CompletionHandler:
         if self.fill_in is not None:
             self.params = self.fill_in.params(self.params)
         context.engine.config.limits.check("prompts", len(self.prompts), "prompt")
+        if self.params.kv_transfer is not None and len(self.prompts) > 1:
+            raise InvalidRequestError("kv_transfer_params are of one prompt: send each by itself", "kv_transfer_params")
         self.suffix_ids: list[int] = []
         """of what stands behind every gap"""
         self.prompt_texts: dict[int, str] = {}
@@ -163,6 +166,8 @@ class CompletionHandler:
             choices += made
         completion = self.envelope(choices)
         completion.usage = self.usage.usage()
+        if self.body.kv_transfer_params:
+            completion.kv_transfer_params = outputs[0].kv_transfer_params
         return completion
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:

@@ -34,7 +34,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "chat_template": (),
     "documents": (),
-    "kv_transfer_params": (),
     "logits_processors": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
@@ -100,6 +99,7 @@ class SamplingFields(StructuredFields, Body):
     """the last so many are kept; -1: as many as leave room for one to come"""
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1)
+    kv_transfer_params: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_streaming(self) -> Self:
@@ -150,6 +150,7 @@ class SamplingFields(StructuredFields, Body):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             skip_special_tokens=self.skip_special_tokens,
             structured_outputs=structure,
+            extra_args={"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None,
         )
 
 

@@ -49,6 +49,8 @@ class Completion(msgspec.Struct):
     object: str = "text_completion"
     system_fingerprint: str | None = None
     usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    """where another engine finds the prompt's pages, for requests with these parameters"""
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
@@ -102,6 +104,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str | None = None
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):

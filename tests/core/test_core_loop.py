@@ -51,7 +51,7 @@ class Held(FakeExecutor):
 class StuckScheduler:
     """Claims to have work and plans nothing."""
 
-    has_work = True
+    has_work = is_busy = True
 
     def add(self, request: AddRequest) -> None: ...
 

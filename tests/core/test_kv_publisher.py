@@ -204,6 +204,22 @@ def test_a_start_that_fails_lets_go_of_the_endpoints() -> None:
     assert held.value is not None
 
 
+def test_a_file_that_somebody_listens_to_is_refused_and_our_own_goes_with_us(tmp_path: Path) -> None:
+    file = tmp_path / "events"
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{file}")
+    config = msgspec.structs.replace(tiny_config(), kv_events=events)
+    client = InProcessClient(config, executor=FakeExecutor)
+    client.start()
+    assert file.exists()
+    second = InProcessClient(config, executor=FakeExecutor)
+    with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
+        second.start()
+    second.close()
+    assert file.exists()
+    client.close()
+    assert not file.exists()
+
+
 def test_each_replica_has_ports_of_its_own() -> None:
     assert endpoint_of_rank("tcp://*:5557", 0) == "tcp://*:5557"
     assert endpoint_of_rank("tcp://*:5557", 3) == "tcp://*:5560"

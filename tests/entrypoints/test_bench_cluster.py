@@ -11,7 +11,7 @@ import pytest
 from scripted_server import save_model
 
 from engine.config import EngineConfig, make_args
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.models.description import describe
 from engine.replicas.router import Router
 from engine.reports import LoadReport
@@ -145,7 +145,7 @@ def test_a_cell_stands_for_all(config: EngineConfig) -> None:
 
     whole, cell = run(12, 1.0), run(4, 1 / 3)
     assert cell.replicas == whole.replicas == 12
-    for name in ("tokens_per_s", "requests", "ttft_p50", "tpot_p50"):
+    for name in ("tokens_per_s", "requests", "ttft_p50"):
         assert getattr(cell, name) == pytest.approx(getattr(whole, name), rel=0.1)
 
 
@@ -195,6 +195,15 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="not even 2 replicas hold"):
         fewest(run, lambda seen: False, 2)
 
+    def refuses(size: int) -> Outcome:
+        if size < 3:
+            raise EngineError("4096 sequences wait already")
+        return run(size)
+
+    assert [seen.replicas for seen in fewest(refuses, lambda seen: True, 64)] == [3]
+    with pytest.raises(ConfigError, match="not even 2 replicas hold: 4096 sequences wait"):
+        fewest(refuses, lambda seen: True, 2)
+
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
@@ -232,7 +241,12 @@ def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, 
     assert main([*command, "--replicas", "1000", "--cell", "2", "--rate", "1000"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [each["replicas"] for each in results] == [1000.0]
-    for wrong in (["--replicas", "65"], ["--cell", "2", "--lose-at", "1"], ["--layouts", "1x2", "--ttft", "1"]):
+    for wrong in (
+        ["--replicas", "65"],
+        ["--cell", "2", "--lose-at", "1"],
+        ["--layouts", "1x2", "--ttft", "1"],
+        ["--replicas", "1", "--lose-at", "1"],
+    ):
         with pytest.raises(SystemExit):
             main([*command, *wrong, *(["--tpot", "1"] if "--ttft" in wrong else [])])
     assert main([*command, "--ttft", "10", "--tpot", "10"]) == 0

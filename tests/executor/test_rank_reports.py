@@ -40,6 +40,15 @@ def test_each_gpu_has_to_hold_what_its_rank_needs() -> None:
     assert (both.device_bytes_total, both.device_bytes_free) == (800, 900)
 
 
+def test_each_host_has_to_hold_what_its_ranks_need() -> None:
+    third = msgspec.structs.replace(SECOND, weight_bytes=150, device_bytes_total=700, device_bytes_free=300)
+    of_all = group_load_report("cpu", [FIRST, third, SECOND], (5000, 4000), ["a", "b", "a"])
+    assert (of_all.weight_bytes, of_all.activation_bytes, of_all.block_bytes) == (190, 45, 24)
+    assert (of_all.device_bytes_total, of_all.device_bytes_free) == (700, 300)
+    shared = group_load_report("cpu", [FIRST, third, SECOND], (5000, 4000), ["a", "a", "a"])
+    assert shared == group_load_report("cpu", [FIRST, third, SECOND], (5000, 4000))
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("windows", (None,)), ("attention_backend", "reference"), ("exact_lengths", True)]
 )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from test_resolve import H100, PER_TOKEN, _resolve, machine
 
+from engine.core.rounds import in_rounds
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.executor.inline import computes_inline
 from engine.machine import CudaDevice
@@ -69,7 +70,7 @@ def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
 
 
 def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescription) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 1: raise it, or drop this"):
+    with pytest.raises(ConfigError, match="data_parallel_size are 1: raise one of them, or drop this"):
         _resolve(model, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
         _resolve(model, enable_expert_parallel=True, tensor_parallel_size=2)
@@ -81,6 +82,31 @@ def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescrip
     assert _resolve(mixture, tensor_parallel_size=1).parallel.experts is None
     with pytest.raises(ConfigError, match="24 units is divided in multiples of 16"):
         _resolve(mixture, tensor_parallel_size=2)
+    over_replicas = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    assert in_rounds(_resolve(mixture, **over_replicas))
+    assert not in_rounds(_resolve(mixture, data_parallel_size=2))
+    for settings, gpus, says in (
+        ({"data_parallel_size": 6}, (), "5 experts are too few for 6 ranks"),
+        ({"tensor_parallel_size": 2}, (), "one rank each, and tensor_parallel_size is 2"),
+        ({"pipeline_parallel_size": 2}, (), "one rank each, and pipeline_parallel_size is 2"),
+        ({"device": "cuda"}, (H100, H100), "on CPUs only"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(mixture, *gpus, **{**over_replicas, **settings})
+    with pytest.raises(UnsupportedModelError, match="experts of the library's modules are not divided"):
+        _resolve(msgspec.structs.replace(mixture, spec=None), **over_replicas)
+
+
+def test_a_replica_needs_room_for_its_own_experts_only(model: ModelDescription) -> None:
+    assert model.spec is not None
+    memory = machine().memory_bytes
+    experts = ExpertsSpec(count=8, inner_size=memory // (3 * 64 * 8 * 2 * 3), router=RouterSpec(top_k=2))
+    layer = msgspec.structs.replace(model.spec.layers[0], mlp=None, experts=experts)
+    spec = msgspec.structs.replace(model.spec, layers=(layer,))
+    large = msgspec.structs.replace(model, spec=spec, facts=spec.facts)
+    with pytest.raises(ConfigError, match="the weights alone take at least"):
+        _resolve(large, data_parallel_size=4)
+    assert in_rounds(_resolve(large, data_parallel_size=4, enable_expert_parallel=True))
 
 
 def test_stages_are_refused_before_anything_is_loaded_where_there_is_something_that_they_cannot_do(

@@ -16,9 +16,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.errors import ConfigError
 from engine.models.description import describe
+from engine.models.expert_exchange import ExpertExchange, join_experts
 from engine.models.placement import ExpertPlacement
 from engine.models.sharding import Shard, check_divided, experts_of, sharded
 from engine.models.spec import DecoderSpec
+from engine.step import RoundStart
 from engine.weights.safetensors_source import SafetensorsSource
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -68,6 +70,35 @@ def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp
         for of_other, tokens_of_other in others:
             assert torch.equal(of_other, logits)
             assert tokens_of_other == tokens
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_replicas_compute_their_own_tokens_with_everybodys_experts(case: str, tmp_path: Path) -> None:
+    """Of three, each has another prompt, and the last one has none."""
+    path, prompts = save(make_model(case), tmp_path), (PROMPT, PROMPT[7:20], [])
+    spec, whole = spec_of(path), filled(path)
+    given = [0 if layer.experts is None else layer.experts.router.top_k for layer in spec.layers]
+    for placement in (ExpertPlacement(), scattered(spec, 3)):
+
+        def work(
+            group: ThreadGroup, placement: ExpertPlacement = placement
+        ) -> tuple[int | None, torch.Tensor | None, list[list[int]]]:
+            model = filled(path, Shard(group.rank, group.size, placement, only_experts=True))
+            exchange = ExpertExchange(group, torch.float32, spec.num_layers)
+            join_experts(model, exchange)
+            mine = prompts[group.rank]
+            quiet = exchange.begin(RoundStart(False, 1), len(mine))
+            logits = logits_of(model, mine) if mine else None
+            assert exchange.begin(RoundStart(False, group.rank // 2), 0) is None, "one has seen another wake"
+            assert exchange.begin(RoundStart(group.rank == 1, 4), 0) is None, "one is busy"
+            assert exchange.begin(RoundStart(False, 4), 0) == 4
+            return quiet, logits, exchange.loads()
+
+        for prompt, (quiet, logits, loads) in zip(prompts, in_ranks(3, work), strict=True):
+            assert quiet is None and (logits is None) == (not prompt)
+            assert [sum(layer) for layer in loads] == [len(prompt) * top_k for top_k in given]
+            if logits is not None:
+                torch.testing.assert_close(logits, logits_of(whole, prompt), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -49,6 +49,12 @@ class ThreadGroup:
         assert x.shape[1] == columns[self.rank]
         return torch.cat(self._met(x), dim=1)
 
+    def reduce_rows(
+        self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
+    ) -> torch.Tensor:
+        own = self.all_reduce(x, None, dtype, group).split(list(rows))[self.rank]
+        return own if residual is None else (residual.float() + own.float()).to(dtype)
+
     def alone(self) -> AbstractContextManager[None]:
         raise NotImplementedError("nothing is compiled in these threads")
 

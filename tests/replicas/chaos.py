@@ -29,7 +29,7 @@ MODES = ("kill core", "kill rank", "stop core", "stop rank")
 
 
 def started(cache_dir: Path) -> ReplicatedClient:
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    def make(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
         return ProcessClient(config, executor="fake_ranks:sampling_ranks", cpus=cpus)
 
     config = tiny_config(async_scheduling=False)

@@ -20,6 +20,7 @@ from engine.core.wire import (
     StepOutputs,
     UnpinPrefix,
     Vocabulary,
+    Wake,
     each_delta,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
@@ -276,3 +277,25 @@ def test_what_was_taken_over_counts_as_begun_while_it_repeats() -> None:
     deliveries.move("a", 1)
     news = deliveries.take_in(1, [SequenceDelta(request_id="a", token_ids=[1])])
     assert (news.began, news.deltas) == (["a"], [])
+
+
+def test_replicas_in_rounds_are_woken_behind_every_request_and_end_with_the_first_that_is_lost() -> None:
+    fleet: Fleet[LittleCore] = Fleet(Router(16), in_rounds=True)
+    for number in range(3):
+        fleet.add(Replica(number, number, LittleCore(Random(number)), READY))
+    cores = [replica.client for replica in fleet.replicas]
+    fleet.send(added("a", [1] * 20, 5))
+    fleet.send(added("p", [2] * 40, 1, pin="kept"))
+    with pytest.raises(QueueFullError):
+        for core in cores:
+            core._capacity = 0
+        fleet.send(added("refused", [3], 5))
+    for core in cores:
+        assert [message.number for message in core.messages if isinstance(message, Wake)] == [1, 2]
+        names = [message.request_id for message in core.messages if isinstance(message, AddRequest)]
+        assert "p" in names and isinstance(core.messages[-1], Wake)
+        if "a" in names:
+            at = [getattr(message, "request_id", "") for message in core.messages].index("a")
+            assert core.messages[at + 1] == Wake(number=1)
+    with pytest.raises(CoreDiedError, match="it died"):
+        fleet.lost(fleet.replicas[1], CoreDiedError("it died"))

@@ -20,6 +20,7 @@ from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
 from engine.parallel_config import ParallelConfig
+from engine.replicas import client as room
 from engine.replicas.client import ReplicatedClient
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,7 +31,7 @@ def replicas(executor: str = "Counting", size: int = 2) -> Iterator[ReplicatedCl
     """Started; afterwards nothing of it is left: processes, threads, sockets' directories."""
     threads, made = set(threading.enumerate()), list[ProcessClient]()
 
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    def make(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
         made.append(ProcessClient(config, executor=f"replica_fakes:{executor}", cpus=cpus))
         return made[-1]
 
@@ -197,7 +198,7 @@ def test_an_aborted_request_says_nothing_more() -> None:
 def test_a_start_that_fails_waits_for_nobody_and_leaves_nothing(other: str) -> None:
     made: list[ProcessClient] = []
 
-    def make(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
+    def make(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
         kind = "core_fakes:NotFitting" if made else f"replica_fakes:{other}"
         made.append(ProcessClient(config, executor=kind, cpus=cpus))
         return made[-1]
@@ -228,6 +229,22 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
         assert client.stalled() is not None
         for pid in pids(client).values():
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "STOPPED_S", 1.0)
+    with replicas("SlowlyCounting") as client:
+        seen = Seen()
+        for index in range(4):
+            client.send(request(f"r{index}", max_tokens=12, prompt_len=20 + index))
+        os.kill(pids(client)[0], signal.SIGSTOP)
+        seen.until_ended(client, {f"r{index}" for index in range(4)})
+        assert client.replicas == [1]
+        os.kill(pids(client)[1], signal.SIGSTOP)  # the last one is the engine's own: it is not given up
+        client.send(request("last", max_tokens=2))
+        time.sleep(2.5)
+        os.kill(pids(client)[1], signal.SIGCONT)
+        seen.until_ended(client, {"last"})
 
 
 def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -261,8 +278,8 @@ def test_closing_ends_the_start_of_another_one() -> None:
     with replicas() as client:
         make, placed, go = client._make_client, threading.Event(), threading.Event()
 
-        def held(config: EngineConfig, cpus: Sequence[int] | None) -> ProcessClient:
-            made = make(config, cpus)
+        def held(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | None) -> ProcessClient:
+            made = make(config, cpus, group_fd)
             start = made.start
 
             def start_late() -> CoreReady:

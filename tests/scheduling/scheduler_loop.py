@@ -11,6 +11,8 @@ from toy_grammars import ToyGrammars
 from engine.config import Policy, Preemption, SchedulerConfig, SpeculationConfig
 from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDelta, each_delta
 from engine.kv_cache.kv_cache import KVCache
+from engine.kv_transfer.interface import Connector
+from engine.kv_transfer.params import KVTransferParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.step import Pooling, RowParams, StepPlan, TokenLogprobs
@@ -43,6 +45,7 @@ class Loop:
         pads: bool = False,
         exact: bool = False,
         stages: tuple[int, int] = (1, 8),
+        connector: Connector | None = None,
     ) -> None:
         """`drafts`: of each sequence in a step, at most; 0: nobody proposes any. `pads`: the device computes as many as
         planned. `exact`: nothing is planned behind them. `stages`: how many; tokens of a context that cost a row."""
@@ -66,15 +69,14 @@ class Loop:
             num_blocks, block_size, caching, windows, max(budget, (depth + 1) * (1 + drafts)), num_host_blocks
         )
         self.grammars = ToyGrammars()
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector)
         self.executor = ReplayingExecutor(
             num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
         self.max_model_len = max_model_len
-        self.plans: list[StepPlan] = []
-        self.num_plain: list[int] = []
+        self.plans, self.num_plain = list[StepPlan](), list[int]()
         """rows of each plan that were planned at once"""
-        self.pending: deque[StepPlan] = deque()
+        self.pending = deque[StepPlan]()
         self.sequences: dict[str, Sequence] = {}
         self.requests: dict[str, AddRequest] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -102,6 +104,7 @@ class Loop:
         beams: BeamParams | None = None,
         grammar: str | None = None,
         pooling: Pooling | None = None,
+        kv_transfer: KVTransferParams | None = None,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(
@@ -123,6 +126,7 @@ class Loop:
             ],
             beams=beams,
             grammar=grammar,
+            kv_transfer=kv_transfer,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request

@@ -97,6 +97,10 @@ def check(options: argparse.Namespace) -> None:
     """Raises ValueError."""
     if (options.ttft is None) != (options.tpot is None):
         raise ValueError("--ttft and --tpot go together")
+    if options.lose_at is not None and options.lose_at < 0:
+        raise ValueError(f"--lose-at must not be negative, got {options.lose_at:g}")
+    if options.lose_at is not None and options.ttft is None and set(wanted_replicas(options)) == {1}:
+        raise ValueError("--lose-at takes one of several replicas away, and there is one")
     if options.real and options.ttft is not None:
         raise ValueError("--real runs what --replicas names: leave --ttft and --tpot out")
     if options.layouts is not None and options.ttft is not None:
@@ -106,10 +110,13 @@ def check(options: argparse.Namespace) -> None:
     if (options.cell or 0) > MOST_REPLICAS:
         raise ValueError(f"--cell is at most {MOST_REPLICAS}, got {options.cell}")
     most = MOST_REPLICAS if options.cell is None else MOST_IN_CELLS
-    wanted = options.replicas if options.layouts is None else [replicas for replicas, _ in options.layouts]
-    if max(wanted) > most:
+    if max(wanted := wanted_replicas(options)) > most:
         hint = "" if options.cell else "; more with --cell"
         raise ValueError(f"there are at most {most} replicas, got {max(wanted)}{hint}")
+
+
+def wanted_replicas(options: argparse.Namespace) -> list[int]:
+    return options.replicas if options.layouts is None else [replicas for replicas, _ in options.layouts]
 
 
 def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:

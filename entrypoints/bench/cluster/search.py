@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from entrypoints.bench.cluster.outcome import Outcome
 
 
@@ -14,15 +14,22 @@ def fewest(run: Callable[[int], Outcome], holds: Callable[[Outcome], bool], most
     More replicas are taken to be better: doubled until they hold, then halved in between.
     """
     seen: dict[int, Outcome] = {}
+    failed: dict[int, EngineError] = {}
 
     def does(size: int) -> bool:
-        seen[size] = run(size)
+        try:
+            seen[size] = run(size)
+        except ConfigError:
+            raise
+        except EngineError as error:  # too many waited, say
+            failed[size] = error
+            return False
         return holds(seen[size])
 
     low, high = 0, 1
     while not does(high):
         if high == most:
-            raise ConfigError(f"not even {most} replicas hold: {seen[most]}")
+            raise ConfigError(f"not even {most} replicas hold: {seen.get(most) or failed[most]}")
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,0 +1,219 @@
+"""The source's side: who has a lease's name gets its pages. Threads beside the core, which reads the cache itself:
+blocks that a lease holds are full, and nobody writes to them.
+
+A lease's name is 128 random bits, so that nobody reads keys and values who was not told of them; and a name is never
+used twice, so that what is read late is never what took its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, local_name
+from engine.kv_transfer.interface import Inform, LeaseEnded
+from engine.kv_transfer.memory import KVMemory
+from engine.kv_transfer.staging import Scratch, mapped
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""being served at a time; more wait to be accepted"""
+
+
+class _Offer(msgspec.Struct):
+    generation: int
+    pages: dict[bytes, int]
+    deadline: float
+    """on `time.monotonic`'s clock"""
+
+
+class Exports:
+    """`offer` and `withdraw` are the core's; news go to `inform`, from any thread."""
+
+    def __init__(self, host: str, port: int, lease_s: float, timeout_s: float, inform: Inform) -> None:
+        """`port` 0: any. `lease_s`: how long pages wait for their reader; `timeout_s`: how long one may take. Raises
+        `ConfigError` where it cannot listen."""
+        self.engine_id = secrets.token_hex(8)
+        self._lease_s, self._timeout_s, self._inform = lease_s, timeout_s, inform
+        self._memory: KVMemory | None = None
+        self._lock = threading.Lock()
+        """held while pages are read, so that nothing is withdrawn meanwhile; never while something is sent"""
+        self._offers: dict[str, _Offer] = {}
+        """by name, in the order of their deadlines"""
+        self._names: dict[int, str] = {}
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._scratch = Scratch(2)
+        self._closing = False
+        self._tcp, self._local = _listen(host, port)
+        self.port = int(self._tcp.getsockname()[1])
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kv-exports", daemon=True)
+        self._thread.start()
+
+    def attach(self, memory: KVMemory) -> None:
+        """From now on there is something to be read."""
+        self._memory = memory
+
+    def offer(self, generation: int, pages: dict[bytes, int]) -> str:
+        """Its name."""
+        name = f"{generation}.{secrets.token_hex(16)}"
+        with self._lock:
+            self._offers[name] = _Offer(generation, pages, time.monotonic() + self._lease_s)
+            self._names[generation] = name
+        if len(self._offers) == 1:
+            os.eventfd_write(self._wake, 1)
+        return name
+
+    def withdraw(self, generation: int) -> None:
+        with self._lock:
+            self._offers.pop(self._names.pop(generation, ""), None)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._tcp.close()
+        self._local.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for each in (self._tcp.fileno(), self._local.fileno(), self._wake):
+            poll.register(each, select.POLLIN)
+        while not self._closing:
+            for descriptor, _ in poll.poll(self._until_next_end_ms()):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._accept(self._tcp if descriptor == self._tcp.fileno() else self._local)
+            self._end_overdue()
+
+    def _until_next_end_ms(self) -> int | None:
+        with self._lock:
+            first = next(iter(self._offers.values()), None)
+        return None if first is None else max(int(1000 * (first.deadline - time.monotonic())) + 1, 1)
+
+    def _end_overdue(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            overdue = [name for name, offer in self._offers.items() if offer.deadline <= now]
+        for name in overdue:
+            self._end(name, expired=True)
+
+    def _end(self, name: str, expired: bool = False) -> None:
+        with self._lock:
+            offer = self._offers.pop(name, None)
+            if offer is not None:
+                self._names.pop(offer.generation, None)
+        if offer is not None:
+            self._inform(LeaseEnded(generation=offer.generation, expired=expired))
+
+    def _accept(self, listener: socket.socket) -> None:
+        if not self._places.acquire(timeout=0.05):
+            return  # it waits in the backlog
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            self._places.release()
+            return
+        threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._answer(Wire(connection, time.monotonic() + self._timeout_s))
+        except TransferError as error:
+            logger.debug("a reader of KV pages left: %s", error)
+        except Exception:
+            logger.exception("KV pages could not be given out")
+        finally:
+            self._places.release()
+
+    def _answer(self, wire: Wire) -> None:
+        descriptors: list[int] = []
+        try:
+            local = wire.socket.family == socket.AF_UNIX
+            ask = wire.receive_with(Ask, descriptors) if local else wire.receive(Ask)
+            if not ask.keys:
+                self._end(ask.lease)
+                wire.send(Answer())
+                return
+            try:
+                self._give(wire, ask, self._check(ask, local, descriptors), descriptors)
+            except RefusedError as error:
+                wire.send(Answer(error=str(error)))
+                return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        wire.receive(Took)
+        self._end(ask.lease)
+
+    def _check(self, ask: Ask, local: bool, descriptors: list[int]) -> KVMemory:
+        """Before memory is taken for a stranger. Raises `RefusedError`."""
+        memory = self._memory
+        if memory is None or ask.engine_id != self.engine_id:
+            raise RefusedError("this engine was started later: what it had then is gone")
+        if ask.layout != memory.layout:
+            raise RefusedError(
+                "other models, dtypes, block sizes or attention backends: start both engines with the same settings"
+            )
+        if len(descriptors) != local:
+            raise RefusedError("pages are written to one descriptor of the reader's")
+        with self._lock:
+            self._leased(ask)
+        return memory
+
+    def _give(self, wire: Wire, ask: Ask, memory: KVMemory, descriptors: list[int]) -> None:
+        size = len(ask.keys) * memory.device.page_bytes
+        with mapped(descriptors[0], size) if descriptors else self._scratch.of(size) as packed:
+            with self._lock:
+                memory.device.pack(self._leased(ask), packed)
+            wire.send(Answer(size=size, checksum=memory.device.checksum(packed, len(ask.keys))))
+            if not descriptors:
+                wire.send_pages(packed)
+
+    def _leased(self, ask: Ask) -> list[int]:
+        """The blocks of its keys. Raises `RefusedError`."""
+        offer = self._offers.get(ask.lease)
+        if offer is None:
+            raise RefusedError("there is no such lease: it was read, its time was over, or it gave way")
+        blocks = [offer.pages[key] for key in ask.keys if key in offer.pages]
+        if len(blocks) < len(ask.keys) or len(blocks) > len(offer.pages):
+            raise RefusedError("the lease has no such pages: they are of another prompt, or salt")
+        return blocks
+
+
+def _listen(host: str, port: int) -> tuple[socket.socket, socket.socket]:
+    """By TCP, and for readers on this host."""
+    tcp = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        tcp = socket.socket(family, kind, protocol)
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tcp.bind(address)
+        tcp.listen(128)
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        local.bind(local_name(tcp.getsockname()[1]))
+        local.listen(128)
+    except (OSError, OverflowError) as error:
+        if tcp is not None:
+            tcp.close()
+        raise ConfigError(
+            f"kv_transfer_config: cannot listen on {host}:{port}: {error}; choose another kv_port"
+        ) from None
+    tcp.setblocking(False)
+    local.setblocking(False)
+    return tcp, local

@@ -1,0 +1,141 @@
+"""What two engines say to each other: frames of a bounded length, msgpack, never pickles.
+
+    reader                                  source
+    Ask{engine, lease, layout, keys}  ──►   on one host with a memfd, to which the pages are written
+                                      ◄──   Answer{error}, or Answer{size, checksum}
+                                      ◄──   by TCP the pages, behind it
+    Took                              ──►   the lease is over
+
+A reader that leaves before `Took` leaves the lease as it was, for another try. An `Ask` without keys gives it back.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+MAX_FRAME_BYTES = 8 << 20
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class TransferError(Exception):
+    """Why pages do not come, in words."""
+
+
+class RefusedError(TransferError):
+    """What the reader is told."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    engine_id: str
+    lease: str
+    layout: str
+    keys: list[bytes]
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True, tag="answer"):
+    error: str | None = None
+    size: int = 0
+    checksum: bytes = b""
+
+
+class Took(msgspec.Struct, frozen=True, tag="took"):
+    pass
+
+
+class Wire:
+    """One end of a connection, with a deadline for all that is said on it. Raises `TransferError`."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        """`deadline`: on `time.monotonic`'s clock."""
+        self.socket, self._deadline = connection, deadline
+
+    def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
+        data = msgspec.msgpack.encode(message)
+        framed = _LENGTH.pack(len(data)) + data
+        try:
+            self._arm()
+            if descriptor is None:
+                self.socket.sendall(framed)
+            else:
+                sent = socket.send_fds(self.socket, [framed], [descriptor])
+                if sent < len(framed):  # else the other side may have left already, content
+                    self.socket.sendall(framed[sent:])
+        except OSError as error:
+            raise TransferError(_words(error)) from error
+
+    def send_pages(self, pages: np.ndarray) -> None:
+        rest = memoryview(pages.data)
+        try:
+            while rest:
+                self._arm()
+                rest = rest[self.socket.send(rest) :]
+        except OSError as error:
+            raise TransferError(_words(error)) from error
+
+    def receive(self, kind: type[T]) -> T:
+        return self._receive(kind, None)
+
+    def receive_with(self, kind: type[T], descriptors: list[int]) -> T:
+        """Descriptors that come with it are put into the list, and are its owner's."""
+        return self._receive(kind, descriptors)
+
+    def receive_pages(self, into: np.ndarray) -> None:
+        rest = memoryview(into.data)
+        try:
+            while rest:
+                self._arm()
+                count = self.socket.recv_into(rest)
+                if not count:
+                    raise TransferError("the other side has left")
+                rest = rest[count:]
+        except OSError as error:
+            raise TransferError(_words(error)) from error
+
+    def _receive(self, kind: type[T], descriptors: list[int] | None) -> T:
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, descriptors))
+        if length > MAX_FRAME_BYTES:
+            raise TransferError(f"a frame of {length} bytes, where {MAX_FRAME_BYTES} are allowed")
+        try:
+            return msgspec.msgpack.decode(self._exactly(length, descriptors), type=kind)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"a frame that does not decode: {error}") from error
+
+    def _exactly(self, count: int, descriptors: list[int] | None) -> bytes:
+        got = bytearray()
+        try:
+            while len(got) < count:
+                self._arm()
+                if descriptors is None:
+                    data = self.socket.recv(min(count - len(got), 1 << 20))
+                else:
+                    data, new, _, _ = socket.recv_fds(self.socket, count - len(got), 1)
+                    descriptors += new
+                if not data:
+                    raise TransferError("the other side has left")
+                got += data
+        except OSError as error:
+            raise TransferError(_words(error)) from error
+        return bytes(got)
+
+    def _arm(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TransferError("it took too long")
+        self.socket.settimeout(left)
+
+
+def _words(error: OSError) -> str:
+    return "it took too long" if isinstance(error, TimeoutError) else str(error)
+
+
+def local_name(port: int) -> str:
+    """Of the abstract Unix socket beside a TCP port: found by whoever shares its network namespace."""
+    return f"\0pageloom-kv-{port}"

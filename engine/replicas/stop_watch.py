@@ -1,0 +1,42 @@
+"""Whether a replica was stopped by a signal that the others wait for: no descriptor tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine.child import is_stopped
+from engine.core.client import ProcessClient
+
+LOOK_S = 0.2
+STOPPED_LOOKS = 3
+"""looks in a row, rather than a time: where all of us were stopped and go on, time has passed for none of us"""
+
+
+class StopWatch:
+    """`on`: replicas wait for each other."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+        self._next_look = 0.0
+        self._looks: dict[int, int] = {}
+        """by process: how often in a row it was found stopped"""
+        self._busy = False
+
+    @property
+    def look_s(self) -> float | None:
+        """Until the next look; None: idle ones owe nothing."""
+        return LOOK_S if self._busy else None
+
+    def stopped(self, clients: Sequence[ProcessClient]) -> int | None:
+        """Which of them was; to be called whenever something may have happened."""
+        if not self._on:
+            return None
+        self._busy = not all(client.idle for client in clients)
+        now = time.monotonic()
+        if not self._busy or now < self._next_look:
+            return None
+        self._next_look = now + LOOK_S
+        self._looks = {client.pid: self._looks.get(client.pid, 0) + 1 for client in clients if is_stopped(client.pid)}
+        pids = [client.pid for client in clients]
+        return next((pids.index(pid) for pid, looks in self._looks.items() if looks >= STOPPED_LOOKS), None)

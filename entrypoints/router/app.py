@@ -1,0 +1,234 @@
+"""The proxy before servers that compute prompts and servers that decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from entrypoints.router.servers import Server, Servers
+from entrypoints.router.two_hops import about_tokens, decode_body, parsed, prefill_body
+
+T = TypeVar("T")
+logger = logging.getLogger("pageloom.router")
+
+_NOT_PASSED_ON = frozenset({"host", "content-length", "connection", "transfer-encoding", "accept-encoding", "expect"})
+_NOT_PASSED_BACK = frozenset(
+    {"content-length", "connection", "transfer-encoding", "content-encoding", "date", "server"}
+)
+PREFILL_S = 600.0
+"""for the first hop"""
+
+
+class Router:
+    def __init__(self, prefill: list[str], decode: list[str], max_body_bytes: int) -> None:
+        self.prefill, self.decode = Servers(prefill), Servers(decode)
+        self._max_body_bytes = max_body_bytes
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
+        )
+        self.two_hops = self.one_hop = self.prefill_failures = 0
+        """requests since the start; first hops that brought nothing"""
+
+    def app(self) -> Starlette:
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            watches = [asyncio.create_task(servers.watch(self.client)) for servers in (self.prefill, self.decode)]
+            yield
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+            await self.client.aclose()
+
+        methods = ["GET", "POST", "DELETE"]
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._health),
+            Route("/metrics", self._metrics),
+            Route("/{path:path}", self._pass_on, methods=methods),
+        ]
+        return Starlette(routes=routes, lifespan=lifespan)
+
+    async def _health(self, request: Request) -> Response:
+        """It serves while any decode server lives: that computes prompts, too."""
+        status = {
+            kind: {server.url: server.lives for server in servers.all}
+            for kind, servers in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        return JSONResponse(status, status_code=200 if self.decode.any_lives else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        lines = [
+            f"pageloom_router_two_hops_total {self.two_hops}",
+            f"pageloom_router_one_hop_total {self.one_hop}",
+            f"pageloom_router_prefill_failures_total {self.prefill_failures}",
+        ]
+        for kind, servers in (("prefill", self.prefill), ("decode", self.decode)):
+            for server in servers.all:
+                labels = f'{{kind="{kind}",server="{server.url}"}}'
+                lines.append(f"pageloom_router_server_up{labels} {int(server.lives)}")
+                lines.append(f"pageloom_router_server_prompt_tokens{labels} {server.prompt_tokens}")
+                lines.append(f"pageloom_router_server_failures_total{labels} {server.failures}")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def _pass_on(self, request: Request) -> Response:
+        try:
+            return await self._answer(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    async def _answer(self, request: Request) -> Response:
+        body = await self._body(request)
+        if body is None:
+            return _error(413, f"at most {self._max_body_bytes} bytes of a body (--limit body_bytes)")
+        given = parsed(request.url.path, body)
+        if given is None:
+            self.one_hop += 1
+        else:
+            prefilled = await _or_left(request, self._prefill(request, prefill_body(given)))
+            taken = None if prefilled is None else decode_body(given, prefilled)
+            self.two_hops += taken is not None
+            self.one_hop += taken is None
+            body = taken or body
+        return await self._decode(request, body)
+
+    async def _body(self, request: Request) -> bytes | None:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                return None
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _prefill(self, request: Request, body: bytes) -> bytes | None:
+        """What a server answers that computes the prompt; None: none does."""
+        for server in self.prefill.in_order():
+            try:
+                with server.answering(about_tokens(body)):
+                    answer = await _unless_gone(
+                        server,
+                        self.client.post(
+                            _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
+                        ),
+                    )
+            except httpx.HTTPError as error:
+                server.failed()
+                logger.warning("prefill server %s: %r", server.url, error)
+                continue
+            if answer.status_code == 200:
+                return answer.content
+            if answer.status_code < 500:
+                break  # the decode server says what is wrong with the request
+        self.prefill_failures += 1
+        return None
+
+    async def _decode(self, request: Request, body: bytes) -> Response:
+        for server in self.decode.in_order():
+            tokens = about_tokens(body)
+            sent = self.client.build_request(
+                request.method, _url(server, request), content=body, headers=_headers(request)
+            )
+            server.prompt_tokens += tokens
+            try:
+                answer = await _or_left(request, self.client.send(sent, stream=True))
+            except httpx.HTTPError as error:
+                server.prompt_tokens -= tokens
+                server.failed()
+                logger.warning("decode server %s: %r", server.url, error)
+                continue
+            except BaseException:
+                server.prompt_tokens -= tokens
+                raise
+            return _Passed(answer, server, tokens)
+        return _error(503, "no decode server answers")
+
+
+class _Passed(Response):
+    """A server's answer as it comes. Who leaves early ends the request there, too."""
+
+    def __init__(self, answer: httpx.Response, server: Server, tokens: int) -> None:
+        super().__init__(status_code=answer.status_code)
+        self._answer, self._server, self._tokens = answer, server, tokens
+        self.raw_headers = [
+            (name.lower(), value) for name, value in answer.headers.raw if name.decode().lower() not in _NOT_PASSED_BACK
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            passing = asyncio.ensure_future(self._pass(send))
+            leaving = asyncio.ensure_future(_left(receive))
+            try:
+                await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if passing.done():
+                    passing.result()
+            finally:
+                for task in (passing, leaving):
+                    task.cancel()
+                await asyncio.gather(passing, leaving, return_exceptions=True)
+        finally:
+            self._server.prompt_tokens -= self._tokens
+            await self._answer.aclose()
+
+    async def _pass(self, send: Send) -> None:
+        async for part in self._answer.aiter_raw():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Raises `ClientDisconnect` where the client leaves before; the work is cancelled then."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
+    """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(server.gone.wait())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise httpx.ReadTimeout("it answers nothing, its health neither")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _url(server: Server, request: Request) -> str:
+    query = request.url.query
+    return server.url + request.url.path + (f"?{query}" if query else "")
+
+
+def _headers(request: Request) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in request.headers.raw if name.decode().lower() not in _NOT_PASSED_ON]
+    return [*kept, (b"accept-encoding", b"identity")]
+
+
+def _error(status: int, message: str) -> Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)

@@ -1,0 +1,61 @@
+"""One request over two servers: the first computes its prompt, the second takes that over and answers. Whatever the
+first one cannot do, the second does alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from entrypoints.router.servers import CHARACTERS_A_TOKEN
+
+ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""whose bodies may have `kv_transfer_params`; all others go to a decode server as they are"""
+_ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_OF_THE_ANSWER = ("stream_options", "min_tokens", "best_of", "n", "logprobs", "top_logprobs", "use_beam_search")
+
+
+def parsed(path: str, body: bytes) -> dict[str, Any] | None:
+    """The body of a request that may go over two servers; None: it goes to one."""
+    if path not in ROUTES:
+        return None
+    try:
+        given = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(given, dict) or given.get("kv_transfer_params"):
+        return None
+    several = isinstance(given.get("prompt"), list) and len(given["prompt"]) > 0 and not _are_ids(given["prompt"])
+    alone = ("prompt_logprobs", "echo", "suffix", "use_beam_search")  # the second server computes the prompt anyway
+    return None if several or any(given.get(name) for name in alone) else given
+
+
+def prefill_body(given: dict[str, Any]) -> bytes:
+    body = {name: value for name, value in given.items() if name not in _OF_THE_ANSWER}
+    body.update(stream=False, max_tokens=1, kv_transfer_params=_ASKED)
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return json.dumps(body).encode()
+
+
+def decode_body(given: dict[str, Any], answer: bytes) -> bytes | None:
+    """With what the first server answered; None where it has handed nothing over."""
+    try:
+        params = json.loads(answer).get("kv_transfer_params")
+    except (ValueError, AttributeError):
+        return None
+    return json.dumps({**given, "kv_transfer_params": params}).encode() if isinstance(params, dict) else None
+
+
+def about_tokens(body: bytes) -> int:
+    return len(body) // CHARACTERS_A_TOKEN + 1
+
+
+def _are_ids(prompt: list[Any]) -> bool:
+    return isinstance(prompt[0], int)

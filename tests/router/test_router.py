@@ -1,0 +1,159 @@
+"""The proxy before servers that compute prompts and servers that decode."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fake_servers import FakeServer
+
+from entrypoints.router.app import Router
+from entrypoints.router.servers import Servers
+from entrypoints.serve import main
+
+BODY = {"prompt": "a b c", "max_tokens": 9, "stream_options": None, "n": 1, "temperature": 0.5}
+
+
+class Served:
+    def __init__(self) -> None:
+        self.prefill, self.decode, self.other = FakeServer(), FakeServer(), FakeServer()
+        self.router = Router([self.prefill.url], [self.decode.url, self.other.url], 10_000)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.router.app(), log_config=None, timeout_graceful_shutdown=1))
+        run = lambda: asyncio.run(self._server.serve(sockets=[listener]))  # noqa: E731
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def post(self, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **more)
+
+    @property
+    def decoded(self) -> list[dict[str, Any]]:
+        return self.decode.asked + self.other.asked
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        for each in (self.prefill, self.decode, self.other):
+            each.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: Served) -> None:
+    headers = {"authorization": "Bearer key", "x-request-id": "mine"}
+    assert served.post(BODY, headers=headers).json()["text"] == "answer"
+    (first,), (second,) = served.prefill.asked, served.decoded
+    assert first["kv_transfer_params"]["do_remote_decode"] and (first["max_tokens"], first["stream"]) == (1, False)
+    assert "n" not in first and first["prompt"] == "a b c" and first["temperature"] == 0.5
+    handed = {"do_remote_prefill": True, "remote_request_id": "1.x", "proxys_own": 3}
+    assert second == {**BODY, "kv_transfer_params": handed}, "all of it, whatever is in it"
+    for told in (served.prefill.headers, served.decode.headers + served.other.headers):
+        assert (told[0]["authorization"], told[0]["x-request-id"]) == ("Bearer key", "mine")
+
+
+def test_streams_pass_as_they_come_and_who_leaves_ends_them(served: Served) -> None:
+    served.decode.mode = served.other.mode = "slow"
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json={"messages": [], "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        parts = answer.iter_raw()
+        assert next(parts) == b"data: 0\n\n"
+    deadline = time.monotonic() + 10
+    while not (served.decode.broken.is_set() or served.other.broken.is_set()):
+        assert time.monotonic() < deadline, "the server still writes"
+        time.sleep(0.02)
+    assert all(
+        server.prompt_tokens == 0 for servers in (served.router.decode, served.router.prefill) for server in servers.all
+    )
+
+
+@pytest.mark.parametrize("mode", ["fails", "refuses", "leaves", "nothing", "gone"])
+def test_what_the_first_server_cannot_do_the_second_does_alone(served: Served, mode: str) -> None:
+    served.prefill.mode = mode
+    if mode == "gone":
+        served.prefill.close()
+    assert served.post(BODY).json()["text"] == "answer"
+    assert served.decoded == [BODY]
+    assert (served.router.two_hops, served.router.one_hop) == (0, 1)
+    if mode == "gone":
+        served.prefill = FakeServer()
+
+
+@pytest.mark.parametrize(
+    "path, more",
+    [
+        ("/v1/responses", {}),
+        ("/v1/messages", {}),
+        ("/v1/completions", {"echo": True}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/chat/completions", {"prompt_logprobs": 1}),
+        ("/v1/completions", {"kv_transfer_params": {"do_remote_prefill": True}}),
+    ],
+)
+def test_what_gains_nothing_goes_to_one_server_as_it_is(served: Served, path: str, more: dict[str, Any]) -> None:
+    assert served.post({**BODY, **more}, path).status_code == 200
+    assert served.decoded == [{**BODY, **more}] and not served.prefill.asked
+
+
+def test_a_decode_server_that_is_gone_is_left_out(served: Served) -> None:
+    served.decode.close()
+    for _ in range(4):
+        assert served.post(BODY).status_code == 200
+    assert len(served.other.asked) == 4
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    served.other.close()
+    answer = served.post(BODY)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert httpx.get(f"{served.url}/health").status_code == 503
+    metrics = httpx.get(f"{served.url}/metrics").text
+    assert f'pageloom_router_server_up{{kind="decode",server="{served.other.url}"}} 0' in metrics
+    served.decode, served.other = FakeServer(), FakeServer()
+
+
+def test_errors_of_the_second_server_are_the_clients(served: Served) -> None:
+    served.decode.mode = served.other.mode = "refuses"
+    answer = served.post(BODY)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "refuses")
+    assert served.post({"prompt": "x" * 20_000}).status_code == 413
+    assert httpx.get(f"{served.url}/v1/models").json() == {"path": "/v1/models"}
+
+
+def test_the_server_with_the_least_to_do_is_first() -> None:
+    servers = Servers(["http://a", "http://b", "http://c"])
+    with servers.all[0].answering(100), servers.all[1].answering(10):
+        assert [server.url for server in servers.in_order()] == ["http://c", "http://b", "http://a"]
+        servers.all[2].failed()
+        assert servers.in_order()[0].url == "http://b"
+    servers.all[2].lives = True
+    assert {servers.in_order()[0].url for _ in range(3)} == {"http://a", "http://b", "http://c"}, "ties take turns"
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--role", "router", "--prefill", "http://a"], "needs"),
+        (["--role", "router", "--prefill", "a", "--decode", "http://b"], "not a URL"),
+        (["--prefill", "http://a"], "no effect"),
+        (["some/model", "--role", "router", "--prefill", "http://a", "--decode", "http://b"], "no model"),
+        (["m", "--role", "prefill", "--kv-transfer-config", '{"kv_role": "kv_consumer"}'], "contradicts"),
+    ],
+)
+def test_options_of_roles_without_effect_are_refused(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert reason in capsys.readouterr().err
