@@ -82,7 +82,8 @@ class ContextGroup:
         times = len(given) - 1
         counts = [queries.count + times * keys.count for queries, keys in zip(heads.queries, heads.keys, strict=True)]
         rows = torch.cat(given, dim=1).flatten(1)
-        beside = self._all(rows, [count * heads.head_dim for count in counts]).unflatten(1, (-1, heads.head_dim))
+        gathered = self._all(rows, [count * heads.head_dim for count in counts])
+        beside = gathered.view(len(rows), -1, heads.head_dim)
         ranks = torch.split(beside, counts, dim=1)
         cut = [
             torch.split(each, [queries.count, *[keys.count] * times], dim=1)
