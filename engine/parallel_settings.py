@@ -16,6 +16,7 @@ from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
     from engine.models.facts import ModelFacts
+    from engine.models.spec import DecoderSpec
 
 
 def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
@@ -23,11 +24,14 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     _check(args, model, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
+    if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
+        raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
     backend = args.distributed_executor_backend
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
         data=args.data_parallel_size,
+        context=args.decode_context_parallel_size,
         experts=experts,
         backend="mp" if backend == "uni" else backend,
         ray_placement=args.ray_placement_strategy or "PACK",
@@ -62,11 +66,17 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     return msgspec.structs.replace(config, parallel=parallel)
 
 
-def held_by_one(model: ModelDescription, args: EngineArgs) -> ModelFacts:
+def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:
     """What one of several replicas holds: all, or all but the others' experts."""
-    if model.spec is None or not args.enable_expert_parallel or args.data_parallel_size == 1:
-        return model.facts
-    return sharded(model.spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True)).facts
+    if not args.enable_expert_parallel or args.data_parallel_size == 1:
+        return spec
+    return sharded(spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True))
+
+
+def facts_of_one(model: ModelDescription, args: EngineArgs) -> ModelFacts:
+    """The same as facts."""
+    held = None if model.spec is None else held_by_one(model.spec, args)
+    return model.facts if held is None or held is model.spec else held.facts
 
 
 def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:

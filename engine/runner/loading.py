@@ -38,6 +38,7 @@ from engine.models.stages import Stage, layers_of, stage_groups, stage_of
 from engine.parallel.group import Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
+from engine.runner.context import ContextGroup
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
@@ -144,6 +145,8 @@ class RunnerParts:
     """of ranks, of whose model this is a part"""
     stage: StageParts | None = None
     """which it is, where those are stages"""
+    context: ContextGroup | None = None
+    """of ranks that divide positions, not heads, of keys and values"""
     exchange: ExpertExchange | None = None
     """of replicas, over which experts are divided"""
 
@@ -208,6 +211,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
+        context=_context_group(config, description.spec, group),
         exchange=exchange,
     )
 
@@ -222,6 +226,12 @@ def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None
     parts = group.parts if isinstance(group, StageGroup) else group
     shard = None if parts is None else Shard(parts.rank, parts.size, config.parallel.experts)
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
+
+
+def _context_group(config: EngineConfig, whole: DecoderSpec | None, group: Group | None) -> ContextGroup | None:
+    if config.parallel.context == 1 or whole is None or group is None:
+        return None
+    return ContextGroup(whole, group)
 
 
 def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | None, ModelFacts]:
@@ -262,7 +272,7 @@ def _backend(
             device=device,
             dtype=getattr(torch, config.model.dtype),
             head_dims=[layer.head_dim for layer in layers],
-            block_size=config.cache.block_size,
+            block_size=config.cache.block_size // config.parallel.context,
             needs_window=any(layer.window is not None for layer in layers),
             needs_soft_cap=any(layer.soft_cap is not None for layer in layers),
             name=config.device.attention_backend,
@@ -270,6 +280,7 @@ def _backend(
             kv_dtype=getattr(torch, config.cache.dtype),
             needs_sinks=any(layer.sinks for layer in layers),
             needs_chunk=any(layer.chunk is not None for layer in layers),
+            needs_parts=config.parallel.context > 1,
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
