@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import check_library, parallel_of, placed
+from engine.parallel_settings import check_library, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
