@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import torch
 
+from attention_backends.context import WHOLE, ContextPart
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -57,6 +59,8 @@ class Capabilities:
     soft_cap: bool = False
     sinks: bool = False
     chunk: bool = False
+    context_parts: bool = False
+    """has a `forward_part`"""
     capture_safe: bool = False
     """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
 
@@ -103,6 +107,9 @@ class AttentionBatch:
     group: int = 0
     """The layer group whose block tables these are. A step has a batch for each group, alike but for tables and slots;
     metadata of all of them is in use at once."""
+    context: ContextPart = WHOLE
+    """Not all: the cache has these positions only, and `forward_part` attends to them. Lengths and positions stay those
+    of whole sequences; `block_size` and slots are the part's."""
     graph_size: int | None = None
     """Not None: a decode of this many sequences (= num_seqs, padding included, one token each) that is about to be
     captured in, or replayed from, one CUDA graph over the whole model. Its metadata must live in buffers that belong to
@@ -186,6 +193,22 @@ class AttentionBackend(ABC):
         the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
         touched. The cache's dtype is that of q, or one of `Capabilities.kv_dtypes`.
         """
+
+    def forward_part(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        """`forward` over the positions of the batch's `context`: what `merge_parts` takes of one part. out float32
+        [tokens, num_heads, head_dim]; lse float32 [tokens, num_heads], the logarithm of the sum of exponentials of the
+        scores. A row that sees none of these positions: 0 and -inf. `layer` has no sinks; they are the merge's."""
+        raise NotImplementedError(f"{self.name}: no parts of a context; Capabilities.context_parts is false")
 
     def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
         """What a caller in native code needs in the place of `forward` over this cache, with queries of `dtype`; None:

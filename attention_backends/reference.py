@@ -30,6 +30,7 @@ class ReferenceBackend(AttentionBackend):
             soft_cap=True,
             sinks=True,
             chunk=True,
+            context_parts=True,
         )
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -49,8 +50,34 @@ class ReferenceBackend(AttentionBackend):
         layer: AttentionLayer,
         metadata: object,
     ) -> None:
+        self._forward(q, k, v, out, None, kv_cache, layer, metadata)
+
+    def forward_part(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        self._forward(q, k, v, out, lse, kv_cache, layer, metadata)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
         assert isinstance(metadata, AttentionBatch)
-        num_tokens = metadata.num_tokens
+        num_tokens, part = metadata.num_tokens, metadata.context
         slots = metadata.slot_mapping[:num_tokens]
         if layer.shares is None:
             self.write_kv(k[:num_tokens], v[:num_tokens], kv_cache, slots, layer.k_scale, layer.v_scale)
@@ -61,6 +88,8 @@ class ReferenceBackend(AttentionBackend):
             begin, end = starts[seq], starts[seq + 1]
             if length == 0:
                 out[begin:end] = 0
+                if lse is not None:
+                    lse[begin:end] = -torch.inf
                 continue
             for first in range(begin, end, QUERY_CHUNK):
                 last = min(first + QUERY_CHUNK, end)
@@ -68,10 +97,15 @@ class ReferenceBackend(AttentionBackend):
                 oldest = 0 if layer.window is None else max(0, positions[0] - layer.window + 1)
                 if layer.chunk is not None:
                     oldest = positions[0] // layer.chunk * layer.chunk
-                keys, values = _gather(kv_cache, metadata.block_tables[seq], oldest, positions[-1] + 1)
+                first_key, end_key = part.before(oldest), part.before(positions[-1] + 1)
+                keys, values = _gather(kv_cache, metadata.block_tables[seq], first_key, end_key)
                 if kv_cache.dtype == torch.float8_e4m3fn:
                     keys, values = keys * layer.k_scale, values * layer.v_scale
-                out[first:last] = _attend(q[first:last], keys, values, positions[0], oldest, layer).to(out.dtype)
+                key_at = torch.arange(first_key, end_key, device=q.device) * part.size + part.rank
+                found, sums = _attend(q[first:last], keys, values, positions[0], key_at, layer)
+                out[first:last] = found.to(out.dtype)
+                if lse is not None:
+                    lse[first:last] = sums.to(lse.dtype)
 
     def write_kv(
         self,
@@ -115,16 +149,22 @@ def _gather(
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, oldest: int, layer: AttentionLayer
-) -> torch.Tensor:
-    """q [queries, num_heads, head_dim] at positions position, position + 1, ...; keys start at position `oldest`."""
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: int,
+    key_at: torch.Tensor,
+    layer: AttentionLayer,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [queries, num_heads, head_dim] at positions position, position + 1, ...; keys are at those of `key_at`. What is
+    found, and the logarithms of sums [queries, num_heads]."""
     num_queries, num_heads, head_dim = q.shape
     grouped = q.double().view(num_queries, layer.num_kv_heads, num_heads // layer.num_kv_heads, head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     query_at = torch.arange(position, position + num_queries, device=q.device)[:, None]
-    key_at = torch.arange(oldest, oldest + keys.shape[0], device=q.device)[None, :]
+    key_at = key_at[None, :]
     hidden = key_at > query_at
     if layer.window is not None:
         hidden |= key_at <= query_at - layer.window
@@ -133,7 +173,8 @@ def _attend(
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.to(scores).view(layer.num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1)
-    return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, head_dim)
+        scores = torch.cat((scores, sinks), dim=-1)
+    sums = torch.logsumexp(scores, dim=-1)
+    weights = torch.softmax(scores, dim=-1).masked_fill(sums[..., None] == -torch.inf, 0.0)[..., : keys.shape[0]]
+    found = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, head_dim)
+    return found, sums.permute(2, 0, 1).reshape(num_queries, num_heads)

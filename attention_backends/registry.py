@@ -31,6 +31,7 @@ _NAMES = {
     "soft_cap": "soft cap",
     "sinks": "attention sinks",
     "chunk": "chunked attention",
+    "context_parts": "decode context parallelism",
 }
 """of what a layer may need, in `Capabilities`"""
 
@@ -66,6 +67,7 @@ def select(
     kv_dtype: torch.dtype | None = None,
     needs_sinks: bool = False,
     needs_chunk: bool = False,
+    needs_parts: bool = False,
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
@@ -74,10 +76,10 @@ def select(
     """
     points, sizes = registered(), tuple(sorted(set(head_dims)))
     needed = {"window": needs_window, "soft_cap": needs_soft_cap, "sinks": needs_sinks, "chunk": needs_chunk}
+    needed["context_parts"] = needs_parts
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
-    rejected: dict[str, str] = {}
-    elsewhere: set[str] = set()
+    rejected, elsewhere = dict[str, str](), set[str]()
     kind = torch.device(device).type
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:

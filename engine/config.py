@@ -134,9 +134,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         Preemption, _about("how a preempted sequence comes back; auto: what costs less here, as far as there is room")
     ] = "auto"
     scheduling_policy: Annotated[Policy, _about("the order in which requests start")] = "fcfs"
-    async_scheduling: Annotated[bool | None, _about("plan a step while the one before computes; default: on a GPU")] = (
-        None
-    )
+    async_scheduling: Annotated[bool | None, _about("plan a step while one computes; default: on a GPU")] = None
     compile: Annotated[CompileMode, _about("torch.compile of what lies between attention")] = "pieces"
     graphs: Annotated[
         GraphMode | None, _about("CUDA graphs; default: all that --compile and the attention backend allow")
@@ -150,6 +148,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("ranks that compute a model together, each with its part of every matrix; on a CPU with threads each"),
     ] = 1
+    decode_context_parallel_size: Annotated[int, _about("1, or those ranks: each has positions of KV")] = 1
     pipeline_parallel_size: Annotated[int, _about("stages, each with some of the layers; on a CPU, threads each")] = 1
     data_parallel_size: Annotated[
         int,

@@ -91,7 +91,7 @@ def shortened_context(
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
-        ranks=config.parallel.tensor,
+        ranks=config.parallel.kv_copies,
         stages=stage_layers(model.spec, config.parallel.pipeline),
     )
     enough = size_text(sizes.bytes_of(sizes.longest))

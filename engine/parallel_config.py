@@ -24,6 +24,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """replicas, each with the whole model, or all but others' experts"""
     data_rank: int = 0
     """of the data-parallel replicas, which one this is"""
+    context: int = 1
+    """parts of a sequence's positions; 1, or as many as `tensor`: a rank keeps its positions of all KV heads"""
     experts: ExpertPlacement | None = None
     """each rank, or replica, has some whole; None: a part of every one, or all"""
     backend: Literal["mp", "ray", "external_launcher"] = "mp"
@@ -31,6 +33,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ray_placement: RayPlacement = "PACK"
     timeout_s: float = JOIN_TIMEOUT_S
     """how long ranks that others start may take to join"""
+
+    @property
+    def kv_copies(self) -> int:
+        """Ranks that keep one KV head at least, of each token; where they divide positions, a token is kept once."""
+        return self.tensor if self.context == 1 else 1
 
     @property
     def ranks(self) -> int:

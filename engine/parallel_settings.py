@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
-from engine.models.spec import DecoderSpec
 from engine.models.stages import check_stages
 from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
 
 if TYPE_CHECKING:
     from engine.models.description import ModelDescription
+    from engine.models.facts import ModelFacts
+    from engine.models.spec import DecoderSpec
 
 
 def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
@@ -23,16 +24,33 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     _check(args, model, experts)
     check_stages(model.spec, args.pipeline_parallel_size)
+    if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
+        raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
     backend = args.distributed_executor_backend
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
         data=args.data_parallel_size,
+        context=args.decode_context_parallel_size,
         experts=experts,
         backend="mp" if backend == "uni" else backend,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )
+
+
+def check_library(config: EngineConfig, model: ModelDescription) -> None:
+    """Where the library's module computes the model. Raises ConfigError or UnsupportedModelError where it cannot be
+    divided so."""
+    if model.spec is not None or config.parallel.tensor == 1:
+        return
+    from engine.models.fallback.division import check_library_divided
+
+    if config.device.kind != "cpu":
+        raise UnsupportedModelError(
+            "tensor_parallel_size: of a model that runs through the library only CPUs compute parts"
+        )
+    check_library_divided(model.path, config.parallel.tensor)
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:
@@ -53,6 +71,12 @@ def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:
     if not args.enable_expert_parallel or args.data_parallel_size == 1:
         return spec
     return sharded(spec, Shard(0, args.data_parallel_size, ExpertPlacement(), only_experts=True))
+
+
+def facts_of_one(model: ModelDescription, args: EngineArgs) -> ModelFacts:
+    """The same as facts."""
+    held = None if model.spec is None else held_by_one(model.spec, args)
+    return model.facts if held is None or held is model.spec else held.facts
 
 
 def _check(args: EngineArgs, model: ModelDescription, experts: ExpertPlacement | None) -> None:

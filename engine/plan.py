@@ -275,7 +275,7 @@ def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescriptio
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=config.model.max_model_len,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts.layers, config.cache.dtype),
-        ranks=config.parallel.tensor,
+        ranks=config.parallel.kv_copies,
         stages=stage_layers(model.spec, config.parallel.pipeline),
     )
 

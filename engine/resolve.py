@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import held_by_one, parallel_of, placed
+from engine.parallel_settings import check_library, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
@@ -92,10 +92,8 @@ def resolve(
     if not 0 <= args.max_logprobs <= vocab_size:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
-    block_size, quantization = args.block_size or 16, _quantization(args, dtype, kind, model)
-    part = None if model.spec is None else held_by_one(model.spec, args)
-    held = facts if part is None or part is model.spec else part.facts
-    _check_weights_fit(held, quantization, dtype, _replica_bytes(args, kind, machine))
+    block_size, quantization = (args.block_size or 16) * parallel.context, _quantization(args, dtype, kind, model)
+    _check_weights_fit(facts_of_one(model, args), quantization, dtype, _replica_bytes(args, kind, machine))
     sizes = SequenceSizes(
         model=facts,
         dtype=kv_dtype,
@@ -103,7 +101,7 @@ def resolve(
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
-        ranks=parallel.tensor,
+        ranks=parallel.kv_copies,
         stages=stage_layers(model.spec, parallel.pipeline),
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
@@ -154,7 +152,9 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     draft = describe_draft(_speculation(args, kind, machine), read.facts)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
-    config = placed(resolve(args, description, machine, None if draft is None else draft.facts), args, description)
+    config = resolve(args, description, machine, None if draft is None else draft.facts)
+    check_library(config, description)
+    config = placed(config, args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
     if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:

@@ -157,6 +157,8 @@ def _check_ranks(args: EngineArgs, kind: Kind) -> None:
         raise ConfigError("expert_placement is of whole experts: set enable_expert_parallel, too, or leave it out")
     if args.pipeline_parallel_size > 1:
         _check_stages(args)
+    if args.decode_context_parallel_size > 1:
+        _check_context(args, kind)
     check_launch(args)
     if kind == "cuda" and args.distributed_executor_backend in ("ray", "external_launcher"):
         raise ConfigError(
@@ -190,6 +192,19 @@ def check_launch(args: EngineArgs) -> None:
         raise ConfigError(
             f"distributed_timeout_seconds must be in (0, 86400], got {args.distributed_timeout_seconds:g}"
         )
+
+
+def _check_context(args: EngineArgs, kind: Kind) -> None:
+    parts, name = args.decode_context_parallel_size, "decode_context_parallel_size"
+    if parts != args.tensor_parallel_size:
+        raise ConfigError(
+            f"{name} ({parts}): all ranks of tensor_parallel_size ({args.tensor_parallel_size}) divide positions, or "
+            "none does; set the same number, or 1"
+        )
+    if kind == "cuda":
+        raise ConfigError(f"{name} ({parts}): keys and values are divided by positions on CPUs only; set device='cpu'")
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(f"{name} ({parts}): stages keep their own layers whole; leave out pipeline_parallel_size")
 
 
 def _check_experts(args: EngineArgs, kind: Kind) -> None:
@@ -256,6 +271,7 @@ def _check_ranges(args: EngineArgs) -> None:
         "tensor_parallel_size",
         "data_parallel_size",
         "pipeline_parallel_size",
+        "decode_context_parallel_size",
     ):
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:

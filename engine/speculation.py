@@ -34,6 +34,11 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
         raise ConfigError(f"speculative_config: method {config.method!r} takes {wants}")
     if config.method is None:
         return config
+    if args.decode_context_parallel_size > 1 and needs_model:
+        raise ConfigError(
+            f"speculative_config: method {config.method!r} keeps keys and values of its own, which "
+            "decode_context_parallel_size does not divide; use 'ngram' or 'suffix'"
+        )
     if config.method == "suffix" and device != "cpu":
         raise ConfigError("speculative_config: method 'suffix' needs device='cpu'; a GPU proposes with 'ngram'")
     if (stages := args.pipeline_parallel_size) > 1 and config.method != "ngram":

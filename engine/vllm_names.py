@@ -111,6 +111,7 @@ SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
+    "decode_context_parallel_size": "-dcp",
     "enable_expert_parallel": "-ep",
 }
 """options of vLLM's command line"""

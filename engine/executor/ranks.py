@@ -36,6 +36,8 @@ class Parts(msgspec.Struct, frozen=True):
     """`rank.MakeGroup`: of those"""
     make_socket_group: str = "engine.parallel.socket_group:SocketGroup"
     """`rank.MakeSocketGroup`: of ranks that share none"""
+    abort: str = "engine.parallel.shared_memory:abort"
+    """called with (that descriptor, reason, cache directory) by who is no rank of the group"""
 
 
 class Ranks(Protocol):
@@ -83,6 +85,7 @@ class LocalRanks:
         self._memory: int | None = allocate(self._size, SLOT_BYTES)
         several = self._stages > 1 and self._tensor > 1
         self._of_stages = [allocate(self._tensor, SLOT_BYTES) for _ in range(self._stages)] if several else []
+        """kept open, so that every stage's parts can be woken"""
         self._own_parts: OwnGroup | None = None
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
@@ -123,10 +126,15 @@ class LocalRanks:
         for links in self._links:
             links.abort()
         if self._own_parts is not None:
-            self._own_parts.abort(reason)
+            abort = cast("Callable[[int, str, Path], None]", named(self._parts.abort))
+            for memory in self._of_stages:
+                abort(memory, reason, self._cache_dir)
 
     def close(self) -> None:
         self._close_memory()
+        for memory in self._of_stages:
+            os.close(memory)
+        self._of_stages = []
         if self._own_parts is not None:
             self._own_parts.close()
             self._own_parts = None
@@ -142,9 +150,9 @@ class LocalRanks:
         return self._links[part].before(stage.index), self._links[part].after(stage.index)
 
     def _close_memory(self) -> None:
-        for memory in (*self._of_stages, *(() if self._memory is None else (self._memory,))):
-            os.close(memory)
-        self._memory, self._of_stages = None, []
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
 
 
 def group_name(config: EngineConfig) -> str:

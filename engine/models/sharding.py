@@ -14,6 +14,7 @@ import msgspec
 
 from engine.cpu_kernels.formats import PANEL
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.models.facts import HeadsSpec
 from engine.models.families.rows import Rows
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
@@ -72,7 +73,7 @@ def divided(count: int, shard: Shard) -> Span:
     return Span(shard.rank * each + min(shard.rank, more), each + (shard.rank < more))
 
 
-def queries_of(mixer: MixerSpec, shard: Shard) -> Span:
+def queries_of(mixer: HeadsSpec, shard: Shard) -> Span:
     """Query heads: whole groups that share keys, where there are as many; else some of one group."""
     if shard.size <= mixer.num_kv_heads:
         return divided(mixer.num_kv_heads, shard).times(mixer.num_heads // mixer.num_kv_heads)
@@ -82,14 +83,14 @@ def queries_of(mixer: MixerSpec, shard: Shard) -> Span:
     return Span(kv * group + part.first, part.count)
 
 
-def keys_of(mixer: MixerSpec, shard: Shard) -> Span:
+def keys_of(mixer: HeadsSpec, shard: Shard) -> Span:
     """Heads of keys and values; ranks have one in common where there are more ranks."""
     if shard.size <= mixer.num_kv_heads:
         return divided(mixer.num_kv_heads, shard)
     return Span(_group_of(mixer, shard.rank, shard.size), 1)
 
 
-def sharers_of(mixer: MixerSpec, shard: Shard) -> list[int]:
+def sharers_of(mixer: HeadsSpec, shard: Shard) -> list[int]:
     """Ranks that have the same heads of keys and values."""
     if shard.size <= mixer.num_kv_heads:
         return [shard.rank]
@@ -97,7 +98,7 @@ def sharers_of(mixer: MixerSpec, shard: Shard) -> list[int]:
     return [rank for rank in range(shard.size) if _group_of(mixer, rank, shard.size) == own]
 
 
-def _group_of(mixer: MixerSpec, rank: int, size: int) -> int:
+def _group_of(mixer: HeadsSpec, rank: int, size: int) -> int:
     return rank * mixer.num_kv_heads // size
 
 
@@ -144,9 +145,12 @@ def check_experts_divided(spec: DecoderSpec | None, replicas: int, placement: Ex
 
 
 def check_divided(spec: DecoderSpec | None, ranks: int, placement: ExpertPlacement | None = None) -> None:
-    """Raises what `sharded` does, for any of them; `spec`: None of a model that has none."""
-    if ranks > 1 and spec is None:
-        raise UnsupportedModelError("tensor_parallel_size: a model that runs through the library is not divided")
+    """Raises what `sharded` does, for any of them; `spec`: None of a model that has none
+    (`engine.models.fallback.division`)."""
+    if ranks > 1 and spec is None and placement is not None:
+        raise UnsupportedModelError(
+            "enable_expert_parallel: a model that runs through the library has all experts in all ranks"
+        )
     if ranks > 1 and spec is not None:
         sharded(spec, Shard(0, ranks, placement))
 

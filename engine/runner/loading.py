@@ -27,6 +27,7 @@ from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription
 from engine.models.expert_exchange import ExpertExchange, join_experts
 from engine.models.facts import ModelFacts
+from engine.models.fallback.division import divided_facts
 from engine.models.fallback.model import FallbackModel
 from engine.models.head import Head
 from engine.models.linear_choice import choose_linears
@@ -37,6 +38,7 @@ from engine.models.stages import Stage, layers_of, stage_groups, stage_of
 from engine.parallel.group import Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
+from engine.runner.context import ContextGroup
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
@@ -143,6 +145,8 @@ class RunnerParts:
     """of ranks, of whose model this is a part"""
     stage: StageParts | None = None
     """which it is, where those are stages"""
+    context: ContextGroup | None = None
+    """of ranks that divide positions, not heads, of keys and values"""
     exchange: ExpertExchange | None = None
     """of replicas, over which experts are divided"""
 
@@ -167,9 +171,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     spec, facts = description.spec, description.facts
     place = _place(config, group, replicas)
     if group is not None or replicas is not None:
-        assert spec is not None  # resolving refuses it
-        spec = _part(spec, place)
-        facts = spec.facts
+        spec, facts = _part(description, place)
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
@@ -180,7 +182,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     packer = _packer(config, dtype)
     shown_layers = () if draft is None else draft.shown_layers
     if spec is None:
-        model: Decoder | FallbackModel = _library_model(config, description, packer)
+        model: Decoder | FallbackModel = _library_model(config, description, packer, group)
     else:
         model = _filled(config, description, spec, shown_layers, packer, place)
     how = "natively" if spec is not None else "through the transformers library's module"
@@ -209,6 +211,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
+        context=_context_group(config, description.spec, group),
         exchange=exchange,
     )
 
@@ -225,10 +228,22 @@ def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
 
 
-def _part(whole: DecoderSpec, place: _Place) -> DecoderSpec:
+def _context_group(config: EngineConfig, whole: DecoderSpec | None, group: Group | None) -> ContextGroup | None:
+    if config.parallel.context == 1 or whole is None or group is None:
+        return None
+    return ContextGroup(whole, group)
+
+
+def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | None, ModelFacts]:
+    """Of the described model what a rank computes."""
     _, shard, stage = place
+    whole = description.spec
+    if whole is None:
+        assert shard is not None and stage is None  # resolving refuses it
+        return None, divided_facts(description.path, shard)
     spec = whole if shard is None else sharded(whole, shard)
-    return spec if stage is None else stage_of(spec, stage, whole)
+    spec = spec if stage is None else stage_of(spec, stage, whole)
+    return spec, spec.facts
 
 
 def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGroup, dtype: torch.dtype) -> StageParts:
@@ -257,7 +272,7 @@ def _backend(
             device=device,
             dtype=getattr(torch, config.model.dtype),
             head_dims=[layer.head_dim for layer in layers],
-            block_size=config.cache.block_size,
+            block_size=config.cache.block_size // config.parallel.context,
             needs_window=any(layer.window is not None for layer in layers),
             needs_soft_cap=any(layer.soft_cap is not None for layer in layers),
             name=config.device.attention_backend,
@@ -265,6 +280,7 @@ def _backend(
             kv_dtype=getattr(torch, config.cache.dtype),
             needs_sinks=any(layer.sinks for layer in layers),
             needs_chunk=any(layer.chunk is not None for layer in layers),
+            needs_parts=config.parallel.context > 1,
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error
@@ -274,7 +290,7 @@ def _backend(
 
 
 def _library_model(
-    config: EngineConfig, description: ModelDescription, packer: Packer | DevicePacker | None
+    config: EngineConfig, description: ModelDescription, packer: Packer | DevicePacker | None, group: Group | None
 ) -> FallbackModel:
     assert not isinstance(packer, DevicePacker)  # resolving refuses it
     settings = config.model
@@ -286,6 +302,7 @@ def _library_model(
         dummy=settings.load_format == "dummy",
         seed=settings.seed,
         packer=packer,
+        group=group,
     )
 
 

@@ -90,7 +90,8 @@ class ModelRunner:
         self._kernels, self._streams = select_kernels(device), streams or streams_of(device)
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
-        self._attention = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), self._groups)
+        kv_dtype = getattr(torch, config.cache.dtype)
+        self._attention = PagedAttention(parts.backend, layers, kv_dtype, self._groups, parts.context)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         self._before = None if parts.stage is None else parts.stage.before
         self._example = example_inputs(parts, _EXAMPLE_TOKENS, device)

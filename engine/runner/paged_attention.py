@@ -21,6 +21,7 @@ from engine.kv_transfer.memory import KVMemory, Pages
 from engine.layer_groups import LayerGroup
 from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
+from engine.runner.context import ContextGroup
 
 
 def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
@@ -66,11 +67,14 @@ class PagedAttention:
         layers: Sequence[AttentionLayer],
         dtype: torch.dtype,
         groups: Sequence[LayerGroup] | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
-        """`dtype`: of keys and values in the cache. `groups`: None for one of all layers."""
+        """`dtype`: of keys and values in the cache. `groups`: None for one of all layers. `context`: ranks that divide
+        positions; then `layers` are whole, and each rank has a part of every block."""
         groups = groups or [LayerGroup(tuple(i for i, layer in enumerate(layers) if layer.shares is None))]
         self.backend = backend
         self._layers = list(layers)
+        self._context = context
         self._dtype = dtype
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._keeper = [layer if each.shares is None else each.shares for layer, each in enumerate(layers)]
@@ -105,6 +109,8 @@ class PagedAttention:
 
     def _block_shape(self, layer: int, block_size: int) -> tuple[int, ...]:
         heads = self._layers[layer]
+        if self._context is not None:
+            block_size //= self._context.part.size
         return self.backend.kv_cache_shape(1, block_size, heads.num_kv_heads, heads.head_dim)[1:]
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
@@ -176,16 +182,21 @@ class PagedAttention:
     def begin_step(self, batches: Sequence[AttentionBatch]) -> None:
         """The calls of `attend` that follow belong to these, one for each layer group."""
         self._num_tokens = batches[0].num_tokens
-        self._metadata = [self.backend.build_metadata(batch) for batch in batches]
+        self._metadata = [self._metadata_of(batch) for batch in batches]
 
     def begin_pass(self, batch: AttentionBatch) -> None:
         """The calls of `attend` that follow belong to this, and to layers of its group alone."""
         self._num_tokens = batch.num_tokens
-        self._metadata = [None] * batch.group + [self.backend.build_metadata(batch)]
+        self._metadata = [None] * batch.group + [self._metadata_of(batch)]
+
+    def _metadata_of(self, batch: AttentionBatch) -> object:
+        return self.backend.build_metadata(batch if self._context is None else self._context.batch(batch))
 
     def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
         """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
         there is none. Its holder holds this, too."""
+        if self._context is not None:
+            return None
         native = self.backend.native_layer(self._layers[layer], self._of_layer[self._keeper[layer]], dtype)
         return native and replace(native, step=self._group_of[layer])
 
@@ -200,7 +211,12 @@ class PagedAttention:
         the next piece makes of them is finite.
         """
         cache, metadata = self._of_layer[self._keeper[layer]], self._metadata[self._group_of[layer]]
-        self.backend.forward(q, k, v, out, cache, self._layers[layer], metadata)
+        if self._context is None:
+            self.backend.forward(q, k, v, out, cache, self._layers[layer], metadata)
+        elif self._num_tokens:
+            real = slice(self._num_tokens)
+            qkv = q[real], k[real], v[real]
+            self._context.attend(self.backend, qkv, out[real], cache, self._layers[layer], layer, metadata)
         if out.size(0) > self._num_tokens:
             out[self._num_tokens :].zero_()
 

@@ -100,11 +100,12 @@ class PassingOn:
 
 def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[LayerGroup, ...], list[AttentionLayer]]:
     """The layers that attend, a draft's behind the model's, and the groups that they keep keys and values in."""
+    facts = parts.facts if parts.context is None else parts.context.whole
     if parts.stage is not None:
         groups = parts.stage.groups
     else:
-        groups = group_layers(parts.facts.kept, config.model.max_model_len)
-    layers = attention_layers(parts.facts, parts.sinks)
+        groups = group_layers(facts.kept, config.model.max_model_len)
+    layers = attention_layers(facts, parts.sinks)
     if parts.draft is None:
         return groups, layers
     groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)

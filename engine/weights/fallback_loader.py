@@ -9,13 +9,16 @@ import torch
 
 from engine.errors import WeightsError
 from engine.models.description import ModelDescription
+from engine.models.fallback.division import divide, join_library
 from engine.models.fallback.facts import module_of, probed, quiet, read_config
 from engine.models.fallback.model import ATTENTION, FallbackModel, attention
+from engine.models.sharding import Shard
 from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_packing import pack_library_experts, pack_library_model
 from engine.weights.loader import fill_randomly
 
 if TYPE_CHECKING:
+    from engine.parallel.group import Group
     from engine.weights.packing import Packer
 
 _SHOWN = 5
@@ -30,8 +33,10 @@ def load_fallback(
     dummy: bool,
     seed: int,
     packer: Packer | None = None,
+    group: Group | None = None,
 ) -> FallbackModel:
-    """Raises UnsupportedModelError, or WeightsError for a checkpoint that does not fit its config."""
+    """`group`: of ranks, of which each computes a part. Raises UnsupportedModelError, or WeightsError for a checkpoint
+    that does not fit its config."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attention)
@@ -57,11 +62,14 @@ def load_fallback(
             raise WeightsError(f"{description.path}: the library does not read its weights: {error}") from error
         _check(description, found)
     whole = whole.eval().requires_grad_(False)
+    parted = [] if group is None else divide(whole, layers, Shard(group.rank, group.size))
     if device.type == "cuda":
         pack_library_experts(whole, DevicePacker("none", dtype, device))
     whole = whole.to(device)
     if packer is not None:
         pack_library_model(whole, packer)
+    if group is not None:
+        join_library(whole, parted, group)
     model = FallbackModel(whole, layers, max_position)
     model.check_token_wise(description.vocab_size)
     if (unembedding := whole.get_output_embeddings()) is not None:

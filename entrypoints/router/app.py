@@ -133,7 +133,7 @@ class Router:
         return None
 
     async def _decode(self, request: Request, body: bytes) -> Response:
-        for server in self.decode.in_order():
+        for server in self.decode.in_order() or self.decode.all:
             tokens = about_tokens(body)
             sent = self.client.build_request(
                 request.method, _url(server, request), content=body, headers=_headers(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 
@@ -30,9 +30,11 @@ class Server:
 
     def told_health(self, lives: bool | None) -> None:
         """None: it did not answer."""
-        self.lives = bool(lives)
         self._missed = self._missed + 1 if lives is None else 0
+        if lives is not None:
+            self.lives = lives
         if self._missed >= MISSED:
+            self.lives = False
             self.gone.set()
         elif lives:
             self.gone.clear()
@@ -79,6 +81,10 @@ class Servers:
     @staticmethod
     async def _look_at(client: httpx.AsyncClient, server: Server) -> None:
         lives = None
-        with suppress(httpx.HTTPError):
+        try:
             lives = (await client.get(f"{server.url}/health", timeout=CHECK_S)).status_code == 200
+        except httpx.ConnectError:
+            lives = False
+        except httpx.HTTPError:
+            pass  # busy, or stopped: several in a row tell
         server.told_health(lives)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from engine.cpu_kernels.formats import FORMAT_OF_GGUF, Format
 
@@ -36,6 +37,21 @@ def random_blocks(encoding: GGMLQuantizationType, n: int, k: int, seed: int = 0)
     halves = (torch.randn(n, k // inputs, count, generator=generator) * 0.01).half()
     blocks[..., start : start + 2 * count] = halves.view(torch.uint8)
     return blocks.flatten(1)
+
+
+def random_weights(values: np.ndarray, encoding: GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of the encodings that the gguf library does not make, as large as weights are."""
+    try:
+        found: np.ndarray = quants.quantize(values, encoding)
+    except NotImplementedError:
+        blocks = random_blocks(encoding, *values.shape)
+        start, count = HALVES[encoding]
+        each = blocks.view(-1, GGML_QUANT_SIZES[encoding][1])
+        numbers = each[:, start : start + 2 * count].contiguous().view(torch.float16)
+        by = 0.06 / quants.dequantize(blocks.numpy(), encoding).std()
+        each[:, start : start + 2 * count] = (numbers.float() * by).half().view(torch.uint8)
+        found = blocks.numpy()
+    return found
 
 
 def block_of(format: Format) -> tuple[int, tuple[int, int]]:

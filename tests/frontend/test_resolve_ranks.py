@@ -16,6 +16,7 @@ from engine.machine import CudaDevice
 from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
+from engine.parallel_settings import check_library
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,13 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
     for ranks, says in ((0, "at least 1"), (65, "at most 64"), (5, "exceeds the 4 heads")):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, tensor_parallel_size=ranks)
-    with pytest.raises(UnsupportedModelError, match="runs through the library"):
-        _resolve(msgspec.structs.replace(model, spec=None), tensor_parallel_size=2)
-    assert _resolve(model, H100, H100, tensor_parallel_size=2).device.kind == "cuda"
+    of_library = msgspec.structs.replace(model, spec=None)
+    with pytest.raises(UnsupportedModelError, match=r"enable_expert_parallel: .* runs through the library"):
+        _resolve(of_library, tensor_parallel_size=2, enable_expert_parallel=True)
+    on_gpus = _resolve(model, H100, H100, tensor_parallel_size=2)
+    assert on_gpus.device.kind == "cuda"
+    with pytest.raises(UnsupportedModelError, match="only CPUs compute parts"):
+        check_library(on_gpus, of_library)
     with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
         _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
     with pytest.raises(ConfigError, match="stages compute on CPUs only"):
@@ -171,3 +176,22 @@ def test_replicas_share_a_cpus_cores_and_memory_and_each_have_a_gpu(model: Model
         _resolve(model, data_parallel_size=2, swap_space=memory // 2 + 1)
     with pytest.raises(ConfigError, match="exceeds a replica's share of this machine's memory"):
         _resolve(model, data_parallel_size=2, kv_cache_memory=memory // 2 + 1)
+
+
+def test_ranks_that_divide_positions_keep_each_token_once(model: ModelDescription) -> None:
+    two: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    found = _resolve(model, block_size=8, **two)
+    assert (found.parallel.context, found.cache.block_size, found.parallel.kv_copies) == (2, 16, 1)
+    assert _resolve(model, tensor_parallel_size=2).parallel.kv_copies == 2
+    for settings, machines, says in (
+        ({"decode_context_parallel_size": 0}, (), "must be at least 1"),
+        ({"decode_context_parallel_size": 2}, (), r"all ranks of tensor_parallel_size \(1\)"),
+        ({**two, "tensor_parallel_size": 4}, (), r"all ranks of tensor_parallel_size \(4\)"),
+        (two, (H100, H100), "on CPUs only"),
+        ({**two, "pipeline_parallel_size": 2}, (), "stages keep their own layers whole"),
+        ({**two, "speculative_config": {"method": "eagle3", "model": "m"}}, (), "keys and values of its own"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(model, *machines, **settings)
+    with pytest.raises(UnsupportedModelError, match="an encoder keeps no keys"):
+        _resolve(msgspec.structs.replace(model, facts=msgspec.structs.replace(model.facts, keeps_kv=False)), **two)

@@ -22,6 +22,7 @@ from engine.core.in_process_client import InProcessClient
 from engine.errors import EngineError
 from engine.executor.inline import local_executor
 from engine.executor.multiproc import MultiprocExecutor
+from engine.executor.worker_handle import WorkerHandle
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
@@ -145,23 +146,41 @@ def test_a_mixed_workload_gives_the_tokens_of_all_layers_in_one_process(
     assert mixed(args) == mixed(args, whole=True)
 
 
-@pytest.mark.parametrize("what", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
-def test_a_stage_that_is_lost_ends_the_engine_and_all_stages(what: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parts", "victim", "what"),
+    [
+        (1, 1, signal.SIGKILL),
+        pytest.param(2, 2, signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param(1, 1, signal.SIGSTOP, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_stage_that_is_lost_ends_the_engine_and_all_stages(
+    parts: int, victim: int, what: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are left leave by themselves: the parts of the victim's stage, too, who wait for it alone."""
     save_tiny("Llama", tmp_path)
-    executors = list[MultiprocExecutor]()
+    executors, killed, kill = list[MultiprocExecutor](), list[int](), WorkerHandle.kill
+
+    def watched(worker: WorkerHandle) -> None:
+        killed.append(worker.rank)
+        kill(worker)
+
+    monkeypatch.setattr(WorkerHandle, "kill", watched)
 
     def make(config: Any) -> MultiprocExecutor:
         executors.append(MultiprocExecutor(config))
         return executors[0]
 
     factory = functools.partial(InProcessClient, executor=make)
-    with LLM.from_args(args_of(tmp_path), client_factory=factory) as llm:
+    with LLM.from_args(args_of(tmp_path, tensor_parallel_size=parts), client_factory=factory) as llm:
         llm.generate(prompts(4), SamplingParams(max_tokens=2), use_tqdm=False)
         workers = executors[0]._workers
         assert workers is not None
-        [pid] = workers.pids
-        os.kill(pid, what)
-        with pytest.raises(EngineError, match=r"rank 1 .* (died|was stopped)"):
+        pids = workers.pids
+        os.kill(pids[victim - 1], what)
+        with pytest.raises(EngineError, match=rf"rank {victim} .* (died|was stopped)"):
             llm.generate(prompts(4), SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert killed == ([victim] if what == signal.SIGSTOP else [])

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf_models import write_gguf
 from msgspec.structs import replace
+from random_blocks import random_weights
 from smollm2 import smollm2_path
 from thread_ranks import ThreadRanks
 from tiny_families import save_tiny, save_tokenizer
@@ -157,6 +158,21 @@ def test_packed_experts_that_are_whole_have_the_bits_of_all_parts_in_one_process
         path, given = tmp_path / "model.gguf", {"tokenizer": str(tmp_path)}
         write_gguf(model, path, GGMLQuantizationType[weights])  # type: ignore[arg-type]  # transformers' module
     args = args_of(path, dtype="bfloat16", **WHOLE, **settings, **given)
+    assert greedy(args, 16) == greedy(args, 16, threads=True)
+
+
+def write_k_quants(directory: Path) -> Path:
+    """Random blocks of 256, of which each of two ranks has one or more in every row that is divided."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = save_tiny("Llama", directory, **shape, head_dim=64, num_hidden_layers=2)
+    write_gguf(model, directory / "model.gguf", GGMLQuantizationType.Q4_K, random_weights)  # type: ignore[arg-type]
+    return directory / "model.gguf"
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_blocks_of_k_quants_have_the_same_bits_whoever_computes_the_parts(stages: int, tmp_path: Path) -> None:
+    path, tokenizer = write_k_quants(tmp_path), str(tmp_path)
+    args = args_of(path, tokenizer=tokenizer, dtype="bfloat16", pipeline_parallel_size=stages)
     assert greedy(args, 16) == greedy(args, 16, threads=True)
 
 

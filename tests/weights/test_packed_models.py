@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 sys.path.append(str(Path(__file__).parents[1] / "cpu_kernels"))
 from dense_attention import logits_of
 from gguf_models import write_gguf
-from random_blocks import ENCODINGS, HALVES, random_blocks
+from random_blocks import ENCODINGS, random_weights
 from safetensors.torch import save_file
 from stored_forms import E2M1
 from tiny_models import CASES, MIXTURES, SHAPE, make_model, save
@@ -156,20 +156,6 @@ def test_quantized_models_compute_with_the_weights_they_encode(
     # Where two experts are nearly as good rounding chooses, and later tokens see it: those before are as near as ever.
     error = errors.quantile(0.25) if case in MIXTURES else errors.mean()
     assert error <= 2.5 * bf16 + 0.01, "activations of 8 bits, and bf16 between the layers"
-
-
-def random_weights(values: np.ndarray, encoding: GGMLQuantizationType) -> np.ndarray:
-    """Random blocks of the encodings that the gguf library does not make, as large as weights are."""
-    try:
-        return quants.quantize(values, encoding)
-    except NotImplementedError:
-        blocks = random_blocks(encoding, *values.shape)
-        start, count = HALVES[encoding]
-        each = blocks.view(-1, GGML_QUANT_SIZES[encoding][1])
-        numbers = each[:, start : start + 2 * count].contiguous().view(torch.float16)
-        by = 0.06 / quants.dequantize(blocks.numpy(), encoding).std()
-        each[:, start : start + 2 * count] = (numbers.float() * by).half().view(torch.uint8)
-        return blocks.numpy()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,63 @@
+"""Ranks that divide a sequence's positions answer as one process that computes all parts, and as one that divides
+nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tensor_parallel import args_of, greedy, mixed, save_gemma3
+from tiny_families import save_tiny
+
+from attention_backends.toolchain import find_compiler
+
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+    pytest.mark.timeout(300),
+]
+
+
+def divided(path: Path, ranks: int = 2, **settings: Any) -> Any:
+    return args_of(path, ranks, decode_context_parallel_size=ranks, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "ranks"),
+    [
+        ("Gemma3", 4, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("Gemma3", 64, 2), ("Llama", 64, 2), ("Qwen3", 64, 2), ("Qwen3Moe", 64, 2), ("Llama", 16, 4))
+        ),
+    ],
+)
+def test_tokens_have_the_bits_of_all_parts_in_one_process_and_the_logits_of_the_whole(
+    family: str, count: int, ranks: int, tmp_path: Path
+) -> None:
+    save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path)
+    args = divided(tmp_path, ranks)
+    found = greedy(args, count)
+    assert found == greedy(args, count, threads=True)
+    alone = greedy(args_of(tmp_path, ranks=1), count)
+    for (tokens, logprobs), (expected, of_expected) in zip(found, alone, strict=True):
+        assert tokens == expected
+        for step, of_step in zip(logprobs, of_expected, strict=True):
+            assert step == pytest.approx(of_step, abs=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_a_mixed_workload_gives_the_tokens_of_all_parts_in_one_process(tmp_path: Path) -> None:
+    save_tiny("Llama", tmp_path)
+    args = divided(
+        tmp_path,
+        dtype="bfloat16",
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        kv_cache_memory=16 * 3 * 2 * 2 * 16 * 2 * 40,
+        swap_space="64MiB",
+        preemption="swap",
+        block_size=8,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+    )
+    assert mixed(args) == mixed(args, threads=True)
