@@ -10,6 +10,7 @@ from typing import Literal, NoReturn
 import torch
 
 from attention_backends.build import build, find_cached
+from attention_backends.context import ContextPart
 from attention_backends.crew import load_library
 from attention_backends.interface import (
     AttentionBackend,
@@ -39,6 +40,7 @@ class CpuMetadata:
     slot_mapping: torch.Tensor
     num_seqs: int
     num_tokens: int
+    context: ContextPart
     step: int
     """0: cut at every layer; else of this step only, whose tables do not change"""
 
@@ -98,6 +100,7 @@ class CpuBackend(AttentionBackend):
             soft_cap=True,
             sinks=True,
             chunk=True,
+            context_parts=True,
         )
 
     @classmethod
@@ -150,6 +153,7 @@ class CpuBackend(AttentionBackend):
             batch.slot_mapping,
             batch.num_seqs,
             batch.num_tokens,
+            batch.context,
             self._new_step(),
         )
 
@@ -159,6 +163,32 @@ class CpuBackend(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        self._forward(q, k, v, out, None, kv_cache, layer, metadata)
+
+    def forward_part(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: object,
+    ) -> None:
+        self._forward(q, k, v, out, lse, kv_cache, layer, metadata)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
         kv_cache: torch.Tensor,
         layer: AttentionLayer,
         metadata: object,
@@ -183,6 +213,9 @@ class CpuBackend(AttentionBackend):
             layer.shares is None,
             self._isa,
             metadata.step,
+            lse,
+            metadata.context.size,
+            metadata.context.rank,
         )
 
     def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
@@ -198,7 +231,7 @@ class CpuBackend(AttentionBackend):
         return NativeLayer(self._native_attention(), described)
 
     def native_step(self, metadata: object) -> torch.Tensor:
-        assert isinstance(metadata, CpuMetadata)
+        assert isinstance(metadata, CpuMetadata) and metadata.context.size == 1  # parts have no native callers
         return self._native_step(
             metadata.query_start_loc,
             metadata.seq_lens,

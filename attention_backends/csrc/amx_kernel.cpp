@@ -145,8 +145,8 @@ void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int6
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = s.positions[row + i];
     Visible& v = seen[i];
-    v.low = max64(begin, oldest_key(position, s.window)) - base;
-    v.high = min64(end, position + 1) - base;
+    v.low = max64(begin, p.keys_before(oldest_key(position, s.window))) - base;
+    v.high = min64(end, p.keys_before(position + 1)) - base;
     v.first = v.low < v.high ? v.low / 32 * 2 : last;
     v.last = v.low < v.high ? (v.high + 31) / 32 * 2 : last;
     found[i] = v.low < v.high ? mask_and_reduce(p, s, s.scores + i * kKeys, v, plain) * factor : kFloor;
@@ -172,8 +172,8 @@ template <int R>
 void attend_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t count, int64_t base, int64_t begin,
                  int64_t end) {
   // Positions grow with rows: the first row sees the oldest key, the last one the newest.
-  const int64_t oldest = max64(begin, oldest_key(s.positions[row], s.window));
-  const int64_t newest = min64(end, s.positions[row + count - 1] + 1);
+  const int64_t oldest = max64(begin, p.keys_before(oldest_key(s.positions[row], s.window)));
+  const int64_t newest = min64(end, p.keys_before(s.positions[row + count - 1] + 1));
   if (oldest >= newest) return;
   const int64_t first = (oldest - base) / 32 * 2, last = (newest - base + 31) / 32 * 2;
   multiply_keys<R>(s, row, first, last);
@@ -194,6 +194,10 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
       memcpy(target, row, s.dims * sizeof(float));
       target[s.dims] = s.maximum[r];
       target[s.dims + 1] = sum;
+      continue;
+    }
+    if (p.lse != nullptr) {
+      write_part(p, item, at, row, s.maximum[r], sum);
       continue;
     }
     auto* const out = (uint16_t*)p.out.data + item.place_of(p, p.out, at);

@@ -100,8 +100,8 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   for (int64_t r = 0; r < count; ++r) {
     const int64_t position = s.positions[row + r];
     Visible& v = seen[r];
-    v.low = max64(tile.begin, oldest_key(position, window)) - tile.base;
-    v.high = min64(tile.end, position + 1) - tile.base;
+    v.low = max64(tile.begin, p.keys_before(oldest_key(position, window))) - tile.base;
+    v.high = min64(tile.end, p.keys_before(position + 1)) - tile.base;
     v.first = v.low < v.high ? v.low / VW : tile.num_vectors;
     v.last = v.low < v.high ? (v.high + VW - 1) / VW : tile.num_vectors;
     if (v.low < v.high) first = min64(first, v.first), last = max64(last, v.last);
@@ -174,6 +174,7 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* q
 template <class T>
 void write_row(const AttentionProblem& p, const WorkItem& item, const RowCursor& at, const float* accumulator,
                float maximum, float sum) {
+  if (p.lse != nullptr) return write_part(p, item, at, accumulator, maximum, sum);
   auto* const out = (typename T::Storage*)p.out.data + item.place_of(p, p.out, at);
   const float inverse = inverse_sum<T::kPrecise>(p, item.kv_head * p.group + at.head, maximum, sum);
 #if PAGELOOM_NATIVE_BF16

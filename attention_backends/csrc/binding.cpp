@@ -92,13 +92,14 @@ Dtype dtype_of(const Tensor& t) {
   }
 }
 
-TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens, const char* name) {
+TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens, const char* name, bool in_part = false) {
   PAGELOOM_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
                   " must be [tokens >= ", num_tokens, ", heads, ", cache.head_dim, "]");
   PAGELOOM_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
-  const Dtype wanted = cache.dtype == Dtype::kInt8 ? Dtype::kBFloat16 : cache.dtype;
+  const Dtype of_rows = cache.dtype == Dtype::kInt8 ? Dtype::kBFloat16 : cache.dtype;
+  const Dtype wanted = in_part ? Dtype::kFloat32 : of_rows;
   PAGELOOM_CHECK(dtype_of(t) == wanted, "attention: ", name,
-                  " must have the dtype of the KV cache (bfloat16 where that is int8)");
+                  " must have the dtype of the KV cache (bfloat16 where that is int8; a part's out is float32)");
   return {t.data_ptr(), t.stride(0), t.stride(1)};
 }
 
@@ -177,20 +178,33 @@ Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor
   PAGELOOM_CHECK(num_seqs == 0 || made.tables.query_start_loc[num_seqs] <= num_tokens,
                   "attention: query_start_loc goes beyond num_tokens");
   made.tables.step = step;
+  made.tables.parts = 1;  // as operators say it of whole contexts: a plan serves both
   return made;
 }
 
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
                      Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
-                     int64_t window, double soft_cap, std::optional<Tensor> sinks, bool writes, int64_t isa, int64_t step) {
+                     int64_t window, double soft_cap, std::optional<Tensor> sinks, bool writes, int64_t isa, int64_t step,
+                     std::optional<Tensor> lse, int64_t parts, int64_t part) {
   const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, sinks, isa);
-  const Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
+  Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
+  PAGELOOM_CHECK(parts >= 1 && part >= 0 && part < parts && (parts == 1 || (lse && !sinks)),
+                 "attention: part ", part, " of ", parts, " needs `lse`, and no sinks, which join all parts");
+  tables.tables.parts = parts;
+  tables.tables.part = part;
+  if (lse) {
+    PAGELOOM_CHECK(lse->scalar_type() == ScalarType::Float && lse->dim() == 2 && lse->is_contiguous() &&
+                       lse->size(0) >= num_tokens && lse->size(1) == q.size(1),
+                   "attention: lse must be a contiguous float32 tensor [tokens >= ", num_tokens, ", ", q.size(1), "]");
+    tables.tables.lse = static_cast<float*>(lse->data_ptr());
+  }
   if (writes) check_kv_heads(layer.cache, k, v);
   PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
+  const TokenView to = view_of(out, layer.cache, num_tokens, "out", lse.has_value());
   const Threads threads = lent_threads();
   const TokenView keys = writes ? view(k, "k") : TokenView{}, values = writes ? view(v, "v") : TokenView{};
-  LayerStages made = stages_of(layer, tables, view(q, "q"), keys, values, view(out, "out"), threads.count, 0);
+  LayerStages made = stages_of(layer, tables, view(q, "q"), keys, values, to, threads.count, 0);
   Stage* const stages[] = {&made.write, &made.attend};
   const char* error = StageRun(writes ? stages : stages + 1, writes ? 2 : 1).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);
@@ -300,7 +314,8 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
-      "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step) -> ()");
+      "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step, Tensor(c!)? lse, int parts, int part) "
+      "-> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(

@@ -78,6 +78,14 @@ struct AttentionProblem {
   const float* sinks;  // a logit of each query head that joins the softmax without a value; null: none
   int64_t step;        // not 0: calls with the same step and the same tables may be cut alike; see schedule.h
   const SharedToken* shared;
+  float* lse;          // [tokens, query heads]: parts of a context, whose `out` is float32; null: a whole one
+  int64_t parts;       // of every sequence the cache has the positions part, part + parts, ...; below 2: all
+  int64_t part;
+
+  // How many of the cache's keys lie before `position` (at least 0) of their sequence.
+  PAGELOOM_ALWAYS_INLINE int64_t keys_before(int64_t position) const {
+    return parts < 2 ? position : (position - part + parts - 1) / parts;
+  }
 };
 
 // The first key that the query at `position` sees: the last `window` keys end with its own. Below 0: those of its chunk of
@@ -99,7 +107,7 @@ struct RowCursor {
   }
 };
 
-// One item: some rows of one KV head against keys [kv_begin, kv_end) of one block table. The rows belong to sequence
+// One item: some rows of one KV head against keys [kv_begin, kv_end) of one block table (as the cache counts them; none: 0 and 0). The rows belong to sequence
 // `seq`, or (shared >= 0) to tokens shared[item.shared], ... of several sequences, all of which see all of these keys.
 struct WorkItem {
   int64_t partial;  // where the first row's partial result goes; unused if there is none, or by shared rows
@@ -120,10 +128,10 @@ struct WorkItem {
   PAGELOOM_ALWAYS_INLINE int64_t place_of(const AttentionProblem& p, const TokenView& view, const RowCursor& at) const {
     return token_of(p, at) * view.token_stride + (kv_head * p.group + at.head) * view.head_stride;
   }
-  // Position of the row's query, or one behind all keys.
+  // Position of the row's query, or one behind all keys of the item.
   PAGELOOM_ALWAYS_INLINE int64_t position_of(const AttentionProblem& p, const RowCursor& at) const {
     const int32_t* const start = p.query_start_loc + seq;
-    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + at.token : kv_end;
+    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + at.token : p.parts < 2 ? kv_end : kv_end * p.parts + p.part;
   }
   PAGELOOM_ALWAYS_INLINE int64_t window_of(const AttentionProblem& p) const { return shared < 0 ? p.window : 0; }
   // Null where the item owns its output. `stride`: floats of one row.

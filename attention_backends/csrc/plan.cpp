@@ -63,12 +63,14 @@ class Planner {
   }
 
  private:
+  int64_t first_key(int64_t position) const { return p_.keys_before(oldest_key(position, p_.window)); }
+
   WorkItem item_of(int64_t seq, int64_t rows, int64_t kv_begin, int64_t kv_end) const {
     WorkItem item{};
     item.seq = static_cast<int32_t>(seq);
     item.row_end = static_cast<int32_t>(rows);
-    item.kv_begin = static_cast<int32_t>(kv_begin);
-    item.kv_end = static_cast<int32_t>(kv_end);
+    item.kv_begin = static_cast<int32_t>(kv_begin < kv_end ? kv_begin : 0);
+    item.kv_end = static_cast<int32_t>(kv_begin < kv_end ? kv_end : 0);
     item.split_group = item.shared = -1;
     return item;
   }
@@ -132,7 +134,7 @@ class Planner {
     for (int64_t tile = tiles - 1; tile >= 0; --tile) {  // the longest first
       const int64_t begin = tile * size, end = std::min(rows, begin + size);
       const int64_t oldest = length - queries + begin / p_.group, newest = length - queries + (end - 1) / p_.group;
-      WorkItem item = item_of(seq, end, oldest_key(oldest, p_.window), newest + 1);
+      WorkItem item = item_of(seq, end, first_key(oldest), p_.keys_before(newest + 1));
       item.row_begin = static_cast<int32_t>(begin);
       add_tile(item, tiles == 1);
     }
@@ -142,17 +144,17 @@ class Planner {
                 std::vector<char>& taken) {
     const int64_t first = length - queries, last = length - 1;  // positions of its queries
     Candidate c{};
-    c.kv_begin = static_cast<int32_t>(oldest_key(first, p_.window));
-    c.kv_end = static_cast<int32_t>(length);
+    c.kv_begin = static_cast<int32_t>(first_key(first));
+    c.kv_end = static_cast<int32_t>(p_.keys_before(length));
     c.first_part = static_cast<int32_t>(c.kv_begin / kSplit);
-    c.last_part = static_cast<int32_t>((length - 1) / kSplit);
-    if (c.first_part == c.last_part) return;
-    const int64_t oldest = oldest_key(last, p_.window);
+    c.last_part = static_cast<int32_t>((c.kv_end - 1) / kSplit);
+    if (c.first_part >= c.last_part) return;
+    const int64_t oldest = first_key(last);
     const int64_t in_table = p_.max_blocks * p_.cache.block_size / kSplit;
     c.seq = static_cast<int32_t>(seq);
     c.rows = static_cast<int32_t>(queries * p_.group);
     c.first_shareable = static_cast<int32_t>((oldest + kSplit - 1) / kSplit);
-    c.end_shareable = static_cast<int32_t>(std::min((first + 1) / kSplit, in_table));
+    c.end_shareable = static_cast<int32_t>(std::min(p_.keys_before(first + 1) / kSplit, in_table));
     c.first_group = add_groups(item_of(seq, c.rows, c.kv_begin, c.kv_end), c.last_part - c.first_part + 1);
     c.first_flag = static_cast<int32_t>(taken.size());
     c.live = true;
@@ -264,14 +266,16 @@ class Planner {
   int64_t row_stride_;
 };
 
+constexpr size_t kFacts = 12;  // numbers that a plan is made from
+
 // A plan that is kept for the other layers of its step, with all that it was made from.
 struct Kept {
   Plan plan;
-  std::array<int64_t, 10> key{};
+  std::array<int64_t, kFacts> key{};
   std::vector<int32_t> lengths;  // query_start_loc, then seq_lens
   int64_t run = 0;               // the last that asked for it
 
-  bool serves(const AttentionProblem& p, const std::array<int64_t, 10>& wanted) const {
+  bool serves(const AttentionProblem& p, const std::array<int64_t, kFacts>& wanted) const {
     const size_t bytes = p.num_seqs * 4;
     return key == wanted && plan.error == nullptr &&
            memcmp(lengths.data(), p.query_start_loc, bytes + 4) == 0 &&
@@ -311,7 +315,7 @@ Kept& room_for_plan(std::vector<std::unique_ptr<Kept>>& kept, int64_t run) {
 
 Plan& plan_of(const AttentionProblem& p, int64_t row_tile, int64_t run) {
   static thread_local std::vector<std::unique_ptr<Kept>> kept;
-  const std::array<int64_t, 10> key = {p.step,
+  const std::array<int64_t, kFacts> key = {p.step,
                                        p.num_seqs,
                                        p.window,
                                        p.group,
@@ -319,6 +323,8 @@ Plan& plan_of(const AttentionProblem& p, int64_t row_tile, int64_t run) {
                                        p.cache.padded_dim,
                                        p.cache.block_size,
                                        p.max_blocks,
+                                       p.parts,
+                                       p.part,
                                        row_tile,
                                        static_cast<int64_t>(reinterpret_cast<intptr_t>(p.block_tables))};
   for (const auto& each : kept) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from paged_case import Case
 
 from attention_backends.context import ContextPart, merge_parts
+from attention_backends.cpu import ISAS, CpuBackend, Isa
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from attention_backends.reference import ReferenceBackend
 
 LENGTHS = [(1, 1), (1, 2), (1, 40), (30, 30), (10, 33), (0, 0), (300, 310), (1, 300)]
@@ -37,11 +40,11 @@ def test_a_query_sees_in_each_part_the_keys_that_brute_force_finds(
     assert ContextPart(size, size - 1).slots(torch.tensor([-1])).tolist() == [-1]
 
 
-def in_parts(case: Case, size: int) -> torch.Tensor:
-    """What parts of a case find, each in a cache of its own, merged."""
-    backend, tables = ReferenceBackend(), case.block_tables()
-    k, v = (x.double() for x in case.prefix())
-    q, new_k, new_v = (x.double() for x in case.qkv())
+def in_parts(case: Case, size: int, backend: AttentionBackend, dtype: torch.dtype) -> torch.Tensor:
+    """What parts of a case find with inputs of `dtype`, each in a cache of its own, merged: float32."""
+    tables = case.block_tables()
+    k, v = (x.to(dtype) for x in case.prefix())
+    q, new_k, new_v = (x.to(dtype) for x in case.qkv())
     cached = [case.slots(tables, i, 0, n - queries) for i, (queries, n) in enumerate(case.lengths)]
     found, sums = [], []
     for rank in range(size):
@@ -51,7 +54,9 @@ def in_parts(case: Case, size: int) -> torch.Tensor:
             whole, slot_mapping=part.slots(whole.slot_mapping), block_size=case.block_size // size, context=part
         )
         shape = backend.kv_cache_shape(case.num_blocks, batch.block_size, case.num_kv_heads, case.head_dim)
-        cache = torch.full(shape, torch.nan, dtype=torch.float64)
+        # scales of all ones are NaN
+        nothing = -1 if case.kv_dtype == torch.int8 else torch.nan
+        cache = torch.full(shape, nothing, dtype=case.kv_dtype or dtype)
         backend.write_kv(k, v, cache, part.slots(torch.cat(cached)))
         out, lse = torch.full(q.shape, 7.0), torch.full(q.shape[:2], 7.0)
         layer = replace(case.layer, sinks=None)
@@ -71,7 +76,90 @@ def in_parts(case: Case, size: int) -> torch.Tensor:
 def test_merged_parts_find_what_the_whole_finds(changes: dict[str, Any], size: int) -> None:
     case = Case(LENGTHS, num_heads=6, num_kv_heads=3, head_dim=8, block_size=8, **changes)
     whole = case.run(ReferenceBackend(), torch.float64)
-    torch.testing.assert_close(in_parts(case, size), whole.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        in_parts(case, size, ReferenceBackend(), torch.float64), whole.float(), rtol=1e-5, atol=1e-5
+    )
+
+
+# parts of several splits, rows of several tiles, and rows that some of the parts show nothing
+MANY = [(1, 1), (1, 2), (3, 3), (0, 5), (1, 1100), (1, 900), (150, 1300), (5, 1030), (40, 90), (1, 513)]
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 1},
+        {"window": 21, "soft_cap": 20.0},
+        {"window": 600, "sinks": True},
+        {"chunk": 256},
+        {"kv_dtype": torch.int8, "dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "num_heads": 8, "num_kv_heads": 1, "head_dim": 40},
+    ],
+    ids=str,
+)
+def test_kernels_find_in_parts_what_the_equation_says(
+    cpu_backend: Callable[[Isa], CpuBackend], isa: Isa, changes: dict[str, Any]
+) -> None:
+    for size in (2, 3):
+        case = Case(MANY, block_size=16 * size, **changes)
+        backend = cpu_backend(isa)
+        kv_dtype = case.kv_dtype or case.dtype
+        backend.bind(AttentionSpec(torch.device("cpu"), case.dtype, kv_dtype, (case.head_dim,)))
+        want = case.run(ReferenceBackend(), torch.float64).float()
+        try:
+            got = in_parts(case, size, backend, case.dtype)
+        finally:  # others have this backend, too
+            backend.bind(AttentionSpec(torch.device("cpu"), case.dtype, case.dtype, (case.head_dim,)))
+        torch.testing.assert_close(got, want, rtol=ROUNDED[case.dtype], atol=ROUNDED[case.dtype])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_sequences_that_share_a_prefix_find_in_a_part_what_each_finds_alone(
+    cpu_backend: Callable[[Isa], CpuBackend], rank: int
+) -> None:
+    """The part has two whole splits of the prefix, whose keys are read once for all of them."""
+    backend, part, block, lengths = cpu_backend("auto"), ContextPart(3, rank), 16, [1620, 1627, 1633]
+    layer = AttentionLayer(4, 2, 32, 32**-0.5, None, None)
+    generator = torch.Generator().manual_seed(0)
+    prefix = 1600 // (block * part.size)  # blocks
+    tables = torch.stack([torch.cat((torch.arange(prefix), torch.arange(2) + 100 + 2 * i)) for i in range(3)]).int()
+    cache = torch.zeros(backend.kv_cache_shape(106, block, 2, 32))
+    k, v = torch.randn((2, 106 * block, 2, 32), generator=generator)
+    backend.write_kv(k, v, cache, torch.arange(106 * block))
+    dense = torch.stack((k, v), dim=1).view(106, block, 2, 2, 32).transpose(1, 2).contiguous()
+    q = torch.randn((3, 4, 32), generator=generator)
+
+    def run(on: AttentionBackend, kv_cache: torch.Tensor, which: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(which)
+        batch = AttentionBatch(
+            num_seqs=count,
+            num_tokens=count,
+            max_query_len=1,
+            max_seq_len=max(lengths),
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32),
+            seq_lens=torch.tensor([lengths[i] for i in which], dtype=torch.int32),
+            block_tables=tables[which].contiguous(),
+            slot_mapping=torch.full((count,), -1),
+            block_size=block,
+            num_decodes=count,
+            query_lens_host=[1] * count,
+            seq_lens_host=[lengths[i] for i in which],
+            context=part,
+        )
+        out, lse = torch.empty(count, 4, 32), torch.empty(count, 4)
+        rows = q[which]
+        on.forward_part(rows, rows[:, :2], rows[:, :2], out, lse, kv_cache, layer, on.build_metadata(batch))
+        return out, lse
+
+    together = run(backend, cache, [0, 1, 2])
+    for i in range(3):
+        assert all(
+            torch.equal(each[i], alone[0]) for each, alone in zip(together, run(backend, cache, [i]), strict=True)
+        )
+    torch.testing.assert_close(together, run(ReferenceBackend(), dense, [0, 1, 2]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_part_that_sees_nothing_counts_nothing_and_makes_no_nan() -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tensor_parallel import args_of, greedy, mixed, save_gemma3
+from msgspec.structs import replace
+from smollm2 import smollm2_path
+from test_tensor_parallel import answers, args_of, greedy, mixed, save_gemma3
 from tiny_families import save_tiny
 
 from attention_backends.toolchain import find_compiler
+from engine import LLM, EngineArgs, SamplingParams
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
@@ -61,3 +64,32 @@ def test_a_mixed_workload_gives_the_tokens_of_all_parts_in_one_process(tmp_path:
         speculative_config={"method": "ngram", "num_speculative_tokens": 4},
     )
     assert mixed(args) == mixed(args, threads=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "auto"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"compile": "pieces"}]
+)
+def test_packed_weights_and_int8_keys_have_the_bits_of_all_parts_in_one_process(settings: dict[str, Any]) -> None:
+    """Nine query heads and three of keys, which two ranks have six and three of. The file's own blocks, and int8."""
+    args = divided(smollm2_path(), dtype="bfloat16", **settings)
+    assert greedy(args, 64) == greedy(args, 64, threads=True)
+
+
+@pytest.mark.exhaustive
+def test_long_prompts_in_pieces_are_divided_as_short_ones_are(tmp_path: Path) -> None:
+    save_gemma3(tmp_path)
+    args = divided(tmp_path, max_num_batched_tokens=64, max_model_len=1024)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
+    asked = [{"prompt_token_ids": [3 + (7 * i * i + n) % 247 for i in range(n)]} for n in (700, 65, 901, 2, 333)]
+
+    def found(of: EngineArgs) -> list[Any]:
+        with LLM.from_args(of) as llm:
+            return answers(llm.generate(asked, params, use_tqdm=False))
+
+    for (tokens, steps), (expected, of_expected) in zip(
+        found(args), found(replace(args, tensor_parallel_size=1, decode_context_parallel_size=1)), strict=True
+    ):
+        assert tokens == expected
+        for step, of_step in zip(steps, of_expected, strict=True):
+            assert step == pytest.approx(of_step, abs=1e-4)
