@@ -22,6 +22,7 @@ from engine.errors import EngineError
 
 Address = tuple[str, int]
 HANDSHAKE_S = 10.0
+"""for all of it"""
 LOST_MS = 4000
 """how long a host may keep silent to what was sent to it, or to probes"""
 _PROBES = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
@@ -146,29 +147,31 @@ def own_host(address: Address) -> str:
 
 
 def _introduce(stream: socket.socket, secret: bytes, purpose: Purpose) -> None:
+    deadline = time.monotonic() + HANDSHAKE_S
     stream.settimeout(HANDSHAKE_S)
     watch_for_loss(stream)
     told, own = msgspec.msgpack.encode(purpose), secrets.token_bytes(_NONCE)
     stream.sendall(_MAGIC + own + _LENGTH.pack(len(told)) + told)
-    theirs = _receive(stream, _NONCE)
-    if not hmac.compare_digest(_receive(stream, 32), _proof(secret, b"listener", own, theirs, told)):
+    theirs = _receive(stream, _NONCE, deadline)
+    if not hmac.compare_digest(_receive(stream, 32, deadline), _proof(secret, b"listener", own, theirs, told)):
         raise EOFError("it does not know the secret")
     stream.sendall(_proof(secret, b"caller", theirs, own, told))
-    if _receive(stream, 1) != b"k":
+    if _receive(stream, 1, deadline) != b"k":
         raise EOFError("it refused")
     stream.settimeout(None)
 
 
 def _admitted(stream: socket.socket, secret: bytes) -> Purpose | None:
+    deadline = time.monotonic() + HANDSHAKE_S
     stream.settimeout(HANDSHAKE_S)
     watch_for_loss(stream)
-    if not hmac.compare_digest(_receive(stream, len(_MAGIC)), _MAGIC):
+    if not hmac.compare_digest(_receive(stream, len(_MAGIC), deadline), _MAGIC):
         return None
-    theirs, own = _receive(stream, _NONCE), secrets.token_bytes(_NONCE)
-    (length,) = _LENGTH.unpack(_receive(stream, _LENGTH.size))
-    told = _receive(stream, min(length, 1024))
+    theirs, own = _receive(stream, _NONCE, deadline), secrets.token_bytes(_NONCE)
+    (length,) = _LENGTH.unpack(_receive(stream, _LENGTH.size, deadline))
+    told = _receive(stream, min(length, 1024), deadline)
     stream.sendall(own + _proof(secret, b"listener", theirs, own, told))
-    if not hmac.compare_digest(_receive(stream, 32), _proof(secret, b"caller", own, theirs, told)):
+    if not hmac.compare_digest(_receive(stream, 32, deadline), _proof(secret, b"caller", own, theirs, told)):
         return None
     purpose = msgspec.msgpack.decode(told, type=Purpose)
     stream.sendall(b"k")
@@ -180,9 +183,14 @@ def _proof(secret: bytes, side: bytes, *numbers: bytes) -> bytes:
     return hmac.digest(secret, side + b"".join(numbers), "sha256")
 
 
-def _receive(stream: socket.socket, size: int) -> bytes:
+def _receive(stream: socket.socket, size: int, deadline: float) -> bytes:
+    """`deadline`: on `time.monotonic`'s clock. Raises OSError, EOFError."""
     data = b""
     while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        stream.settimeout(left)
         part = stream.recv(size - len(data))
         if not part:
             raise EOFError("it closed the connection")

@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from test_multiproc import nothing, open_descriptors, until
 from test_ranks_that_compute import config_of
 
 from engine.errors import ConfigError, EngineError
+from engine.executor import connections
 from engine.executor.connections import Listener, Purpose, connect
 from engine.executor.multiproc import MultiprocExecutor
 from engine.step import StepMasks, StepPlan
@@ -199,6 +202,20 @@ def test_whoever_does_not_know_the_secret_is_dropped_and_holds_up_nobody() -> No
         assert stream.recv(1) == b"x"
     with pytest.raises(EngineError, match=r"no connection to 127\.0\.0\.1"):
         connect(address, b"secret", Purpose("agent", 1), 0)
+
+
+def test_who_sends_a_byte_now_and_then_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.5)
+    listener = Listener("127.0.0.1", b"secret")
+    sent, hello = 0, b"plranks1" + bytes(32) + struct.pack("<H", 1000) + bytes(1000)
+    with ExitStack() as held:
+        held.callback(listener.close)
+        stream = held.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        with suppress(OSError):
+            for sent in range(len(hello)):
+                stream.sendall(hello[sent : sent + 1])
+                time.sleep(0.02)
+    assert sent < len(hello) - 1
 
 
 def test_a_caller_does_not_believe_a_listener_that_does_not_know_the_secret() -> None:
