@@ -70,8 +70,10 @@ class EngineConnector:
             self._exports.withdraw(generation)
 
     def fetch(self, number: int, source: KVTransferParams, pages: dict[bytes, int]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+
         def work() -> None:
-            done = self._fetch(number, source, pages)
+            done = self._fetch(number, source, pages, deadline)
             if pages:
                 self._inform(done)
 
@@ -91,14 +93,17 @@ class EngineConnector:
         while (work := self._work.get()) is not None:
             work()
 
-    def _fetch(self, number: int, source: KVTransferParams, pages: dict[bytes, int]) -> FetchDone:
+    def _fetch(self, number: int, source: KVTransferParams, pages: dict[bytes, int], deadline: float) -> FetchDone:
         began, error, size = time.monotonic(), None, 0
         try:
             if self._memory is None:
                 raise TransferError("this engine has no pages yet")
             if source.tp_size != 1:
                 raise TransferError(f"tp_size {source.tp_size}: only pages of whole heads are taken (tp_size 1)")
-            size = fetch(source, pages, self._memory, self._stagings, self._timeout_s)
+            left = deadline - began
+            if left <= 0:  # slow sources hold up the others' prompts for so long at most
+                raise TransferError("it waited too long for other fetches")
+            size = fetch(source, pages, self._memory, self._stagings, left)
         except TransferError as failure:
             error = str(failure)
         except Exception as failure:

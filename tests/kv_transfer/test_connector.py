@@ -1,0 +1,56 @@
+"""Both sides of one engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+from core_fakes import tiny_config
+from fake_pages import memory
+
+from engine.kv_settings import KVTransferConfig
+from engine.kv_transfer import connector
+from engine.kv_transfer.connector import READERS, EngineConnector
+from engine.kv_transfer.interface import FetchDone, News
+from engine.kv_transfer.params import KVTransferParams
+
+
+def test_sources_that_are_slow_hold_up_other_fetches_no_longer_than_one_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config()
+    config = msgspec.structs.replace(
+        config,
+        kv_transfer=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer"),
+        limits=msgspec.structs.replace(config.limits, kv_fetch_s=0.5),
+    )
+    go_on, begun, news = threading.Event(), SimpleQueue[str | None](), SimpleQueue[News]()
+
+    def slow(source: KVTransferParams, *_: Any) -> int:
+        begun.put(source.remote_request_id)
+        assert go_on.wait(60)
+        return 1
+
+    monkeypatch.setattr(connector, "fetch", slow)
+    reads = EngineConnector(config, news.put)
+    reads.attach(memory(1))
+    try:
+        for number in range(READERS + 1):
+            reads.fetch(number, KVTransferParams(remote_request_id=str(number)), {b"key": number})
+        assert {begun.get(timeout=60) for _ in range(READERS)} == {str(number) for number in range(READERS)}
+        time.sleep(0.6)
+        go_on.set()
+        ended = {
+            each.number: each.error
+            for each in (news.get(timeout=60) for _ in range(READERS + 1))  # type: ignore[union-attr]
+            if isinstance(each, FetchDone)
+        }
+        assert ended.pop(READERS) == "it waited too long for other fetches" and begun.empty()
+        assert set(ended.values()) == {None}
+    finally:
+        go_on.set()
+        reads.close()
