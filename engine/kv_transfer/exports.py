@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 """being served at a time; more wait to be accepted"""
+_FULL_S = 0.05
+"""until it is asked again whether there is room for one more"""
 
 
 class _Offer(msgspec.Struct):
@@ -121,12 +123,16 @@ class Exports:
             self._inform(LeaseEnded(generation=offer.generation, expired=expired))
 
     def _accept(self, listener: socket.socket) -> None:
-        if not self._places.acquire(timeout=0.05):
+        if not self._places.acquire(timeout=_FULL_S):
             return  # it waits in the backlog
         try:
             connection, _ = listener.accept()
+        except BlockingIOError:  # it has left
+            self._places.release()
+            return
         except OSError:
             self._places.release()
+            time.sleep(_FULL_S)  # too many descriptors are open, and the listener stays readable
             return
         threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
 

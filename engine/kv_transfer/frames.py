@@ -84,7 +84,8 @@ class Wire:
         return self._receive(kind, None)
 
     def receive_with(self, kind: type[T], descriptors: list[int]) -> T:
-        """Descriptors that come with it are put into the list, and are its owner's."""
+        """A descriptor that comes with it is put into the list, and is its owner's; one at most, so that nobody fills
+        a process with them."""
         return self._receive(kind, descriptors)
 
     def receive_pages(self, into: np.ndarray) -> None:
@@ -116,8 +117,10 @@ class Wire:
                 if descriptors is None:
                     data = self.socket.recv(min(count - len(got), 1 << 20))
                 else:
-                    data, new, _, _ = socket.recv_fds(self.socket, count - len(got), 1)
+                    data, new, _, _ = socket.recv_fds(self.socket, min(count - len(got), 1 << 20), 1)
                     descriptors += new
+                    if len(descriptors) > 1:
+                        raise TransferError("more than one descriptor with a message")
                 if not data:
                     raise TransferError("the other side has left")
                 got += data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import random
@@ -17,9 +18,9 @@ import pytest
 from fake_pages import memory, packed
 
 from engine.errors import ConfigError
-from engine.kv_transfer import reader
+from engine.kv_transfer import exports, reader
 from engine.kv_transfer.exports import Exports
-from engine.kv_transfer.frames import Answer, Ask, TransferError, Wire
+from engine.kv_transfer.frames import Answer, Ask, TransferError, Wire, local_name
 from engine.kv_transfer.interface import LeaseEnded, News
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
@@ -185,6 +186,36 @@ def test_what_strangers_send_ends_their_connection_alone(source: Source, sent: b
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
     assert fetch(source.offer(), HERE, memory(2), 5.0)
+
+
+def test_who_sends_descriptors_without_end_is_left(source: Source) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(local_name(source.exports.port))
+        stranger.sendall(struct.pack("<I", 1000))
+        for _ in range(4):
+            with contextlib.suppress(OSError):  # it has been left
+                socket.send_fds(stranger, [b"x"], [stranger.fileno()])
+        stranger.settimeout(1)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    until = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < until, "what came is still open"
+        time.sleep(0.01)
+    assert fetch(source.offer(), HERE, memory(2), 5.0)
+
+
+def test_a_process_without_descriptors_waits_for_one(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    slept: list[float] = []
+    monkeypatch.setattr(exports.time, "sleep", slept.append)
+    with Full() as full:
+        source.exports._accept(full)
+    assert len(slept) == 1 and slept[0] > 0
 
 
 def test_a_port_that_is_taken_is_told() -> None:
