@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from entrypoints.router.servers import Server, Servers
-from entrypoints.router.two_hops import about_tokens, decode_body, parsed, prefill_body
+from entrypoints.router.two_hops import RefusedError, about_tokens, decode_body, parsed, prefill_body
 
 T = TypeVar("T")
 logger = logging.getLogger("pageloom.router")
@@ -90,7 +90,10 @@ class Router:
         body = await self._body(request)
         if body is None:
             return _error(413, f"at most {self._max_body_bytes} bytes of a body (--limit body_bytes)")
-        given = parsed(request.url.path, body)
+        try:
+            given = parsed(request.scope["path"], body)
+        except RefusedError as error:
+            return _error(400, str(error))
         if given is None:
             self.one_hop += 1
         else:
@@ -140,7 +143,7 @@ class Router:
             )
             server.prompt_tokens += tokens
             try:
-                answer = await _or_left(request, self.client.send(sent, stream=True))
+                answer = await _or_left(request, _unless_gone(server, self.client.send(sent, stream=True)))
             except httpx.HTTPError as error:
                 server.prompt_tokens -= tokens
                 server.failed()
@@ -166,7 +169,7 @@ class _Passed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            passing = asyncio.ensure_future(self._pass(send))
+            passing = asyncio.ensure_future(_unless_gone(self._server, self._pass(send)))
             leaving = asyncio.ensure_future(_left(receive))
             try:
                 await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,8 +223,9 @@ async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _url(server: Server, request: Request) -> str:
-    query = request.url.query
-    return server.url + request.url.path + (f"?{query}" if query else "")
+    """As the client wrote it: %2F and / are not the same."""
+    path, query = (request.scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
+    return f"{server.url}/{path.removeprefix('/')}" + (f"?{query}" if query else "")
 
 
 def _headers(request: Request) -> list[tuple[bytes, bytes]]:

@@ -40,6 +40,10 @@ def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             parser.error("--role router needs --prefill URL and --decode URL")
         if options.model is not None:
             parser.error("--role router serves no model of its own: leave it out")
+        if options.api_key is not None or options.api_key_file is not None:
+            parser.error(
+                "--api-key has no effect with --role router: give it to the servers, which are told clients' keys"
+            )
         return
     if options.prefill or options.decode:
         parser.error("--prefill and --decode have no effect without --role router")
@@ -78,7 +82,12 @@ async def serve_router(options: argparse.Namespace, listener: socket.socket) -> 
 
 
 def _url(text: str) -> str:
+    """Everybody sees it in /health and /metrics, so a password has no place in it."""
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port
+        fits = False
+    if not fits or "@" in parts.netloc or parts.query or parts.fragment:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL, as http://10.0.0.1:8000")
     return text

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from entrypoints.router.servers import CHARACTERS_A_TOKEN
 
 ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
@@ -21,16 +23,24 @@ _ASKED = {
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "best_of", "n", "logprobs", "top_logprobs", "use_beam_search")
 
 
+class RefusedError(Exception):
+    """What the client is told."""
+
+
 def parsed(path: str, body: bytes) -> dict[str, Any] | None:
-    """The body of a request that may go over two servers; None: it goes to one."""
+    """The body of a request that may go over two servers; None: it goes to one. Raises `RefusedError` where a client
+    says itself where keys and values are: a decode server connects to that place, and keeps what it gets for all. So
+    nothing passes either that cannot be looked into."""
     if path not in ROUTES:
         return None
     try:
-        given = json.loads(body)
-    except ValueError:
+        given = msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
         return None
-    if not isinstance(given, dict) or given.get("kv_transfer_params"):
-        return None
+    if given.get("kv_transfer_params"):
+        raise RefusedError("kv_transfer_params are what this router tells its servers: leave them out")
     several = isinstance(given.get("prompt"), list) and len(given["prompt"]) > 0 and not _are_ids(given["prompt"])
     alone = ("prompt_logprobs", "echo", "suffix", "use_beam_search")  # the second server computes the prompt anyway
     return None if several or any(given.get(name) for name in alone) else given

@@ -11,7 +11,7 @@ from typing import Any
 
 class FakeServer:
     """`mode`: "well"; "refuses" with 400; "fails" with 500; "leaves" in the middle of an answer; "nothing" is handed
-    over; "slow": a part of a stream every 0.02 s."""
+    over; "slow": a part of a stream every 0.02 s; "stopped": nothing is answered any more, its health neither."""
 
     def __init__(self) -> None:
         self.mode = "well"
@@ -19,61 +19,74 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self.broken = threading.Event()
         """a client has left in the middle"""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            log_message = lambda *given: None  # type: ignore[assignment]  # noqa: E731
-
-            def do_GET(self) -> None:
-                self._answer(200, {"path": self.path})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.asked.append(body)
-                outer.headers.append({name.lower(): value for name, value in self.headers.items()})
-                if outer.mode in ("refuses", "fails"):
-                    self._answer(400 if outer.mode == "refuses" else 500, {"error": {"message": outer.mode}})
-                elif outer.mode == "leaves":
-                    self.close_connection = True
-                elif body.get("stream"):
-                    self._stream()
-                else:
-                    asked = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
-                    params = {"do_remote_prefill": True, "remote_request_id": "1.x", "proxys_own": 3}
-                    handed = params if asked and outer.mode != "nothing" else None
-                    self._answer(200, {"text": "answer", "kv_transfer_params": handed})
-
-            def _stream(self) -> None:
-                self.send_response(200)
-                self.send_header("content-type", "text/event-stream")
-                self.send_header("transfer-encoding", "chunked")
-                self.end_headers()
-                try:
-                    for index in range(500 if outer.mode == "slow" else 3):
-                        data = f"data: {index}\n\n".encode()
-                        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-                        self.wfile.flush()
-                        time.sleep(0.02)
-                    self.wfile.write(b"0\r\n\r\n")
-                except OSError:
-                    outer.broken.set()
-
-            def _answer(self, status: int, content: dict[str, Any]) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.send_header("connection", "close")
-                self.end_headers()
-                self.wfile.write(data)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.goes_on = threading.Event()
+        """who was "stopped" does"""
+        handler = type("Handler", (_Handler,), {"outer": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
+        self.goes_on.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    outer: FakeServer
+    protocol_version = "HTTP/1.1"
+
+    log_message = lambda *given: None  # type: ignore[assignment]  # noqa: E731
+
+    def do_GET(self) -> None:
+        if self.outer.mode == "stopped":
+            self.outer.goes_on.wait(60)
+            self.close_connection = True
+            return
+        self._answer(200, {"path": self.path})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.outer.asked.append(body)
+        self.outer.headers.append({name.lower(): value for name, value in self.headers.items()})
+        if self.outer.mode == "stopped":
+            self.outer.goes_on.wait(60)
+            self.close_connection = True
+        elif self.outer.mode in ("refuses", "fails"):
+            self._answer(400 if self.outer.mode == "refuses" else 500, {"error": {"message": self.outer.mode}})
+        elif self.outer.mode == "leaves":
+            self.close_connection = True
+        elif body.get("stream"):
+            self._stream()
+        else:
+            asked = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+            params = {"do_remote_prefill": True, "remote_request_id": "1.x", "proxys_own": 3}
+            handed = params if asked and self.outer.mode != "nothing" else None
+            self._answer(200, {"text": "answer", "kv_transfer_params": handed})
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            for index in range(500 if self.outer.mode == "slow" else 3):
+                data = f"data: {index}\n\n".encode()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+                self.wfile.flush()
+                time.sleep(0.02)
+                if self.outer.mode == "stopped":
+                    self.outer.goes_on.wait(60)
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.outer.broken.set()
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(data)

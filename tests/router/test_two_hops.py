@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fake_servers import FakeServer
 
+from entrypoints.router import servers
 from entrypoints.router.app import Router
 from entrypoints.router.servers import Servers
 from entrypoints.serve import main
@@ -100,12 +101,62 @@ def test_what_the_first_server_cannot_do_the_second_does_alone(served: Served, m
         ("/v1/completions", {"echo": True}),
         ("/v1/completions", {"prompt": ["a", "b"]}),
         ("/v1/chat/completions", {"prompt_logprobs": 1}),
-        ("/v1/completions", {"kv_transfer_params": {"do_remote_prefill": True}}),
+        ("/v1/completions", {"kv_transfer_params": None, "echo": True}),
     ],
 )
 def test_what_gains_nothing_goes_to_one_server_as_it_is(served: Served, path: str, more: dict[str, Any]) -> None:
     assert served.post({**BODY, **more}, path).status_code == 200
     assert served.decoded == [{**BODY, **more}] and not served.prefill.asked
+
+
+SOURCE = b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.9"}'
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", SOURCE + b"}"),
+        ("/v1/completions", SOURCE + b', "echo": true}'),
+        ("/v1/chat%2Fcompletions", SOURCE + b"}"),
+        ("/v1/completions", SOURCE + b', "more": "\xff"}'),
+        ("/v1/completions", SOURCE + b', "more": ' + b"[" * 4000 + b"]" * 4000 + b"}"),
+    ],
+)
+def test_a_client_does_not_say_where_a_decode_server_connects_to(served: Served, path: str, body: bytes) -> None:
+    assert httpx.post(served.url + path, content=body, timeout=20).status_code == 400
+    assert not served.decoded and not served.prefill.asked
+
+
+@pytest.mark.parametrize("path", ["/v1/models/a%2Fb", "/v1/models/a%3Fb?c=%2F"])
+def test_a_path_is_passed_on_as_it_was_written(served: Served, path: str) -> None:
+    assert httpx.get(served.url + path, timeout=20).json() == {"path": path}
+
+
+def test_a_decode_server_that_no_longer_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CHECK_S", 0.1)
+    served = Served()
+    try:
+        served.decode.mode = served.other.mode = "stopped"
+        answer = served.post({**BODY, "echo": True})
+        assert (answer.status_code, len(served.decoded)) in {(503, 1), (503, 2)}
+    finally:
+        served.close()
+
+
+def test_a_stream_of_a_server_that_no_longer_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CHECK_S", 0.1)
+    served = Served()
+    try:
+        served.decode.mode = served.other.mode = "slow"
+        body = {"messages": [], "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=20) as answer:
+            parts = answer.iter_raw()
+            assert next(parts) == b"data: 0\n\n"
+            served.decode.mode = served.other.mode = "stopped"
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(parts)
+    finally:
+        served.close()
 
 
 def test_a_decode_server_that_is_gone_is_left_out(served: Served) -> None:
@@ -132,13 +183,13 @@ def test_errors_of_the_second_server_are_the_clients(served: Served) -> None:
 
 
 def test_the_server_with_the_least_to_do_is_first() -> None:
-    servers = Servers(["http://a", "http://b", "http://c"])
-    with servers.all[0].answering(100), servers.all[1].answering(10):
-        assert [server.url for server in servers.in_order()] == ["http://c", "http://b", "http://a"]
-        servers.all[2].failed()
-        assert servers.in_order()[0].url == "http://b"
-    servers.all[2].lives = True
-    assert {servers.in_order()[0].url for _ in range(3)} == {"http://a", "http://b", "http://c"}, "ties take turns"
+    several = Servers(["http://a", "http://b", "http://c"])
+    with several.all[0].answering(100), several.all[1].answering(10):
+        assert [server.url for server in several.in_order()] == ["http://c", "http://b", "http://a"]
+        several.all[2].failed()
+        assert several.in_order()[0].url == "http://b"
+    several.all[2].lives = True
+    assert {several.in_order()[0].url for _ in range(3)} == {"http://a", "http://b", "http://c"}, "ties take turns"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +197,9 @@ def test_the_server_with_the_least_to_do_is_first() -> None:
     [
         (["--role", "router", "--prefill", "http://a"], "needs"),
         (["--role", "router", "--prefill", "a", "--decode", "http://b"], "not a URL"),
+        (["--role", "router", "--prefill", "http://a:x", "--decode", "http://b"], "not a URL"),
+        (["--role", "router", "--prefill", "http://a:1", "--decode", "http://me:secret@b"], "not a URL"),
+        (["--role", "router", "--prefill", "http://a", "--decode", "http://b", "--api-key", "k"], "no effect"),
         (["--prefill", "http://a"], "no effect"),
         (["some/model", "--role", "router", "--prefill", "http://a", "--decode", "http://b"], "no model"),
         (["m", "--role", "prefill", "--kv-transfer-config", '{"kv_role": "kv_consumer"}'], "contradicts"),
