@@ -38,6 +38,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """where others read pages; it is told them as `remote_host`"""
     kv_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0: any, for it is told, too"""
+    kv_sources: tuple[str, ...] = ()
+    """networks, addresses and names of other hosts that pages are taken from; requests say where their pages are"""
     kv_buffer_device: Literal["cpu"] = "cpu"
     kv_load_failure_policy: Literal["recompute"] = "recompute"
 

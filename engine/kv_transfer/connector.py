@@ -15,6 +15,7 @@ from engine.kv_transfer.interface import FetchDone, Inform
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
 from engine.kv_transfer.reader import fetch
+from engine.kv_transfer.sources import Sources
 from engine.kv_transfer.staging import Stagings
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class EngineConnector:
         self.most_leases = config.limits.kv_leases
         self._timeout_s = config.limits.kv_fetch_s
         self._host = config.kv_transfer.kv_ip
+        self._sources = Sources(config.kv_transfer.kv_sources)
         self._memory: KVMemory | None = None
         self._exports: Exports | None = None
         if config.kv_transfer.produces:
@@ -100,6 +102,7 @@ class EngineConnector:
                 raise TransferError("this engine has no pages yet")
             if source.tp_size != 1:
                 raise TransferError(f"tp_size {source.tp_size}: only pages of whole heads are taken (tp_size 1)")
+            self._sources.check(source.remote_host or "")
             left = deadline - began
             if left <= 0:  # slow sources hold up the others' prompts for so long at most
                 raise TransferError("it waited too long for other fetches")

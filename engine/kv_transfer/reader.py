@@ -8,6 +8,7 @@ import time
 from engine.kv_transfer.frames import Answer, Ask, Took, TransferError, Wire, local_name
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
+from engine.kv_transfer.sources import is_own
 from engine.kv_transfer.staging import Stagings
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -50,7 +51,7 @@ def _check(answer: Answer, size: int) -> None:
 def _connect(source: KVTransferParams, deadline: float) -> socket.socket:
     host, port = source.remote_host or "", source.remote_port or 0
     left = max(deadline - time.monotonic(), 0.001)
-    if host in _LOOPBACK or _is_own(host):
+    if host in _LOOPBACK or is_own(host):
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.settimeout(left)
         try:
@@ -62,16 +63,5 @@ def _connect(source: KVTransferParams, deadline: float) -> socket.socket:
         connection = socket.create_connection((host, port), timeout=left)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-    except OSError as error:
-        raise TransferError(f"{host}:{port}: {error}") from error
-
-
-def _is_own(host: str) -> bool:
-    """An address of this machine: one that a socket can be bound to."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    except (OSError, UnicodeError) as error:  # of a name that is none
+        raise TransferError(f"{host[:200]!r}, port {port}: {error}") from error

@@ -127,5 +127,5 @@ def _count(value: Any, name: str) -> int | None:
         return None
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError(f"{name} must be a number, got {value!r:.100}", name) from None

@@ -8,6 +8,7 @@ routes among workers as our replicas would.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +30,8 @@ from engine.core.wire import CoreStats
 from engine.errors import ConfigError, CoreDiedError, InvalidRequestError, QueueFullError
 from entrypoints.dynamo.requests import chunks, sampling_params
 from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model, engine_args
+
+logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.25
 """how often Dynamo's router learns of the load, where it changed"""
@@ -136,9 +139,12 @@ class PageloomEngine(LLMEngine):
     async def _tell(self) -> None:
         told: CoreStats | None = None
         while True:
-            if (stats := self._started().stats()) is not told:
-                self._publisher.publish(0, _snapshot(stats))
-                told = stats
+            try:
+                if (stats := self._started().stats()) is not told:
+                    self._publisher.publish(0, _snapshot(stats))
+                    told = stats
+            except Exception:  # the router goes on with what it has
+                logger.exception("the load could not be published")
             await asyncio.sleep(SNAPSHOT_S)
 
     def _started(self) -> AsyncEngine:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
+
+logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0
 """between looks at each server's health"""
@@ -75,7 +78,10 @@ class Servers:
         """For ever."""
         while True:
             began = time.monotonic()
-            await asyncio.gather(*(self._look_at(client, server) for server in self.all))
+            looks = (self._look_at(client, server) for server in self.all)
+            for found in await asyncio.gather(*looks, return_exceptions=True):
+                if isinstance(found, Exception):
+                    logger.error("a server could not be looked at", exc_info=found)
             await asyncio.sleep(max(CHECK_S - (time.monotonic() - began), 0.1))
 
     @staticmethod

@@ -40,7 +40,9 @@ def test_sources_that_are_slow_hold_up_other_fetches_no_longer_than_one_may_take
     reads.attach(memory(1))
     try:
         for number in range(READERS + 1):
-            reads.fetch(number, KVTransferParams(remote_request_id=str(number)), {b"key": number})
+            reads.fetch(
+                number, KVTransferParams(remote_request_id=str(number), remote_host="127.0.0.1"), {b"key": number}
+            )
         assert {begun.get(timeout=60) for _ in range(READERS)} == {str(number) for number in range(READERS)}
         time.sleep(0.6)
         go_on.set()
@@ -54,3 +56,26 @@ def test_sources_that_are_slow_hold_up_other_fetches_no_longer_than_one_may_take
     finally:
         go_on.set()
         reads.close()
+
+
+def test_a_place_that_the_setting_does_not_name_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = msgspec.structs.replace(
+        tiny_config(),
+        kv_transfer=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_sources=("192.0.2.0/28",)),
+    )
+    asked, news = list[str | None](), SimpleQueue[News]()
+
+    def fetch(source: KVTransferParams, *_: Any) -> int:
+        asked.append(source.remote_host)
+        return 1
+
+    monkeypatch.setattr(connector, "fetch", fetch)
+    reads = EngineConnector(config, news.put, waits=True)
+    reads.attach(memory(1))
+    for number, host in enumerate(("192.0.2.200", "192.0.2.9")):
+        reads.fetch(number, KVTransferParams(remote_host=host), {b"key": number})
+    first, second = news.get(timeout=60), news.get(timeout=60)
+    assert isinstance(first, FetchDone) and "kv_sources" in (first.error or "")
+    assert isinstance(second, FetchDone) and second.error is None
+    assert asked == ["192.0.2.9"]
+    reads.close()
