@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 """being served at a time; more wait to be accepted"""
+ASK_S = 10.0
+"""in which a reader says what it wants: who says nothing takes a place from others"""
 _FULL_S = 0.05
 """until it is asked again whether there is room for one more"""
 
@@ -139,7 +141,7 @@ class Exports:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                self._answer(Wire(connection, time.monotonic() + self._timeout_s))
+                self._answer(Wire(connection, time.monotonic() + min(self._timeout_s, ASK_S)))
         except TransferError as error:
             logger.debug("a reader of KV pages left: %s", error)
         except Exception:
@@ -152,6 +154,7 @@ class Exports:
         try:
             local = wire.socket.family == socket.AF_UNIX
             ask = wire.receive_with(Ask, descriptors) if local else wire.receive(Ask)
+            wire.until(time.monotonic() + self._timeout_s)
             if not ask.keys:
                 self._end(ask.lease)
                 wire.send(Answer())

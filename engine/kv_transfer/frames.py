@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-MAX_FRAME_BYTES = 8 << 20
+MAX_FRAME_BYTES = 4 << 20
 _LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
@@ -56,6 +56,10 @@ class Wire:
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         """`deadline`: on `time.monotonic`'s clock."""
         self.socket, self._deadline = connection, deadline
+
+    def until(self, deadline: float) -> None:
+        """What comes now may take until then."""
+        self._deadline = deadline
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
         data = msgspec.msgpack.encode(message)

@@ -167,6 +167,17 @@ def test_a_source_that_is_stopped_is_left_after_the_timeout() -> None:
             fetch(params, HERE, memory(2), 0.2)
 
 
+def test_a_stranger_who_says_nothing_is_left_before_a_reader_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports, "ASK_S", 0.2)
+    made = Source(timeout_s=600.0)
+    try:
+        with socket.create_connection(("127.0.0.1", made.exports.port)) as stranger:
+            stranger.settimeout(30)
+            assert stranger.recv(1) == b""
+    finally:
+        made.exports.close()
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -180,9 +191,10 @@ def test_a_source_that_is_stopped_is_left_after_the_timeout() -> None:
 )
 def test_what_strangers_send_ends_their_connection_alone(source: Source, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", source.exports.port)) as stranger:
-        stranger.sendall(sent)
-        stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(5)
+        with contextlib.suppress(OSError):  # it may have been reset at once
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
     assert fetch(source.offer(), HERE, memory(2), 5.0)
