@@ -14,11 +14,12 @@ import random
 import statistics
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import httpx
 import numpy as np
 
-from engine.kv_transfer import reader
+from engine.kv_transfer import frames, reader
 from engine.kv_transfer.exports import Exports
 from engine.kv_transfer.interface import News
 from engine.kv_transfer.memory import KVMemory, Pages
@@ -60,10 +61,11 @@ def pages_ms(page_bytes: int) -> dict[str, dict[str, float]]:
     engine_id, port, names = pipe.recv()
     target, stagings, found = memory(page_bytes), Stagings(2), {}
     pages = {index.to_bytes(32, "little"): index for index in range(SIZE // page_bytes)}
-    local_name = reader.local_name
+    local_name = frames.local_name
     for transport in ("shared memory", "TCP"):
-        reader.local_name = local_name if transport == "shared memory" else lambda port: f"\0nobody-{port}"
-        took = []
+        found_by = local_name if transport == "shared memory" else nobody
+        setattr(reader, "local_name", found_by)  # noqa: B010  # where the reader looks for it
+        took: list[float] = []
         for _ in range(ROUNDS):
             params = KVTransferParams(
                 remote_engine_id=engine_id, remote_request_id=names.pop(), remote_host="127.0.0.1", remote_port=port
@@ -72,14 +74,19 @@ def pages_ms(page_bytes: int) -> dict[str, dict[str, float]]:
             reader.fetch(params, pages, target, stagings, 10.0)
             took.append(1000 * (time.perf_counter() - began))
         found[transport] = {"p50": round(statistics.median(took), 2), "max": round(max(took), 2)}
-    reader.local_name = local_name
+    setattr(reader, "local_name", local_name)  # noqa: B010
     pipe.send(None)
     process.join()
     return found
 
 
+def nobody(port: int) -> str:
+    return f"\0nobody-{port}"
+
+
 def first_token_s(asked: argparse.Namespace) -> dict[str, float]:
-    rolls, took = random.Random(time.time()), {"prefill": [], "taken over": [], "computed": []}
+    rolls = random.Random(time.time())
+    took: dict[str, list[float]] = {"prefill": [], "taken over": [], "computed": []}
     for index in range(2 * asked.rounds):
         prompt = [rolls.randrange(1000, 40000) for _ in range(asked.tokens)]
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 1}
@@ -97,10 +104,11 @@ def first_token_s(asked: argparse.Namespace) -> dict[str, float]:
     return {kind: round(statistics.median(each), 4) for kind, each in took.items()}
 
 
-def _post(url: str, body: dict[str, object]) -> dict[str, object]:
+def _post(url: str, body: dict[str, object]) -> dict[str, Any]:
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
     answer.raise_for_status()
-    return answer.json()
+    told: dict[str, Any] = answer.json()
+    return told
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
 from engine.executor.interface import CompileState
+from engine.kv_transfer.interface import News
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import RowParams, Rows, ScheduledRow, StepMasks, StepPlan, StepResult
 
@@ -115,6 +116,8 @@ class BusyScheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    is_busy = has_work
+
     def add(self, request: AddRequest) -> None:
         self._requests.append(request.request_id)
 
@@ -135,6 +138,9 @@ class BusyScheduler:
         return None
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
+        return []
+
+    def transferred(self, news: News) -> list[SequenceDelta]:
         return []
 
     def has_begun(self, request_id: str) -> bool:

@@ -23,8 +23,12 @@ NOT_SHOWN = {
     *("pageloom_time_per_output_token_seconds", "pageloom_request_inference_time_seconds"),
     *("pageloom_request_longest_generation_tokens", "pageloom_request_params_n", "pageloom_cache_config_info"),
     "pageloom_replicas",
+    *("pageloom_kv_fetches_total", "pageloom_kv_fetch_failures_total", "pageloom_kv_fetched_bytes_total"),
+    *("pageloom_kv_fetch_seconds_total", "pageloom_kv_leases", "pageloom_kv_leases_expired_total"),
+    "pageloom_kv_leases_gave_way_total",
 }
-"""said by others better, or of little use over time; how many replicas there are, where there are several"""
+"""said by others better, or of little use over time; of several replicas, and of prompts that are taken over, which most
+servers have not"""
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from engine.core.loop import CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
 from engine.executor.in_process import InProcessExecutor, Pending
+from engine.kv_transfer.memory import KVMemory
 from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
@@ -45,6 +46,9 @@ class TimedRunner:
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.inner.allocate(num_blocks)
+
+    def kv_memory(self) -> KVMemory:
+        return self.inner.kv_memory()
 
     def warm_up(self) -> WarmUpReport:
         self.warm_up_report = self.inner.warm_up()
