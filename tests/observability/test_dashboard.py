@@ -27,8 +27,8 @@ NOT_SHOWN = {
     *("pageloom_kv_fetch_seconds_total", "pageloom_kv_leases", "pageloom_kv_leases_expired_total"),
     "pageloom_kv_leases_gave_way_total",
 }
-"""said by others better, or of little use over time; of several replicas, and of prompts that are taken over, which most
-servers have not"""
+"""said by others better, or of little use over time; of several replicas, or of prompts that are taken over: most
+servers have neither"""
 
 
 @pytest.fixture(scope="module")
