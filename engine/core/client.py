@@ -236,15 +236,10 @@ class ProcessClient:
         """It owes nothing, as far as it has told."""
         return self._liveness.idle
 
-    @property
-    def is_stopped(self) -> bool:
-        """By a signal, now."""
-        return self._ready and not self._closed and self._died is None and is_stopped(self._handle.pid)
-
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
             return None
-        if self.is_stopped:
+        if is_stopped(self._handle.pid):
             return "it was stopped by a signal"
         return self._liveness.stalled(time.monotonic(), compiling=self._compiling)
 

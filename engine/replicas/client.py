@@ -5,7 +5,6 @@ Each replica is a core process with the whole model and a KV cache of its own. T
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -27,12 +26,8 @@ from engine.replicas.router import Router
 from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
 
-logger = logging.getLogger(__name__)
-
 MakeClient = Callable[[EngineConfig, Sequence[int] | None, int | None], ProcessClient]
 """(configuration of a replica, the logical CPUs that it may run on, the memory that it shares with the others)"""
-STOPPED_S = 10.0
-"""after which a core that a signal has stopped counts as lost, where others serve: what it has would wait for ever"""
 LOOK_S = 0.05
 """how often who takes a replica away looks whether it is free"""
 
@@ -57,9 +52,6 @@ class ReplicatedClient:
         self._starting: dict[int, ProcessClient] = {}
         """by their places"""
         self._next_number = self._turn = self._receivers = 0
-        self._next_look = 0.0
-        self._stopped_since: dict[int, float] = {}
-        """by replicas' numbers"""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died: str | None = None
         self._abandoned = self._closed = False
@@ -261,7 +253,6 @@ class ReplicatedClient:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._fleet.let_go()
-        self._give_up_stopped()
         if self._fleet.told:
             return self._fleet.told.popleft()
         replicas, turn = self._fleet.replicas, self._turn
@@ -275,21 +266,9 @@ class ReplicatedClient:
                 self._turn = turn + index + 1
                 return self._fleet.take_in(replica, outputs)
         if (stopped := self._watch.stopped([replica.client for replica in replicas])) is not None:
+            replicas[stopped].client.abandon()  # it could not leave by itself
             return self._lost(replicas[stopped], CoreDiedError(f"replica {stopped} was stopped by a signal"))
         return None
-
-    def _give_up_stopped(self) -> None:
-        """Now and then. They are lost then as any that was killed."""
-        if (now := time.monotonic()) < self._next_look or len(self._fleet.replicas) == 1:
-            return
-        self._next_look = now + STOPPED_S / 10
-        stopped = [replica for replica in self._fleet.replicas if replica.client.is_stopped]
-        since = {replica.number: self._stopped_since.get(replica.number, now) for replica in stopped}
-        self._stopped_since = since
-        for replica in stopped if len(stopped) < len(self._fleet.replicas) else ():
-            if now - since[replica.number] >= STOPPED_S:
-                logger.error("replica %d was stopped by a signal %g s ago: it is killed", replica.place, STOPPED_S)
-                replica.client.abandon()
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
         try:

@@ -1,4 +1,4 @@
-"""Whether a replica was stopped by a signal that the others wait for: no descriptor tells."""
+"""Whether a replica was stopped by a signal while it has work: no descriptor tells."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ STOPPED_LOOKS = 3
 """looks in a row, rather than a time: where all of us were stopped and go on, time has passed for none of us"""
 
 
-class StopWatch:
-    """`on`: replicas wait for each other."""
+ALONE_LOOKS = 50
+"""where nobody waits for it but its own requests, which the others could compute"""
 
-    def __init__(self, on: bool) -> None:
-        self._on = on
+
+class StopWatch:
+    """`together`: replicas wait for each other. Else one is given up only where another one goes on."""
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
         self._next_look = 0.0
         self._looks: dict[int, int] = {}
         """by process: how often in a row it was found stopped"""
@@ -30,7 +34,7 @@ class StopWatch:
 
     def stopped(self, clients: Sequence[ProcessClient]) -> int | None:
         """Which of them was; to be called whenever something may have happened."""
-        if not self._on:
+        if not self._together and len(clients) == 1:
             return None
         self._busy = not all(client.idle for client in clients)
         now = time.monotonic()
@@ -38,5 +42,7 @@ class StopWatch:
             return None
         self._next_look = now + LOOK_S
         self._looks = {client.pid: self._looks.get(client.pid, 0) + 1 for client in clients if is_stopped(client.pid)}
-        pids = [client.pid for client in clients]
-        return next((pids.index(pid) for pid, looks in self._looks.items() if looks >= STOPPED_LOOKS), None)
+        if not self._together and len(self._looks) == len(clients):
+            return None
+        pids, most = [client.pid for client in clients], STOPPED_LOOKS if self._together else ALONE_LOOKS
+        return next((pids.index(pid) for pid, looks in self._looks.items() if looks >= most), None)

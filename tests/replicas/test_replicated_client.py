@@ -20,7 +20,7 @@ from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
 from engine.parallel_config import ParallelConfig
-from engine.replicas import client as room
+from engine.replicas import stop_watch as room
 from engine.replicas.client import ReplicatedClient
 
 pytestmark = pytest.mark.timeout(120)
@@ -232,7 +232,7 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
 
 
 def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "STOPPED_S", 1.0)
+    monkeypatch.setattr(room, "ALONE_LOOKS", 5)
     with replicas("SlowlyCounting") as client:
         seen = Seen()
         for index in range(4):
