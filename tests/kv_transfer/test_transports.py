@@ -178,6 +178,16 @@ def test_a_stranger_who_says_nothing_is_left_before_a_reader_would_be(monkeypatc
         made.exports.close()
 
 
+def test_who_says_nothing_gives_way_to_readers(source: Source, transport: str) -> None:
+    """In places and in the backlog behind them; a fetch has far less time than they have."""
+    with contextlib.ExitStack() as strangers:
+        for _ in range(exports.MOST_CONNECTIONS + 20):
+            connection = strangers.enter_context(socket.create_connection(("127.0.0.1", source.exports.port)))
+            connection.sendall(struct.pack("<I", 1000))  # not all of a frame
+        for generation in range(1, 9):
+            assert fetch(source.offer(generation), HERE, memory(2), 2.5)
+
+
 @pytest.mark.parametrize(
     "sent",
     [
