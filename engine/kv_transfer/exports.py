@@ -143,7 +143,11 @@ class Exports:
             return
         with self._lock:
             self._silent[connection] = None
-        threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+        except RuntimeError as error:
+            logger.error("a reader of KV pages is turned away: %s", error)
+            self._let_go(connection)
 
     def _hang_up_on_the_oldest_silent(self) -> None:
         with self._lock:

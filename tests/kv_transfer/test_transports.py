@@ -240,6 +240,22 @@ def test_a_process_without_descriptors_waits_for_one(source: Source, monkeypatch
     assert len(slept) == 1 and slept[0] > 0
 
 
+def test_a_process_that_cannot_start_a_thread_turns_a_reader_away_and_serves_the_next(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unstarted(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    params = source.offer()
+    with monkeypatch.context() as patched:
+        patched.setattr(exports.threading, "Thread", Unstarted)
+        for _ in range(exports.MOST_CONNECTIONS + 1):  # none of them keeps a place
+            with pytest.raises(TransferError):
+                fetch(params, HERE, memory(2), 5.0)
+    assert fetch(params, HERE, memory(2), 5.0)
+
+
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="kv_port"):
         Exports("127.0.0.1", taken.getsockname()[1], 1.0, 1.0, lambda news: None)
