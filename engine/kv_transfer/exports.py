@@ -19,7 +19,7 @@ import time
 import msgspec
 
 from engine.errors import ConfigError
-from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, local_name
+from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, is_of_this_user, local_name
 from engine.kv_transfer.interface import Inform, LeaseEnded
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.staging import Scratch, mapped
@@ -140,6 +140,9 @@ class Exports:
         except OSError:
             self._places.release()
             time.sleep(_FULL_S)  # too many descriptors are open, and the listener stays readable
+            return
+        if connection.family == socket.AF_UNIX and not is_of_this_user(connection):
+            self._let_go(connection)
             return
         with self._lock:
             self._silent[connection] = None

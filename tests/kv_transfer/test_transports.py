@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
+from types import ModuleType
 
 import pytest
 from fake_pages import memory, packed
@@ -226,6 +227,35 @@ def test_who_sends_descriptors_without_end_is_left(source: Source) -> None:
         assert time.monotonic() < until, "what came is still open"
         time.sleep(0.01)
     assert fetch(source.offer(), HERE, memory(2), 5.0)
+
+
+@pytest.mark.parametrize("stranger", [reader, exports])
+def test_shared_memory_is_for_processes_of_one_user(
+    source: Source, stranger: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader takes TCP where the name is somebody else's; a source says nothing to somebody else."""
+    monkeypatch.setattr(stranger, "is_of_this_user", lambda connection: False)
+    if stranger is exports:
+        with pytest.raises(TransferError):
+            fetch(source.offer(), HERE, memory(2), 5.0)
+    with reader._connect(source.offer(2), time.monotonic() + 5) as connection:
+        assert (connection.family == socket.AF_UNIX) == (stranger is exports)
+    monkeypatch.undo()
+    assert fetch(source.offer(3), HERE, memory(2), 5.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is started by root alone")
+def test_another_users_process_is_told_nothing(source: Source) -> None:
+    if not (child := os.fork()):
+        try:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(local_name(source.exports.port))
+                stranger.settimeout(source.exports._timeout_s - 1)
+                os._exit(len(stranger.recv(1)))
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_process_without_descriptors_waits_for_one(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
