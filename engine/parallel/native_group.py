@@ -30,6 +30,7 @@ class NativeGroup:
         self._rank, self._size = rank, size
         self._all_reduce: OpOverload = self._ops.all_reduce.default
         self._all_gather: OpOverload = self._ops.all_gather.default
+        self._all_to_all: OpOverload = self._ops.all_to_all.default
 
     @property
     def name(self) -> str:
@@ -52,6 +53,17 @@ class NativeGroup:
     def all_gather(self) -> OpOverload:
         """See `AllGather`; x is of any dtype, its rows may lie apart."""
         return self._all_gather
+
+    @property
+    def all_to_all(self) -> OpOverload:
+        """See `AllToAll`; x as of `all_gather`."""
+        return self._all_to_all
+
+    @property
+    def native_exchange(self) -> tuple[int, ...]:
+        """Addresses for callers in native code, as long as it is open: of the `NativeExchange` that gathers, of that
+        which deals (`native_group.h`), and of the group."""
+        return tuple(self._ops.native_exchange(self._name))
 
     def abort(self, reason: str) -> None:
         """See `Group.abort`. Nothing once this rank is closed."""
