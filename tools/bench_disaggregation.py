@@ -60,7 +60,8 @@ def pages_ms(page_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
     process = multiprocessing.Process(target=source, args=(far, page_bytes))
     process.start()
     engine_id, port, names = pipe.recv()
-    target, stagings, found = memory(page_bytes), Stagings(2), {}
+    target, stagings = memory(page_bytes), Stagings(2)
+    found: dict[str, dict[str, dict[str, float]]] = {}
     counts = {"one page": 1, "16 MB": SIZE // page_bytes}
     local_name = frames.local_name
     for transport in ("shared memory", "TCP"):

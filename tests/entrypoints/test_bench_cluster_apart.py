@@ -126,13 +126,23 @@ def test_prompts_hold_up_nobody_who_decodes(configs: tuple[EngineConfig, EngineC
     assert two[0] == two[1]
 
 
-def test_pairs_that_are_ranked_alike() -> None:
+def outcome(ttft_p90: float) -> Outcome:
     names = [name for name in Outcome.__struct_fields__ if name not in ("ttft_p90", "spread")]
-    simulated, real = (
-        [Outcome(ttft_p90=seconds, **dict.fromkeys(names, 0.0)) for seconds in each]
-        for each in ((1.0, 2.0, 3.0), (1.0, 3.0, 2.0))
-    )
+    return Outcome(ttft_p90=ttft_p90, spread={"ttft_p90": 0.1}, **dict.fromkeys(names, 0.0))
+
+
+def test_pairs_that_are_ranked_alike() -> None:
+    simulated, real = ([outcome(seconds) for seconds in each] for each in ((1.0, 2.0, 3.0), (1.0, 3.0, 2.0)))
     assert ranked_alike(simulated, real, "ttft_p90") == (2, 3)
+
+
+def test_layouts_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from entrypoints.bench.cluster.plot import draw
+
+    told = [("simulated", Layout(2)), ("simulated", Layout(1, prefill=1)), ("real", Layout(2))]
+    draw([(*each, outcome(0.4)) for each in told], {"ttft_p90": 0.5, "tpot_p90": None}, tmp_path / "layouts.svg")
+    assert (tmp_path / "layouts.svg").read_text().count("<svg") == 1
 
 
 SETTINGS = ["--device", "cpu", "--max-num-batched-tokens", "256", "--threads", "1", "--compile", "none"]

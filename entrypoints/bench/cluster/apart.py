@@ -61,7 +61,7 @@ class TwoHops:
         server.failed()
         self._cores[server.url].lost = True
         for name in [name for name, hop in self._prefilling.items() if hop.server is server]:
-            self.send(self._prefilling.pop(name).message)
+            self._go_on(self._prefilling.pop(name).message, None)
 
     def loads_and_hits(self) -> tuple[list[int], float]:
         """Hits are those of the servers that compute prompts: what the others find, these have brought."""

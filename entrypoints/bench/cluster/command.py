@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,12 +104,17 @@ def add_commands(commands: Any) -> None:
     cluster.add_argument("--ttft", type=float, metavar="S", help="with --tpot: the fewest devices whose p90 holds")
     cluster.add_argument("--tpot", type=float, metavar="S")
     cluster.add_argument("--real", action="store_true", help="beside each: as many real replicas, here")
+    cluster.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (PNG, SVG or PDF); needs matplotlib")
     add_engine_options(cluster)
     cluster.set_defaults(parser=cluster)
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError."""
+    if options.plot is not None:
+        from entrypoints.bench.profile_plot import check_plot
+
+        check_plot(options.plot)
     if (options.ttft is None) != (options.tpot is None):
         raise ValueError("--ttft and --tpot go together")
     if options.lose_at is not None and options.lose_at < 0:
@@ -198,6 +204,10 @@ def cluster(options: argparse.Namespace) -> list[dict[str, object]]:
     if options.real:
         told += [("real", each, runs.real(each)) for each in layouts]
     print(_table(told))
+    if options.plot is not None:
+        from entrypoints.bench.cluster.plot import draw
+
+        draw(told, {"ttft_p90": options.ttft, "tpot_p90": options.tpot}, options.plot)
     if options.real and len(layouts) > 1:
         print(_ranked(told))
     return [{"kind": kind, "layout": str(layout), **msgspec.to_builtins(outcome)} for kind, layout, outcome in told]
@@ -216,9 +226,7 @@ def _fewest(options: argparse.Namespace, runs: Runs, layouts: list[Layout]) -> l
     failed = None
     for layout in layouts:
         try:
-            found = fewest(
-                lambda count, of=layout: runs.simulated(of.times(count)), holds, _most(options) // layout.servers
-            )
+            found = fewest(functools.partial(runs.simulated, layout), holds, _most(options) // layout.servers)
         except ConfigError as error:
             failed = error
             print(f"{layout}: {error}")

@@ -43,8 +43,9 @@ class Runs:
         if any(each.prefill for each in layouts):
             self._apart = [self._resolve(role, 1)[1] for role in apart_args(args)]
 
-    def simulated(self, layout: Layout) -> Outcome:
-        options = self._options
+    def simulated(self, layout: Layout, times: int = 1) -> Outcome:
+        """`times`: so many of it."""
+        options, layout = self._options, layout.times(times)
         cell = min(options.cell or layout.servers, layout.servers)
         share = self._traffic.of_some(cell / layout.servers)
 
