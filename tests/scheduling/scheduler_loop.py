@@ -66,7 +66,13 @@ class Loop:
         )
         self.depth, self.stages = depth, stages[0]
         self.kv = KVCache(
-            num_blocks, block_size, caching, windows, max(budget, (depth + 1) * (1 + drafts)), num_host_blocks
+            num_blocks,
+            block_size,
+            caching,
+            windows,
+            max(budget, (depth + 1) * (1 + drafts)),
+            num_host_blocks,
+            keeps_events=connector is not None,
         )
         self.grammars = ToyGrammars()
         self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector)
