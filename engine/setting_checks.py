@@ -77,9 +77,14 @@ def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
         raise ConfigError(f"kv_transfer_config: {error}; it may have {fields}") from None
     if kind != "cpu":
         raise ConfigError("kv_transfer_config moves pages between CPUs so far: on a GPU it is not proven; leave it out")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(args, name) > 1:
             raise ConfigError(f"kv_transfer_config does not go together with {name} above 1 so far: leave one out")
+    if args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            "kv_transfer_config: rank 0 reads the pages of ranks that it has started on its own host; leave out "
+            "distributed_executor_backend"
+        )
     if args.enable_expert_parallel and args.data_parallel_size > 1:
         raise ConfigError(
             "kv_transfer_config: replicas with enable_expert_parallel move no pages so far: leave one out"

@@ -314,8 +314,8 @@ class KVCache:
                 self.events.stored(blocks.chain, group, new, tokens)
 
     def landed(self, blocks: SequenceBlocks, tokens: Tokens[int], pages: dict[bytes, int]) -> None:
-        """Blocks of the host tier, by what they are found by from now on, hold parts of the sequence's tokens; before or
-        after `free`."""
+        """Blocks of the host tier, by what they are found by from now on, hold parts of the sequence's tokens;
+        before or after `free`."""
         assert self.host is not None
         new = {key for key, block in pages.items() if self.host.pool.register(block, key)}
         if not new or self.events is None:

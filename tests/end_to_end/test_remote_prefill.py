@@ -142,7 +142,7 @@ def test_what_this_engine_does_not_do_is_refused_by_name(tmp_path: Path) -> None
             config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **more}
             LLM(str(tmp_path), kv_transfer_config=config, **SETTINGS)
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    for setting in ({"tensor_parallel_size": 2}, {"enable_prefix_caching": False}):
+    for setting in ({"pipeline_parallel_size": 2}, {"enable_prefix_caching": False}):
         with pytest.raises(ConfigError, match=next(iter(setting))):
             LLM(str(tmp_path), kv_transfer_config=config, **{**SETTINGS, **setting})
     with pytest.raises(ConfigError, match="kv_port must be at most 65534"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_remote_prefill import ASKED, DRAWN, GREEDY, SETTINGS, engine, with_transfer
+from test_remote_prefill import ASKED, DRAWN, GREEDY, SETTINGS, checksums, engine, with_transfer
 from tiny_families import save_tiny
 
 from engine import LLM, RequestOutput, SamplingParams
@@ -58,3 +58,23 @@ def test_each_replica_gives_out_and_takes_over(tmp_path: Path) -> None:
                 assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
         stats = target.stats()
         assert (stats.kv_fetches, stats.kv_fetch_failures) == (5, 0), "replicas tell what they have"
+
+
+@pytest.mark.exhaustive  # two workers
+def test_ranks_move_the_pages_of_all(tmp_path: Path) -> None:
+    """A query group for each rank, and one more for the first one."""
+    save_tiny("Llama", tmp_path, num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
+    many: dict[str, Any] = {"tensor_parallel_size": 2, **SMALL}
+    with engine(tmp_path, "kv_both", **many) as source, engine(tmp_path, "kv_both", **many) as target:
+        handed = [
+            output.kv_transfer_params
+            for output in answers(source, [with_transfer(GREEDY, ASKED, max_tokens=1)] * len(PROMPTS))
+        ]
+        got = answers(target, [with_transfer(GREEDY, params) for params in handed])
+        assert [output.num_cached_tokens for output in got] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+        there, here = checksums(source), checksums(target)
+        common = there.keys() & here.keys()
+        assert len(common) >= 30 and all(there[key] == here[key] for key in common)
+        assert target.stats().kv_fetch_failures == 0
+        wanted = answers(source, [GREEDY] * len(PROMPTS))
+        assert [each.outputs[0].token_ids for each in got] == [each.outputs[0].token_ids for each in wanted]
