@@ -43,10 +43,9 @@ class EngineConnector:
         extra = config.kv_transfer.kv_connector_extra_config
         nixl = None if extra is None else NixlAgent(f"pageloom-{secrets.token_hex(8)}", extra.backends)
         if config.kv_transfer.produces:
-            limits = config.limits
-            self._exports = Exports(
-                self._host, config.kv_transfer.kv_port, limits.kv_lease_s, limits.kv_fetch_s, inform, nixl
-            )
+            limits, port = config.limits, config.kv_transfer.kv_port
+            port += config.parallel.data_rank if port else 0
+            self._exports = Exports(self._host, port, limits.kv_lease_s, limits.kv_fetch_s, inform, nixl)
             by = "over shared memory" if extra is None else f"by NIXL ({', '.join(extra.backends)})"
             logger.info("KV pages are read from %s:%d, and %s", self._host, self._exports.port, by)
         self._consumes = config.kv_transfer.consumes

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from index_mirror import IndexMirror, index_of
 from replaying_executor import generate
 from scheduler_loop import Loop
 from transfer_link import ASKED, Link
@@ -62,8 +63,17 @@ class Transfers(RuleBasedStateMachine):
         """requests whose tokens have to be right"""
         self.written: dict[int, list[list[int | None]]] = {}
         """what leased blocks held when they were leased, by generation"""
-        self.link.start_source(**self.settings)
-        self.link.start_target(**self.settings, **self.host_blocks)
+        self.mirrors: dict[str, IndexMirror] = {}
+        """what who is told of KV events knows"""
+        self.begin("source")
+        self.begin("target")
+
+    def begin(self, side: str) -> None:
+        if side == "source":
+            loop = self.link.start_source(**self.settings)
+        else:
+            loop = self.link.start_target(**self.settings, **self.host_blocks)
+        self.mirrors[side] = IndexMirror(loop.kv.block_size)
 
     def side(self, name: str) -> Loop:
         loop = self.link.source if name == "source" else self.link.target
@@ -173,9 +183,7 @@ class Transfers(RuleBasedStateMachine):
         if side == "source":
             self.computing.clear()
             self.written.clear()
-            self.link.start_source(**self.settings)
-        else:
-            self.link.start_target(**self.settings, **self.host_blocks)
+        self.begin(side)
         self.done[f"{side} restarted"] += 1
 
     # -- invariants --------------------------------------------------------------------------------------------------
@@ -189,6 +197,15 @@ class Transfers(RuleBasedStateMachine):
             assert all(source.kv.pool.ref_counts[block] for block in pages.values())
             now = [source.executor.slots[block] for block in pages.values()]
             assert self.written.setdefault(generation, [list(slots) for slots in now]) == now
+
+    @invariant()
+    def kv_events_tell_what_can_be_found(self) -> None:
+        for side, mirror in self.mirrors.items():
+            kv = self.side(side).kv
+            assert kv.events is not None
+            mirror.follow(kv.events.take())
+            assert mirror.names(False) == index_of(kv.pool)
+            assert kv.host is None or mirror.names(True) == index_of(kv.host.pool)
 
     def check(self, side: str) -> None:
         """Tokens of whoever has ended, before a side ends."""
