@@ -109,7 +109,7 @@ class Clients:
             thread.join()
 
     def _run(self, index: int, random: Random) -> None:
-        with httpx.Client(base_url=self._url) as http:
+        with httpx.Client(base_url=self._url, limits=httpx.Limits(max_keepalive_connections=0)) as http:
             while not self._end.is_set():
                 self._go.wait()
                 with self._busy[index]:
@@ -119,16 +119,17 @@ class Clients:
     def _ask(self, http: httpx.Client, random: Random) -> None:
         prompt, leaves = random.choice(list(self._expected)), random.random() < 0.5
         sure, lost = self.decode_lives, self.decode_lost
-        answer = None
+        answer, why = None, ""
         try:
             seconds = random.random() * 0.4 if leaves else 120
             answer = http.post("/v1/completions", json=_body(prompt, uuid.uuid4().hex), timeout=seconds)
-        except httpx.TimeoutException:
+        except httpx.TimeoutException as error:
             if leaves:
                 self.counts["left"] += 1
                 return
-        except httpx.HTTPError:  # an answer that ends amid it
-            pass
+            why = repr(error)
+        except httpx.HTTPError as error:  # an answer that ends amid it
+            why = repr(error)
         well = answer is not None and answer.status_code == 200
         if answer is not None and well and answer.json()["choices"][0]["text"] == self._expected[prompt]:
             self.counts["right"] += 1
@@ -136,7 +137,7 @@ class Clients:
             self.counts["lost with the decode server"] += 1
             time.sleep(0.2)
         else:
-            self.wrong.append("no answer" if answer is None else answer.text)
+            self.wrong.append(why if answer is None else answer.text)
 
 
 class Chaos:
@@ -187,8 +188,8 @@ class Chaos:
         """Raises `AssertionError` where a block is held that nobody asked for, or an answer was wrong."""
         self.clients.pause()
         held = self.left()
-        assert not any(held.values()), held
-        assert not self.clients.wrong, self.clients.wrong
+        assert not any(held.values()), (held, self.told())
+        assert not self.clients.wrong, (self.clients.wrong, self.told())
         self.settled += 1
         self.clients.go()
 
