@@ -177,6 +177,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     expert_placement: Annotated[
         str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
+    enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
+    eplb_config: Annotated[
+        dict[str, object],
+        _about(
+            "when they do: window_size (steps that are counted), step_interval (steps from one placement to the next), "
+            """log_balancedness, as '{"window_size": 1000, "step_interval": 3000}'"""
+        ),
+    ] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],

@@ -21,7 +21,6 @@ class SharedGroup final : public Group {
   void stop(const std::string& reason) override { memory_.stop(reason); }
   void all_reduce(const ReduceCall& call) override;
   void all_gather(const GatherCall& call) override;
-  void reduce_rows(const ReduceRowsCall& call) override;
 
  private:
   // Tells the others that this rank's part of the next round lies in its slot.
