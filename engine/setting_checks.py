@@ -62,8 +62,27 @@ def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
         return None
     if args.enable_prefix_caching is False:
         raise ConfigError("kv_events_config tells of the prefix cache, and enable_prefix_caching is off: leave one out")
-    _check_ports(config, args.data_parallel_size)
+    check_ports(config, args.data_parallel_size)
     return config
+
+
+def check_ports(config: KVEventsConfig, replicas: int) -> None:
+    """Each replica adds its rank to both ports: there must be such ports, and they must not meet. Raises
+    `ConfigError`."""
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = getattr(config, name) or ""
+        if endpoint.startswith("tcp://") and not 1 <= int(endpoint.rpartition(":")[2]) <= _MAX_PORT + 1 - replicas:
+            among = "" if replicas == 1 else f", and of data_parallel_size ({replicas}) each adds its rank"
+            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: ports are 1 to {_MAX_PORT}{among}")
+    endpoints = [config.endpoint, config.replay_endpoint or ""]
+    if not all(endpoint.startswith("tcp://") for endpoint in endpoints) or not re.search(r"\*|::", config.endpoint):
+        return
+    port, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
+    if abs(port - replay) < replicas:
+        raise ConfigError(
+            f"kv_events_config: endpoint and replay_endpoint have ports {port} and {replay}, and each of "
+            f"data_parallel_size ({replicas}) adds its rank: leave {replicas} between them"
+        )
 
 
 def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
@@ -102,24 +121,6 @@ def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
     if args.preemption == "swap" and swap_space == 0:
         raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
     return swap_space
-
-
-def _check_ports(config: KVEventsConfig, replicas: int) -> None:
-    """Each replica adds its rank to both ports: there must be such ports, and they must not meet."""
-    for name in ("endpoint", "replay_endpoint"):
-        endpoint = getattr(config, name) or ""
-        if endpoint.startswith("tcp://") and not 1 <= int(endpoint.rpartition(":")[2]) <= _MAX_PORT + 1 - replicas:
-            among = "" if replicas == 1 else f", and of data_parallel_size ({replicas}) each adds its rank"
-            raise ConfigError(f"kv_events_config: {name} {endpoint!r}: ports are 1 to {_MAX_PORT}{among}")
-    endpoints = [config.endpoint, config.replay_endpoint or ""]
-    if not all(endpoint.startswith("tcp://") for endpoint in endpoints) or not re.search(r"\*|::", config.endpoint):
-        return
-    port, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
-    if abs(port - replay) < replicas:
-        raise ConfigError(
-            f"kv_events_config: endpoint and replay_endpoint have ports {port} and {replay}, and each of "
-            f"data_parallel_size ({replicas}) adds its rank: leave {replicas} between them"
-        )
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:

@@ -195,9 +195,11 @@ class PagedAttention:
     def native_layer(self, layer: int, dtype: torch.dtype) -> NativeLayer | None:
         """A layer's attention with queries of `dtype` for a caller in native code, once the caches are allocated; None:
         there is none. Its holder holds this, too."""
-        if self._context is not None:
-            return None
-        native = self.backend.native_layer(self._layers[layer], self._of_layer[self._keeper[layer]], dtype)
+        heads, cache = self._layers[layer], self._of_layer[self._keeper[layer]]
+        if self._context is None:
+            native = self.backend.native_layer(heads, cache, dtype)
+        else:
+            native = self._context.native_layer(self.backend, heads, layer, cache, dtype)
         return native and replace(native, step=self._group_of[layer])
 
     def native_steps(self) -> list[torch.Tensor]:

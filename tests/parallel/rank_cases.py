@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,22 @@ def draw_case(seed: int, size: int, most_rows: int, most_columns: int) -> Case:
     gathers, dtype = chance.random() < 0.4, chance.choice(FLOATS)
     x_dtype = chance.choice((torch.float32, dtype))
     return Case(seed, rows, tuple(columns), gathers, x_dtype, dtype, chance.random() < 0.5, chance.choice(SCALES))
+
+
+def run_deal_case(case: Case, rank: int, all_to_all: Callable[..., torch.Tensor], group: str) -> torch.Tensor:
+    return all_to_all(_dealt(case, rank), list(case.columns), group)
+
+
+def expected_deal(case: Case, rank: int) -> torch.Tensor:
+    ranks = range(len(case.columns))
+    return torch.cat([_dealt(case, each).split(case.columns, dim=1)[rank] for each in ranks], dim=1)
+
+
+def _dealt(case: Case, rank: int) -> torch.Tensor:
+    """Every second rank's rows lie apart."""
+    total = sum(case.columns)
+    x = replace(case, gathers=True, columns=(total + rank % 2,) * len(case.columns)).part(rank)
+    return x[:, :total]
 
 
 def hash_of(tensor: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
+from engine.kv_settings import KVEventsConfig
 from engine.parallel_config import ParallelConfig
 from engine.replicas import stop_watch as room
 from engine.replicas.client import ReplicatedClient
@@ -79,6 +80,17 @@ class Seen:
 
 def counted(prompt: int, count: int) -> list[int]:
     return [10 + (prompt + index) % 80 for index in range(count)]
+
+
+def test_replicas_whose_ports_there_are_not_are_refused_before_any_is_started_or_stopped() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:65533", replay_endpoint="tcp://*:5000")
+    config = msgspec.structs.replace(tiny_config(), parallel=ParallelConfig(data=2), kv_events=events)
+    client = ReplicatedClient(config)
+    with pytest.raises(ConfigError, match=r"endpoint 'tcp://\*:65533': ports are 1 to 65535"):
+        client.scale(4)
+    with pytest.raises(CoreDiedError, match="not started"):
+        client.scale(3)
+    client.close()
 
 
 def test_requests_are_spread_and_each_gets_its_tokens() -> None:
