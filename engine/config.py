@@ -178,9 +178,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
     enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
-    eplb_config: Annotated[
-        dict[str, object], _about("""when, in steps: as '{"window_size": 1000, "step_interval": 3000}'""")
-    ] = {}
+    eplb_config: Annotated[dict[str, object], _about("when: window_size, step_interval, in steps")] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
