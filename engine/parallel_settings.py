@@ -26,11 +26,6 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     check_stages(model.spec, args.pipeline_parallel_size)
     if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
         raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
-    if args.decode_context_parallel_size > 1 and model.spec is None:
-        raise UnsupportedModelError(
-            "decode_context_parallel_size: this model runs through the transformers library's module, whose positions "
-            "are not divided; leave it out"
-        )
     backend = args.distributed_executor_backend
     return ParallelConfig(
         tensor=args.tensor_parallel_size,

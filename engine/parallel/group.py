@@ -32,6 +32,16 @@ class AllGather(Protocol):
         ...
 
 
+class AllToAll(Protocol):
+    def __call__(self, x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+        """x [rows, sum(columns)] of every rank, of which `columns[rank]` are for each rank, in order → what is for this
+        one: [rows, ranks * columns[rank]], side by side in the order of ranks.
+
+        RuntimeError as above.
+        """
+        ...
+
+
 class ReduceRows(Protocol):
     def __call__(
         self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
@@ -72,6 +82,13 @@ class Group(Protocol):
         """From any thread: whoever waits in a collective of this group, or will, gets a RuntimeError with `reason`;
         other ranks, too. The first reason stays."""
         ...
+
+
+class ContextRanks(Group, Protocol):
+    """That divide what each position's heads see."""
+
+    @property
+    def all_to_all(self) -> AllToAll: ...
 
 
 class RowsGroup(Group, Protocol):

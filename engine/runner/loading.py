@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, layers_of, stage_groups, stage_of
-from engine.parallel.group import Group, RowsGroup
+from engine.parallel.group import ContextRanks, Group, RowsGroup
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
@@ -211,7 +211,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
-        context=_context_group(config, description.spec, group),
+        context=_context_group(config, description.facts, group),
         exchange=exchange,
     )
 
@@ -228,10 +228,10 @@ def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
 
 
-def _context_group(config: EngineConfig, whole: DecoderSpec | None, group: Group | None) -> ContextGroup | None:
-    if config.parallel.context == 1 or whole is None or group is None:
+def _context_group(config: EngineConfig, whole: ModelFacts, group: Group | None) -> ContextGroup | None:
+    if config.parallel.context == 1 or group is None:
         return None
-    return ContextGroup(whole, group)
+    return ContextGroup(whole, cast(ContextRanks, group))  # of CPUs, as resolving knows
 
 
 def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | None, ModelFacts]:

@@ -193,7 +193,5 @@ def test_ranks_that_divide_positions_keep_each_token_once(model: ModelDescriptio
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, *machines, **settings)
-    with pytest.raises(UnsupportedModelError, match="transformers library's module, whose positions"):
-        _resolve(msgspec.structs.replace(model, spec=None), **two)
     with pytest.raises(UnsupportedModelError, match="an encoder keeps no keys"):
         _resolve(msgspec.structs.replace(model, facts=msgspec.structs.replace(model.facts, keeps_kv=False)), **two)

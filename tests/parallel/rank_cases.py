@@ -83,6 +83,22 @@ def expected_rows(case: Case, rank: int, size: int) -> torch.Tensor:
     return own if residual is None else (own.float() + residual.float()).to(case.dtype)
 
 
+def run_deal_case(case: Case, rank: int, all_to_all: Callable[..., torch.Tensor], group: str) -> torch.Tensor:
+    return all_to_all(_dealt(case, rank), list(case.columns), group)
+
+
+def expected_deal(case: Case, rank: int) -> torch.Tensor:
+    ranks = range(len(case.columns))
+    return torch.cat([_dealt(case, each).split(case.columns, dim=1)[rank] for each in ranks], dim=1)
+
+
+def _dealt(case: Case, rank: int) -> torch.Tensor:
+    """Every second rank's rows lie apart."""
+    total = sum(case.columns)
+    x = replace(case, gathers=True, columns=(total + rank % 2,) * len(case.columns)).part(rank)
+    return x[:, :total]
+
+
 def hash_of(tensor: torch.Tensor) -> str:
     shape = f"{list(tensor.shape)} {tensor.dtype} ".encode()
     return hashlib.sha256(shape + tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

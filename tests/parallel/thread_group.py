@@ -49,6 +49,9 @@ class ThreadGroup:
         assert x.shape[1] == columns[self.rank]
         return torch.cat(self._met(x), dim=1)
 
+    def all_to_all(self, x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+        return torch.cat([part.split(list(columns), dim=1)[self.rank] for part in self._met(x)], dim=1)
+
     def reduce_rows(
         self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
     ) -> torch.Tensor:
