@@ -35,13 +35,19 @@ PREFILL_S = 600.0
 """for the first hop"""
 
 
+class _Client(httpx.AsyncClient):
+    async def send(self, *given: Any, **named: Any) -> httpx.Response:
+        try:
+            return await super().send(*given, **named)
+        except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
+            raise httpx.ConnectError(f"it has left: {error}") from error
+
+
 class Router:
     def __init__(self, prefill: list[str], decode: list[str], limits: Limits) -> None:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
         self._limits, self.bodies = limits, Bodies(limits)
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
-        )
+        self.client = _Client(timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None))
         self.two_hops = self.one_hop = self.prefill_failures = 0
         """requests since the start; first hops that brought nothing"""
 
@@ -226,10 +232,7 @@ async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
     """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
-    try:
-        return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
-    except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
-        raise httpx.ConnectError(f"it was killed: {error}") from error
+    return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
 
 
 async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception) -> T:

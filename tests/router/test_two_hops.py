@@ -65,6 +65,21 @@ def served() -> Iterator[Served]:
     made.close()
 
 
+def test_a_connection_that_is_reset_while_it_is_made_is_a_server_that_was_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def reset(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and str(request.url).startswith(served.prefill.url):
+            raise AttributeError("'NoneType' object has no attribute 'getpeername'")  # as anyio does
+        return await real(transport, request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", reset)
+    assert served.post(BODY).status_code == 200
+    assert not served.prefill.asked and len(served.decoded) == 1
+
+
 def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: Served) -> None:
     headers = {"authorization": "Bearer key", "x-request-id": "mine"}
     assert served.post(BODY, headers=headers).json()["text"] == "answer"
