@@ -177,6 +177,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     expert_placement: Annotated[
         str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
+    enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
+    eplb_config: Annotated[dict[str, object], _about("when: window_size, step_interval, in steps")] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -237,8 +239,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
-        """To a parser or a group: every setting, the model's name too; the attributes are `LLM`'s keywords, None where
-        not set. Returns it."""
+        """To a parser or a group: every setting and the model, as `LLM`'s keywords, None where not set. Returns it."""
         add_options(parser, cls, prefix="")
         parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
         parser.add_argument("--served-model-name")

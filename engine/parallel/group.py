@@ -42,18 +42,6 @@ class AllToAll(Protocol):
         ...
 
 
-class ReduceRows(Protocol):
-    def __call__(
-        self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
-    ) -> torch.Tensor:
-        """x [sum(rows), columns] of every rank → of their sum, made as by `all_reduce`, the `rows[rank]` rows that are
-        this rank's, which lie in the order of ranks. The residual [rows[rank], columns] is this rank's alone.
-
-        RuntimeError as above.
-        """
-        ...
-
-
 class Group(Protocol):
     """Its collectives are operators that torch.compile leaves as they are; they find their group by its name, so that
     ranks share compiled pieces."""
@@ -89,13 +77,6 @@ class ContextRanks(Group, Protocol):
 
     @property
     def all_to_all(self) -> AllToAll: ...
-
-
-class RowsGroup(Group, Protocol):
-    """Of ranks that have rows of their own."""
-
-    @property
-    def reduce_rows(self) -> ReduceRows: ...
 
 
 class OwnGroup(Group, Protocol):

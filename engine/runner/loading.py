@@ -35,7 +35,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, layers_of, stage_groups, stage_of
-from engine.parallel.group import ContextRanks, Group, RowsGroup
+from engine.parallel.group import ContextRanks, Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
@@ -157,7 +157,7 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsGroup | None = None) -> RunnerParts:
+def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group | None = None) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
     the model together, each its part. `replicas`: over which experts are divided, and nothing else.
 
@@ -196,7 +196,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     if replicas is not None:
         assert isinstance(model, Decoder)
         exchange = ExpertExchange(replicas, dtype, facts.num_layers)
-        join_experts(model, exchange)
+        assert config.parallel.experts is not None
+        join_experts(model, exchange, config.parallel.experts, replicas.size)
+        if config.parallel.eplb is not None:
+            exchange.move(config.parallel.eplb)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -220,7 +223,7 @@ _Place = tuple[Group | None, Shard | None, Stage | None]
 """with whom a rank computes the same layers, its part of their matrices, and which layers these are"""
 
 
-def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None = None) -> _Place:
+def _place(config: EngineConfig, group: Group | None, replicas: Group | None = None) -> _Place:
     if replicas is not None:
         return None, Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True), None
     parts = group.parts if isinstance(group, StageGroup) else group

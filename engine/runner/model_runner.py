@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -264,15 +265,18 @@ class ModelRunner:
             self._drafts.end(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
-            quiet = self._begin_round(plan, 0 if batch is None else batch.num_tokens)
+            if self._exchange is not None:
+                self._exchange.begin(plan.round, 0 if batch is None else batch.num_tokens)
             if batch is None:
                 if self._config.kv_transfer is not None:
                     end_moves_together(plan, self._all_ranks)
-                step = SampledStep(plan.step_id, rows=(), sampled=None, quiet=quiet)
+                step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
                 hidden = self._forward(plan, batch)
                 step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
                 self._drafts.observe(batch, hidden)
+            if self._exchange is not None:
+                step = replace(step, round=self._exchange.end())
             self._step_done.record()
             self._observer.mark(step_profile.RESULTS)
             pending = self._results.start(step, self._step_done)
@@ -307,10 +311,6 @@ class ModelRunner:
         self._inputs_ready.wait()
         self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
-
-    def _begin_round(self, plan: StepPlan, tokens: int) -> int | None:
-        """Where experts are divided over replicas: with all of them."""
-        return None if self._exchange is None else self._exchange.begin(plan.round, tokens)
 
     def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
         """Inputs of a step that follow from its drafts, which follow from what is in the blocks."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rank_cases import draw_case, hash_of, run_case, run_deal_case, run_rows_case
+from rank_cases import draw_case, hash_of, run_case, run_deal_case
 
 from engine.executor.rank import MakeGroup, named
 from engine.parallel.socket_group import SocketGroup
@@ -50,11 +50,6 @@ class Worker:
     def run_cases(self, first: int, count: int, most_rows: int, most_columns: int) -> list[str]:
         cases = (draw_case(seed, self._group.size, most_rows, most_columns) for seed in range(first, first + count))
         return [hash_of(self._run(case)) for case in cases]
-
-    def run_rows_cases(self, first: int, count: int, most_rows: int, most_columns: int) -> list[str]:
-        group = self._group
-        cases = (draw_case(seed, group.size, most_rows, most_columns) for seed in range(first, first + count))
-        return [hash_of(run_rows_case(case, group.rank, group.size, group.reduce_rows, group.name)) for case in cases]
 
     def run_deal_cases(self, first: int, count: int, most_rows: int, most_columns: int) -> list[str]:
         group = self._group

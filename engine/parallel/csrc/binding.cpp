@@ -113,47 +113,6 @@ Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::
   });
 }
 
-Tensor reduce_rows(Tensor x, std::vector<int64_t> rows, std::optional<Tensor> residual, int32_t dtype,
-                   std::string name) {
-  static constexpr const char* kOp = "reduce_rows";
-  const std::shared_ptr<Group> group = open_groups().find(name);
-  return stopping_where_refused(*group, [&] {
-    const ScalarType type = x.scalar_type(), out_type = static_cast<ScalarType>(dtype);
-    ReduceRowsCall call{};
-    call.type = float_of(type, kOp);
-    call.out_type = float_of(out_type, kOp);
-    PAGELOOM_CHECK(type == ScalarType::Float || type == out_type, kOp, ": x must be float32, or of the result's dtype");
-    PAGELOOM_CHECK(static_cast<int64_t>(rows.size()) == group->size(), kOp, ": rows of ", rows.size(),
-                   " ranks are given, of ", group->size(), " that there are");
-    int64_t total = 0, before = 0;
-    for (int64_t rank = 0; rank < group->size(); ++rank) {
-      extent(rows[rank], kOp);
-      if (rank == group->rank()) before = total;
-      total += rows[rank];
-    }
-    PAGELOOM_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(0) == total, kOp, ": x must be contiguous [", total,
-                   ", columns]");
-    const int64_t own = rows[group->rank()], columns = x.size(1);
-    if (residual.has_value()) {
-      PAGELOOM_CHECK(residual->on_cpu() && residual->scalar_type() == out_type && residual->dim() == 2 &&
-                         residual->size(0) == own && residual->size(1) == columns && residual->is_contiguous(),
-                     kOp, ": the residual must be contiguous [", own, ", ", columns, "] of the result's dtype");
-      call.residual = static_cast<const char*>(residual->data_ptr());
-    }
-    call.tag = {Kind::kReduceRows, static_cast<uint8_t>(type), static_cast<uint8_t>(out_type), 0, extent(total, kOp),
-                extent(columns, kOp), extent(columns, kOp)};
-    call.x = static_cast<const char*>(x.data_ptr());
-    call.count = total * columns;
-    call.begin = before * columns;
-    call.end = (before + own) * columns;
-    Tensor out = Tensor::empty({own, columns}, out_type);
-    call.out = static_cast<char*>(out.data_ptr());
-    if (is_alone) return zeros(std::move(out));
-    group->reduce_rows(call);
-    return out;
-  });
-}
-
 // Columns of every rank to all, or to each its own.
 Tensor exchange(Kind kind, const Tensor& x, const std::vector<int64_t>& columns, const std::string& name) {
   const bool gathers = kind == Kind::kAllGather;
@@ -267,7 +226,6 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("all_reduce(Tensor x, Tensor? residual, ScalarType dtype, str group) -> Tensor");
   m.define("all_gather(Tensor x, int[] columns, str group) -> Tensor");
   m.define("all_to_all(Tensor x, int[] columns, str group) -> Tensor");
-  m.define("reduce_rows(Tensor x, int[] rows, Tensor? residual, ScalarType dtype, str group) -> Tensor");
   m.define("open_group(int fd, str name, int rank, int size) -> int");
   m.define("open_socket_group(int[] sockets, str name, int rank) -> int");
   m.define("close_group(str name) -> ()");
@@ -282,7 +240,6 @@ const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<all_reduce>("all_reduce");
   m.implement<all_gather>("all_gather");
   m.implement<all_to_all>("all_to_all");
-  m.implement<reduce_rows>("reduce_rows");
 });
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {

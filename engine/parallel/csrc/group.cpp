@@ -14,7 +14,6 @@ const char* name_of(Kind kind) {
     case Kind::kAllReduce: return "all_reduce";
     case Kind::kAllReduceAdd: return "all_reduce with a residual";
     case Kind::kAllGather: return "all_gather";
-    case Kind::kReduceRows: return "reduce_rows";
     case Kind::kAllToAll: return "all_to_all";
   }
   return "nothing that is known";
@@ -45,8 +44,6 @@ std::string describe(const Tag& tag) {
 }
 
 }  // namespace
-
-void Group::reduce_rows(const ReduceRowsCall&) { throw std::runtime_error("reduce_rows is of ranks that share memory"); }
 
 const SumKernels& kernels_of_this_cpu() {
 #if defined(__x86_64__)

@@ -13,7 +13,7 @@ namespace pageloom {
 inline constexpr int64_t kMostReason = 1024;
 
 // Add: of a residual.
-enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3, kReduceRows = 4, kAllToAll = 5 };
+enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3, kAllToAll = 4 };
 
 // What a rank has called. Types are torch's numbers.
 struct Tag {
@@ -34,16 +34,6 @@ struct ReduceCall {
   const char* residual;  // [count] of `out_type`, or null
   char* out;             // the same
   int64_t count;
-  Float type, out_type;
-};
-
-struct ReduceRowsCall {
-  Tag tag;
-  const char* x;         // [all rows, columns] of `type`
-  const char* residual;  // [own rows, columns] of `out_type`, or null
-  char* out;             // the same
-  int64_t count;         // elements of x
-  int64_t begin, end;    // of them this rank's
   Float type, out_type;
 };
 
@@ -73,8 +63,6 @@ class Group {
   virtual void all_reduce(const ReduceCall& call) = 0;
   virtual void all_gather(const ColumnsCall& call) = 0;
   virtual void all_to_all(const ColumnsCall& call) = 0;
-  // Not every transport has it: throws, too, where it has not.
-  virtual void reduce_rows(const ReduceRowsCall& call);
 
   // Where the last one that failed in native code says why.
   std::string failure;

@@ -175,29 +175,6 @@ void SharedGroup::sum_slots(const ReduceCall& call, const char* own, int64_t at,
   kernels_.sum(parts_.data(), size(), call.type, residual, out, call.out_type, count);
 }
 
-// Every rank sums what is its own, and reads nothing else.
-void SharedGroup::reduce_rows(const ReduceRowsCall& call) {
-  const int64_t type_bytes = size_of(call.type), out_bytes = size_of(call.out_type);
-  constexpr int64_t kLine = 64;
-  const int64_t most = memory_.slot_bytes() / type_bytes;
-  for (int64_t at = 0; at == 0 || at < call.count; at += most) {
-    const int64_t end = std::min(at + most, call.count);
-    const int64_t own = std::clamp(call.begin, at, end), own_end = std::clamp(call.end, at, end);
-    const char* const x = call.x + at * type_bytes;
-    copy_to_slot(next_slot(), x, (own - at) * type_bytes);
-    const int64_t rest = (own_end - at) / kLine * kLine;  // elements; where a line of the caches begins
-    copy_to_slot(next_slot() + rest * type_bytes, x + rest * type_bytes, (end - at - rest) * type_bytes);
-    publish(call.tag);
-    wait_for_all(call.tag);
-    if (own == own_end) continue;
-    const int64_t to = (own - call.begin) * out_bytes;
-    for (int64_t rank = 0; rank < size(); ++rank)
-      parts_[rank] = (rank == rank_ ? x : slot_of(rank)) + (own - at) * type_bytes;
-    kernels_.sum(parts_.data(), size(), call.type, call.residual == nullptr ? nullptr : call.residual + to, call.out + to,
-                 call.out_type, own_end - own);
-  }
-}
-
 void SharedGroup::all_gather(const ColumnsCall& call) {
   int64_t total = 0, widest = 0;  // bytes of a row
   for (const int64_t columns : call.columns) {

@@ -22,7 +22,6 @@ class SharedGroup final : public Group {
   void all_reduce(const ReduceCall& call) override;
   void all_gather(const ColumnsCall& call) override;
   void all_to_all(const ColumnsCall& call) override;
-  void reduce_rows(const ReduceRowsCall& call) override;
 
  private:
   // Tells the others that this rank's part of the next round lies in its slot.
