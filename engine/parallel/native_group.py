@@ -32,6 +32,14 @@ class NativeGroup:
         """its residual is contiguous, too"""
         self.all_gather: OpOverload = self._ops.all_gather.default
         """its x is of any dtype, its rows may lie apart"""
+        self.all_to_all: OpOverload = self._ops.all_to_all.default
+        """its x as of `all_gather`"""
+
+    @property
+    def native_exchange(self) -> tuple[int, ...]:
+        """Addresses for callers in native code, as long as it is open: of the `NativeExchange` that gathers, of that
+        which deals (`native_group.h`), and of the group."""
+        return tuple(self._ops.native_exchange(self.name))
 
     def abort(self, reason: str) -> None:
         """See `Group.abort`. Nothing once this rank is closed."""
