@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,10 +11,11 @@ from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
-from engine.models.stages import check_stages
+from engine.models.stages import Stage, check_stages, part_of
 from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig
 
 if TYPE_CHECKING:
+    from engine.machine import Machine
     from engine.models.description import ModelDescription
     from engine.models.facts import ModelFacts
     from engine.models.spec import DecoderSpec
@@ -93,6 +95,30 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     parallel = msgspec.structs.replace(config.parallel, experts=experts)
     _check(args, model, experts)
     return msgspec.structs.replace(config, parallel=parallel)
+
+
+def crowded(config: EngineConfig, machine: Machine) -> str | None:
+    """What to tell a user whose compute threads are more than the cores of a host that has all of them; None: they are
+    not."""
+    parallel, threads = config.parallel, config.device.threads
+    all_threads = threads * parallel.ranks * parallel.data
+    if config.device.kind != "cpu" or parallel.backend != "mp" or all_threads <= machine.physical_cores:
+        return None
+    return (
+        f"threads ({threads}) of each of {parallel.ranks} ranks and {parallel.data} replicas are {all_threads} compute "
+        f"threads for {machine.physical_cores} cores, and wait for each other: lower --threads, or the number of ranks"
+    )
+
+
+def rank_specs(spec: DecoderSpec, config: EngineConfig) -> list[tuple[Stage, int, DecoderSpec]]:
+    """Of one replica (its stage, its part, what it computes), stage by stage. Raises what `part_of` raises."""
+    parallel = config.parallel
+    found = []
+    for index, part in product(range(parallel.pipeline), range(parallel.tensor)):
+        stage = Stage(index, parallel.pipeline)
+        shard = None if parallel.tensor == 1 else Shard(part, parallel.tensor, parallel.experts)
+        found.append((stage, part, part_of(spec, shard, None if parallel.pipeline == 1 else stage)))
+    return found
 
 
 def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:

@@ -34,7 +34,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
-from engine.models.stages import Stage, layers_of, stage_groups, stage_of
+from engine.models.stages import Stage, layers_of, part_of, stage_groups, stage_of
 from engine.parallel.group import ContextRanks, Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
@@ -244,8 +244,7 @@ def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | N
     if whole is None:
         assert shard is not None and stage is None  # resolving refuses it
         return None, divided_facts(description.path, shard)
-    spec = whole if shard is None else sharded(whole, shard)
-    spec = spec if stage is None else stage_of(spec, stage, whole)
+    spec = part_of(whole, shard, stage)
     return spec, spec.facts
 
 
