@@ -11,15 +11,16 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.stages import check_stages
-from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig
+from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig, launch_of
 
 if TYPE_CHECKING:
+    from engine.machine import Machine
     from engine.models.description import ModelDescription
     from engine.models.facts import ModelFacts
     from engine.models.spec import DecoderSpec
 
 
-def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
+def parallel_of(args: EngineArgs, model: ModelDescription, machine: Machine) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     _check(args, model, experts)
@@ -32,6 +33,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
             "are not divided; leave it out"
         )
     backend = args.distributed_executor_backend
+    is_launched = backend == "external_launcher" and machine.launcher
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
@@ -39,6 +41,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
         context=args.decode_context_parallel_size,
         experts=experts,
         backend="mp" if backend == "uni" else backend,
+        launch=launch_of(machine.launcher) if is_launched else None,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )

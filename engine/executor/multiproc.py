@@ -29,9 +29,10 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.interface import CompileState, Executor
-from engine.executor.rank import MakeExecutor, named
+from engine.executor.joining import named
+from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
-from engine.executor.ranks import LocalRanks, Parts, Ranks, group_name, parts_for
+from engine.executor.ranks import LocalRanks, Parts, Ranks, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.machine import main_memory
@@ -90,7 +91,7 @@ class MultiprocExecutor:
             ranks = self._ranks = self._make_ranks(self._config, self._parts)
             group = self._start_group(ranks)
             make_executor = cast(MakeExecutor, named(self._parts.executor))
-            self._rank_0 = make_executor(ranks.config_of(0), ranks.placed(group), None)
+            self._rank_0 = make_executor(ranks.config_of(0), group, None)
             mine, answers = self._all_do(Load(), self._local.load)
             reports = [mine, *(answer.report for answer in answers if isinstance(answer, Loaded))]
             return group_load_report(self._config.device.kind, reports, memory, ranks.hosts())
@@ -169,7 +170,9 @@ class MultiprocExecutor:
         if self._workers is not None:
             self._workers.ask_to_leave()
         if self._group is not None:
-            self._abort("the executor is closed")  # nobody waits in a collective for somebody who has left
+            self._abort(
+                "the executor is closed", is_lost=False
+            )  # nobody waits in a collective for somebody who has left
         if self._rank_0 is not None:
             self._rank_0.close()
         if self._workers is not None:
@@ -191,25 +194,23 @@ class MultiprocExecutor:
         self._workers = WorkerWatch(range(1, self._size), lambda: ranks.start(starts), self._worker_failed)
         self._group = ranks.join()
         if self._cause is not None:  # it came before there was a group
-            self._abort(self._cause)
+            self._abort(self._cause, is_lost=True)
         return self._group
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, reason: str, is_lost: bool) -> None:
         if self._group is not None:
             self._group.abort(reason)
         if self._ranks is not None:
-            self._ranks.abort(reason)
+            self._ranks.abort(reason, is_lost)
 
     def _start(self, rank: int) -> WorkerStart:
         return WorkerStart(
             config=self._config,
             rank=rank,
-            size=self._size,
             driver_pid=os.getpid(),
             socket_fd=-1,
-            group_fd=-1,
-            group_name=group_name(self._config),
             make_group=self._parts.make_group,
+            make_socket_group=self._parts.make_socket_group,
             executor=self._parts.executor,
             log_level=logger.getEffectiveLevel(),
             log_mark=child_mark(),
@@ -233,7 +234,7 @@ class MultiprocExecutor:
     def _worker_failed(self, cause: str) -> None:
         """From the thread that watches."""
         self._cause = cause
-        self._abort(cause)
+        self._abort(cause, is_lost=True)
         self._watcher()  # who asks for the state is told
 
     def _serving(self) -> WorkerWatch:
