@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import RANK_GRACE_S, EngineError, RankLostError
 from engine.executor.frames import (
     Allocate,
     Answer,
@@ -129,7 +130,7 @@ class MultiprocExecutor:
         try:
             result = self._local.collect()
         except Exception as error:
-            if (failure := workers.failure) is not None:
+            if (failure := _cause(error, workers)) is not None:
                 raise failure from error
             raise
         finally:
@@ -224,7 +225,7 @@ class MultiprocExecutor:
         try:
             mine = local()
         except Exception as error:
-            if (failure := workers.failure) is not None:
+            if (failure := _cause(error, workers)) is not None:
                 raise failure from error
             raise
         finally:
@@ -248,6 +249,14 @@ class MultiprocExecutor:
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise EngineError("the executor is closed")
+
+
+def _cause(error: Exception, workers: WorkerWatch) -> EngineError | None:
+    """The failure of a worker behind an error of this rank, which may come a moment later."""
+    deadline = time.monotonic() + (RANK_GRACE_S if isinstance(error, RankLostError) else 0)
+    while (failure := workers.failure) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return failure
 
 
 def _nothing() -> None:

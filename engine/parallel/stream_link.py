@@ -1,6 +1,6 @@
 """States on their way from a stage to the next one, on another host: a stream carries a tag and the states behind it.
 
-Both ends are those of `stage_link`, with the same tags and errors. The kernel's buffers, some megabytes at each end,
+Both ends are those of `stage_link`, with the same tags and errors; an end that has gone is a `RankLostError`. The kernel's buffers, some megabytes at each end,
 are how far the stage before may be ahead; who waits sleeps in the kernel.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import RankLostError
 from engine.parallel.stage_link import GONE, StateLink, check_tag, tag_of
 
 
@@ -39,7 +39,7 @@ class StreamLink:
         try:
             self._send(tag_of(step_id, len(states), self._row_bytes), _bytes_of(states.contiguous()))
         except OSError as error:
-            raise EngineError(f"{GONE}: {error}") from error
+            raise RankLostError(f"{GONE}: {error}") from error
 
     def receive(self, step_id: int, rows: int) -> torch.Tensor:
         self._fill(memoryview(self._tag))
@@ -61,9 +61,9 @@ class StreamLink:
             try:
                 came = self._socket.recv_into(wanted, flags=socket.MSG_WAITALL)
             except OSError as error:
-                raise EngineError(f"{GONE}: {error}") from error
+                raise RankLostError(f"{GONE}: {error}") from error
             if not came:
-                raise EngineError(GONE)
+                raise RankLostError(GONE)
             wanted = wanted[came:]
 
 

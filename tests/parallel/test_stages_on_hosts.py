@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from agent_processes import AgentProcesses
@@ -79,3 +80,35 @@ def test_stages_behind_agents_have_the_bits_of_one_process(
     save_gemma3(tmp_path) if family == "Gemma3" else save_tiny(family, tmp_path)
     args = args_of(tmp_path, stages, tensor_parallel_size=parts)
     assert greedy_on(AgentProcesses(nodes=nodes), args, count) == greedy(args, count, whole=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("victim", ["worker", "agent"])
+def test_whoever_is_killed_or_stopped_ends_all_with_the_cause(
+    victim: str, rank: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    """But a stopped agent: its rank computes on, and it keeps nobody from leaving."""
+    save_tiny("Llama", tmp_path)
+    args = args_of(tmp_path, tensor_parallel_size=2)
+    places, made = AgentProcesses(nodes=BOTH), list[MultiprocExecutor]()
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    few = msgspec.structs.replace(params, max_tokens=8)
+    with ExitStack() as held:
+        llm = held.enter_context(engine_on(places, args, made))
+        llm.generate(prompts(4), few, use_tqdm=False)
+        below = [psutil.Process(places.pid(each)) for each in (1, 2, 3)]
+        below += [child for agent in below for child in agent.children(recursive=True)]
+        assert len(below) == 6 and made[0]._workers is not None
+        os.kill(made[0]._workers.pids[rank - 1] if victim == "worker" else places.pid(rank), number)
+        if (victim, number) == ("agent", signal.SIGSTOP):
+            assert len(llm.generate(prompts(4), few, use_tqdm=False)) == 4
+        else:
+            words = "was stopped by a signal" if number is signal.SIGSTOP else "died"
+            with pytest.raises(EngineError, match=rf"rank {rank} \(process \d+ on 127.0.0.1\) {words}"):
+                llm.generate(prompts(4), params, use_tqdm=False)
+    deadline = time.monotonic() + 60
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in below):
+        assert time.monotonic() < deadline, below
+        time.sleep(0.05)
