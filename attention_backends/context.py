@@ -33,13 +33,16 @@ class ContextPart:
 WHOLE = ContextPart()
 
 
-def merge_parts(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """What parts found → what the whole finds. out float32 [tokens, parts, heads, head_dim], lse float32 [tokens,
-    parts, heads], `sinks` float32 [heads] as in `AttentionLayer`; float32 [tokens, heads, head_dim].
+def merge_parts(found: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """What parts found → what the whole finds, float32 [tokens, heads, head_dim].
 
-    A part without a visible key has out 0 and lse -inf, and counts nothing; where all are so, the result is 0. Sums go
-    through the parts in order, so bits depend on nothing else.
+    `found` float32 [tokens, parts, heads, head_dim + 1]: a head's values, and the logarithm of the sum of exponentials
+    of its scores. `sinks` float32 [heads] as in `AttentionLayer`.
+
+    A part without a visible key has 0 and -inf, and counts nothing; where all are so, the result is 0. Sums go through
+    the parts in order.
     """
+    out, lse = found[..., :-1], found[..., -1]
     top = lse.amax(dim=1)
     if sinks is not None:
         top = torch.maximum(top, sinks)

@@ -18,6 +18,7 @@ from attention_backends.interface import (
     AttentionLayer,
     AttentionSpec,
     Capabilities,
+    ContextHeads,
     NativeLayer,
 )
 from attention_backends.toolchain import default_cache_dir, find_compiler
@@ -83,7 +84,8 @@ class CpuBackend(AttentionBackend):
         self._describe_plan: Callable[..., tuple[int, int, int]] = _unprepared
         self._new_step: Callable[[], int] = _unprepared
         self._native_attention: Callable[[], int] = _unprepared
-        self._native_layer: Callable[..., torch.Tensor] = _unprepared
+        self._merge_parts: Callable[..., None] = _unprepared
+        self._native_layer: Callable[..., tuple[torch.Tensor, int]] = _unprepared
         self._native_step: Callable[..., torch.Tensor] = _unprepared
         self._supported: tuple[Isa, ...] = ()
         self._kv_dtype: torch.dtype | None = None
@@ -131,6 +133,7 @@ class CpuBackend(AttentionBackend):
         self._describe_plan = ops.describe_plan.default
         self._new_step = ops.new_step.default
         self._native_attention = ops.native_attention.default
+        self._merge_parts = ops.merge_parts.default
         self._native_layer = ops.native_layer.default
         self._native_step = ops.native_step.default
 
@@ -167,32 +170,6 @@ class CpuBackend(AttentionBackend):
         layer: AttentionLayer,
         metadata: object,
     ) -> None:
-        self._forward(q, k, v, out, None, kv_cache, layer, metadata)
-
-    def forward_part(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        metadata: object,
-    ) -> None:
-        self._forward(q, k, v, out, lse, kv_cache, layer, metadata)
-
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        metadata: object,
-    ) -> None:
         assert isinstance(metadata, CpuMetadata)
         self._paged_attention(
             q,
@@ -213,25 +190,30 @@ class CpuBackend(AttentionBackend):
             layer.shares is None,
             self._isa,
             metadata.step,
-            lse,
             metadata.context.size,
             metadata.context.rank,
         )
 
-    def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
+    def merge_parts(self, found: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        self._merge_parts(found, sinks, out, self._isa)
+
+    def native_layer(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype, heads: ContextHeads | None = None
+    ) -> NativeLayer | None:
         """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
         if dtype != torch.bfloat16 or layer.shares is not None:
             return None
         window, soft_cap = layer.signed_window, layer.soft_cap or 0.0
-        described = self._native_layer(
-            kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, layer.sinks, self._isa
+        ranks = [] if heads is None else [*heads.group, heads.rank, *heads.queries, *heads.keys]
+        described, scratch_bytes = self._native_layer(
+            kv_cache, layer.num_heads, layer.head_dim, layer.scale, window, soft_cap, layer.sinks, self._isa, ranks
         )
         if layer.num_kv_heads != kv_cache.shape[2]:  # forward sees it in k and v
             raise RuntimeError(f"attention: k and v must have the cache's {kv_cache.shape[2]} heads")
-        return NativeLayer(self._native_attention(), described)
+        return NativeLayer(self._native_attention(), described, scratch_bytes=scratch_bytes)
 
     def native_step(self, metadata: object) -> torch.Tensor:
-        assert isinstance(metadata, CpuMetadata) and metadata.context.size == 1  # parts have no native callers
+        assert isinstance(metadata, CpuMetadata)
         return self._native_step(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -240,6 +222,8 @@ class CpuBackend(AttentionBackend):
             metadata.num_seqs,
             metadata.num_tokens,
             metadata.step,
+            metadata.context.size,
+            metadata.context.rank,
         )
 
     def summarise_plan(self, kv_cache: torch.Tensor, layer: AttentionLayer, metadata: CpuMetadata) -> PlanSummary:

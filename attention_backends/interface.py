@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from attention_backends.context import WHOLE, ContextPart
+from attention_backends.context import WHOLE, ContextPart, merge_parts
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Capabilities:
     sinks: bool = False
     chunk: bool = False
     context_parts: bool = False
-    """has a `forward_part`"""
+    """`AttentionBatch.context` may be less than the whole"""
     capture_safe: bool = False
     """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
 
@@ -108,8 +108,8 @@ class AttentionBatch:
     """The layer group whose block tables these are. A step has a batch for each group, alike but for tables and slots;
     metadata of all of them is in use at once."""
     context: ContextPart = WHOLE
-    """Not all: the cache has these positions only, and `forward_part` attends to them. Lengths and positions stay those
-    of whole sequences; `block_size` and slots are the part's."""
+    """Not all: the cache has these positions only, and `forward` finds what `merge_parts` takes of one part. Lengths
+    and positions stay those of whole sequences; `block_size` and slots are the part's."""
     graph_size: int | None = None
     """Not None: a decode of this many sequences (= num_seqs, padding included, one token each) that is about to be
     captured in, or replayed from, one CUDA graph over the whole model. Its metadata must live in buffers that belong to
@@ -130,6 +130,20 @@ class NativeLayer:
     """uint8 on the host; points into the cache and the layer's sinks, which its holder keeps alive"""
     step: int = 0
     """which of the caller's steps it takes: layer groups have each their own"""
+    scratch_bytes: int = 0
+    """of the caller's memory that a call needs for each row"""
+
+
+class ContextHeads(NamedTuple):
+    """A layer's heads as ranks have them that divide its context: of their sum each attends to its own positions."""
+
+    group: tuple[int, ...]
+    """where native code finds the group's exchanges, and the group (`NativeGroup.native_exchange`)"""
+    rank: int
+    queries: tuple[int, ...]
+    """heads of each rank, in order"""
+    keys: tuple[int, ...]
+    """that each rank gives: every one is given once"""
 
 
 class AttentionBackend(ABC):
@@ -192,28 +206,23 @@ class AttentionBackend(ABC):
         q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous,
         the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
         touched. The cache's dtype is that of q, or one of `Capabilities.kv_dtypes`.
+
+        Of a part of a context, `out` is float32 [tokens, num_heads, head_dim + 1], as `merge_parts` says; `layer` has
+        no sinks then, which join all parts.
         """
 
-    def forward_part(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        metadata: object,
-    ) -> None:
-        """`forward` over the positions of the batch's `context`: what `merge_parts` takes of one part. out float32
-        [tokens, num_heads, head_dim]; lse float32 [tokens, num_heads], the logarithm of the sum of exponentials of the
-        scores. A row that sees none of these positions: 0 and -inf. `layer` has no sinks; they are the merge's."""
-        raise NotImplementedError(f"{self.name}: no parts of a context; Capabilities.context_parts is false")
+    def merge_parts(self, found: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """What parts of a context found → what the whole finds, in `out` [tokens, heads, head_dim], a view or not: see
+        `attention_backends.context.merge_parts`. Bits depend on nothing else."""
+        out.copy_(merge_parts(found, sinks))
 
-    def native_layer(self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype) -> NativeLayer | None:
+    def native_layer(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype, heads: ContextHeads | None = None
+    ) -> NativeLayer | None:
         """What a caller in native code needs in the place of `forward` over this cache, with queries of `dtype`; None:
-        only `forward` serves. Asked after `prepare`, once for each layer and cache. Raises RuntimeError: the cache or
-        the heads are not what `forward` takes."""
+        only `forward` serves. `heads`: `layer` is that of all ranks, with the sinks of this rank's heads; q, k, v and
+        what is found are this rank's, and a call exchanges them. Asked after `prepare`, once for each layer and cache.
+        Raises RuntimeError: the cache or the heads are not what `forward` takes."""
         return None
 
     def native_step(self, metadata: object) -> torch.Tensor:

@@ -50,32 +50,6 @@ class ReferenceBackend(AttentionBackend):
         layer: AttentionLayer,
         metadata: object,
     ) -> None:
-        self._forward(q, k, v, out, None, kv_cache, layer, metadata)
-
-    def forward_part(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        metadata: object,
-    ) -> None:
-        self._forward(q, k, v, out, lse, kv_cache, layer, metadata)
-
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        metadata: object,
-    ) -> None:
         assert isinstance(metadata, AttentionBatch)
         num_tokens, part = metadata.num_tokens, metadata.context
         slots = metadata.slot_mapping[:num_tokens]
@@ -88,8 +62,6 @@ class ReferenceBackend(AttentionBackend):
             begin, end = starts[seq], starts[seq + 1]
             if length == 0:
                 out[begin:end] = 0
-                if lse is not None:
-                    lse[begin:end] = -torch.inf
                 continue
             for first in range(begin, end, QUERY_CHUNK):
                 last = min(first + QUERY_CHUNK, end)
@@ -103,9 +75,9 @@ class ReferenceBackend(AttentionBackend):
                     keys, values = keys * layer.k_scale, values * layer.v_scale
                 key_at = torch.arange(first_key, end_key, device=q.device) * part.size + part.rank
                 found, sums = _attend(q[first:last], keys, values, positions[0], key_at, layer)
+                if part.size > 1:
+                    found = torch.cat((found, sums[..., None]), dim=-1)
                 out[first:last] = found.to(out.dtype)
-                if lse is not None:
-                    lse[first:last] = sums.to(lse.dtype)
 
     def write_kv(
         self,

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from engine.config import EngineArgs
+    import msgspec
 
 Parser = argparse._ActionsContainer
 """a parser, or a group of its options"""
@@ -37,28 +37,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 def _dashed(text: str) -> str:
     name, equals, value = text.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else text
-
-
-def add_cli_args(parser: P) -> P:
-    """Every setting, the model's name too; the attributes are `LLM`'s keywords, None where not set. Returns the
-    parser."""
-    add_engine_options(parser, prefix="")
-    parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
-    parser.add_argument("--served-model-name")
-    return parser
-
-
-def from_cli_args(options: argparse.Namespace) -> EngineArgs:
-    """Of options that `add_cli_args` added; others are left alone. Raises `ConfigError`."""
-    from engine.config import EngineArgs, make_args
-    from engine.errors import ConfigError
-    from engine.vllm_names import VLLMS_NAMES
-
-    names = {*EngineArgs.__struct_fields__, *VLLMS_NAMES} - {"model"}
-    settings = {name: value for name, value in vars(options).items() if name in names}
-    if options.model is None:
-        raise ConfigError("--model is missing")
-    return make_args(options.model, settings)
 
 
 def size_bytes(text: str) -> int:
@@ -93,17 +71,16 @@ def core_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"cannot read {text!r} as a list of CPUs; write 0,1 or 0-3") from None
 
 
-def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
-    """One option for each setting of `EngineArgs`. Names follow vLLM's where it has the option. `prefix`: of the
+def add_options(parser: Parser, settings: type[msgspec.Struct], prefix: str) -> None:
+    """One option for each field of `settings`. Names follow vLLM's where it has the option. `prefix`: of the
     attributes that hold what vLLM's other names were given."""
-    import msgspec
+    import msgspec  # not at the top: --help is instant
 
-    from engine.config import EngineArgs
     from engine.vllm_names import SHORT
 
     group = parser.add_argument_group("engine") if isinstance(parser, argparse.ArgumentParser) else parser
-    hints = get_type_hints(EngineArgs, include_extras=True)
-    for field in msgspec.structs.fields(EngineArgs):
+    hints = get_type_hints(settings, include_extras=True)
+    for field in msgspec.structs.fields(settings):
         kind, about = hints[field.name], msgspec.Meta()
         if get_origin(kind) is Annotated:
             kind, about = get_args(kind)
@@ -111,8 +88,8 @@ def add_engine_options(parser: Parser, prefix: str = "vllms_") -> None:
         if not how.get("hidden"):
             names = str(how.get("flag", field.name)).split()
             flags = [*SHORT.get(field.name, "").split(), *("--" + name.replace("_", "-") for name in names)]
-            settings = _option_of(kind, bool(how.get("size")), field.name)
-            group.add_argument(*flags, dest=field.name, help=(about.description or "").replace("%", "%%"), **settings)
+            option = _option_of(kind, bool(how.get("size")), field.name)
+            group.add_argument(*flags, dest=field.name, help=(about.description or "").replace("%", "%%"), **option)
     _add_vllms_options(parser, prefix)
 
 

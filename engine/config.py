@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin
 
 import msgspec
 
-from engine.command_line import P, add_cli_args, from_cli_args
+from engine.command_line import P, add_options
 from engine.errors import ConfigError
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
 from engine.parallel_config import ExecutorBackend, ParallelConfig, RayPlacement
-from engine.vllm_names import RENAMED, StoredMethod, translated, unknown
+from engine.vllm_names import RENAMED, VLLMS_NAMES, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -177,6 +177,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     expert_placement: Annotated[
         str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
     ] = None
+    enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
+    eplb_config: Annotated[dict[str, object], _about("when: window_size, step_interval, in steps")] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -235,15 +237,21 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     """what `dataclasses.asdict`, `fields` and `replace` read, which vLLM's users call"""
 
-    @staticmethod
-    def add_cli_args(parser: P) -> P:
-        """To a parser or a group: an option for each setting. Returns it."""
-        return add_cli_args(parser)
+    @classmethod
+    def add_cli_args(cls, parser: P) -> P:
+        """To a parser or a group: every setting and the model, as `LLM`'s keywords, None where not set. Returns it."""
+        add_options(parser, cls, prefix="")
+        parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
+        parser.add_argument("--served-model-name")
+        return parser
 
-    @staticmethod
-    def from_cli_args(args: argparse.Namespace) -> EngineArgs:
-        """Raises `ConfigError`."""
-        return from_cli_args(args)
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Of options that `add_cli_args` added; others are left alone. Raises `ConfigError`."""
+        names = {*cls.__struct_fields__, *VLLMS_NAMES} - {"model"}
+        if args.model is None:
+            raise ConfigError("--model is missing")
+        return make_args(args.model, {name: value for name, value in vars(args).items() if name in names})
 
 
 _FIELDS = make_dataclass("EngineArgs", EngineArgs.__struct_fields__)
@@ -294,6 +302,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """bytes of host memory"""
     tell_front_end: bool = False
     """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
+    pages_fd: int | None = None
+    """of a rank: what it keeps keys and values in (`kv_transfer/rank_caches.py`); None: memory of its own"""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

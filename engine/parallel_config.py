@@ -64,6 +64,18 @@ def launch_of(variables: Mapping[str, str]) -> Launch:
     return Launch(rank, size, local_rank, (variables["MASTER_ADDR"], port), has_store, restarts)
 
 
+class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How experts move while they serve; vLLM's names. Steps are those of all replicas together."""
+
+    window_size: int = 1000
+    """steps before a new placement in which tokens are counted for it"""
+    step_interval: int = 3000
+    """steps from one placement to the next"""
+    log_balancedness: bool = False
+    """tell how even the work of each window was"""
+    num_redundant_experts: int = 0
+
+
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     """ranks, each with its part of every matrix"""
@@ -77,6 +89,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """parts of a sequence's positions; 1, or as many as `tensor`: a rank keeps its positions of all KV heads"""
     experts: ExpertPlacement | None = None
     """each rank, or replica, has some whole; None: a part of every one, or all"""
+    eplb: EplbConfig | None = None
+    """experts move between replicas; None: they stay"""
     backend: Literal["mp", "ray", "external_launcher"] = "mp"
     """who starts the ranks"""
     launch: Launch | None = None

@@ -11,7 +11,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.stages import check_stages
-from engine.parallel_config import JOIN_TIMEOUT_S, ParallelConfig, launch_of
+from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig, launch_of
 
 if TYPE_CHECKING:
     from engine.machine import Machine
@@ -27,11 +27,6 @@ def parallel_of(args: EngineArgs, model: ModelDescription, machine: Machine) -> 
     check_stages(model.spec, args.pipeline_parallel_size)
     if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
         raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
-    if args.decode_context_parallel_size > 1 and model.spec is None:
-        raise UnsupportedModelError(
-            "decode_context_parallel_size: this model runs through the transformers library's module, whose positions "
-            "are not divided; leave it out"
-        )
     backend = args.distributed_executor_backend
     is_launched = backend == "external_launcher" and machine.launcher
     return ParallelConfig(
@@ -40,11 +35,40 @@ def parallel_of(args: EngineArgs, model: ModelDescription, machine: Machine) -> 
         data=args.data_parallel_size,
         context=args.decode_context_parallel_size,
         experts=experts,
+        eplb=eplb_of(args),
         backend="mp" if backend == "uni" else backend,
         launch=launch_of(machine.launcher) if is_launched else None,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )
+
+
+def eplb_of(args: EngineArgs) -> EplbConfig | None:
+    """Raises ConfigError naming the field."""
+    if not args.enable_eplb:
+        if args.eplb_config:
+            raise ConfigError("eplb_config says when experts move, which they do with enable_eplb: set that, too")
+        return None
+    if not args.enable_expert_parallel or args.data_parallel_size == 1:
+        raise ConfigError(
+            "enable_eplb: experts move between the replicas of data_parallel_size with enable_expert_parallel, and "
+            "nowhere else; set both, or use expert_placement"
+        )
+    try:
+        config = msgspec.convert(args.eplb_config, EplbConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"eplb_config: {error}; it may have {', '.join(EplbConfig.__struct_fields__)}") from None
+    if config.num_redundant_experts:
+        raise ConfigError(
+            f"eplb_config: num_redundant_experts ({config.num_redundant_experts}): each expert is in one replica; "
+            "leave it out"
+        )
+    if not 1 <= config.window_size <= config.step_interval:
+        raise ConfigError(
+            f"eplb_config: window_size ({config.window_size}) must be in [1, step_interval], and step_interval is "
+            f"{config.step_interval}"
+        )
+    return config
 
 
 def check_library(config: EngineConfig, model: ModelDescription) -> None:

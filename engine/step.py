@@ -197,6 +197,20 @@ class RoundStart(msgspec.Struct, frozen=True, array_like=True):
     """the last one that it has seen"""
 
 
+class RoundEnd(msgspec.Struct, frozen=True, array_like=True):
+    """What such a step has brought."""
+
+    quiet: int | None = None
+    """nobody was busy, and this was the last wake that each had seen"""
+    expert_tokens: int = 0
+    """rows that this replica's experts computed, one for each choice of a token"""
+    experts_moved: int = 0
+    """that came from other replicas"""
+
+
+NO_ROUND = RoundEnd()
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     rows: Rows = NO_ROWS
@@ -337,8 +351,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """rows whose logits held NaN (or nothing allowed), or of which anything else failed: their token does not count"""
     reasons: dict[int, str] = {}
     """of the faults that are something else: what failed"""
-    quiet: int | None = None
-    """where replicas take steps together: nobody was busy, and this was the last wake that each had seen"""
+    round: RoundEnd = NO_ROUND
+    """where replicas take steps together"""
 
 
 def encode_step(step: StepPlan | StepMasks | StepResult) -> bytes:

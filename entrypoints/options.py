@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.command_line import FlexibleArgumentParser, add_engine_options, core_list, json_object, size_bytes
+from engine.command_line import FlexibleArgumentParser, Parser, add_options, core_list, json_object, size_bytes
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs
@@ -45,6 +45,13 @@ def add_model(
     """As MODEL, or with --model, which is vLLM's and llama.cpp's."""
     parser.add_argument("model", nargs="?", action=_Model, default=argparse.SUPPRESS, help=about)
     parser.add_argument("--model", "-m", action=_Model, metavar="MODEL", help="the same")
+
+
+def add_engine_options(parser: Parser) -> None:
+    """One for each setting of `EngineArgs`."""
+    from engine.config import EngineArgs
+
+    add_options(parser, EngineArgs, prefix="vllms_")
 
 
 def refuse_without_effect(

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-KINDS = 3
+KINDS = 6
 """`kNativeStages`"""
 
 
@@ -23,6 +23,7 @@ class NativeRows(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
     )
 
 

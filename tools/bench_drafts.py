@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from attention_backends.toolchain import default_cache_dir
-from engine.runner.kernels.ngram import END, SuffixKernels
-from engine.runner.kernels.ngram_host import HostDraftKernels
+from engine.runner.kernels.ngram import SuffixKernels
+from engine.runner.kernels.ngram_host import END, HostDraftKernels
 from engine.runner.kernels.ngram_native import ISAS, NativeDraftKernels
 
 DRAFTS, RECENT = 10, 1 << 16

@@ -6,8 +6,8 @@ how much the busiest rank has to do, over the mean, in order and so placed, on t
 
     python tools/place_experts.py MODEL PROMPTS.txt OUT.json --ranks 2 [--max-tokens 64]
 
-Replicas that each have some experts count while they serve, and tell their logs as they end. From such a log, without
-running the model:
+Replicas that each have some experts count while they serve, and tell their logs as they end. From such a log, of its
+last such line, without running the model:
 
     python tools/place_experts.py MODEL SERVER.log OUT.json --ranks 2 --log
 """
@@ -29,11 +29,11 @@ from engine.core.in_process_client import InProcessClient
 from engine.errors import EngineError
 from engine.executor.inline import InlineExecutor
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.placement import ExpertPlacement, balanced, write_placement
+from engine.models.placement import ExpertPlacement, balanced, imbalance, write_placement
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
 
-_LOGGED = re.compile(r"expert loads of replica (\d+): (\[\[.*?\]\])")
+_LOGGED = re.compile(r"expert loads of replica \d+: (\[\[.*?\]\])")
 
 
 class Loads:
@@ -73,22 +73,12 @@ def loads_of(args: EngineArgs, prompts: Sequence[str], max_tokens: int) -> list[
 
 
 def logged_loads(log: str) -> list[list[int]]:
-    """Of each layer: of all replicas together, what each told last."""
-    last = {found[1]: json.loads(found[2]) for found in _LOGGED.finditer(log)}
-    if not last:
+    """Of each layer: of all replicas together, as the last one told."""
+    told = _LOGGED.findall(log)
+    if not told:
         raise SystemExit("the log has no line 'expert loads of replica ...': replicas tell them as they are shut down")
-    return [[sum(each) for each in zip(*of_layer, strict=True)] for of_layer in zip(*last.values(), strict=True)]
-
-
-def imbalance(placement: ExpertPlacement, loads: Sequence[Sequence[int]], size: int) -> float:
-    """What the busiest rank of each layer has to do, added up, over the mean of ranks."""
-    busiest = total = 0
-    for layer, of_layer in enumerate(loads):
-        own = [
-            sum(of_layer[expert] for expert in placement.own(layer, len(of_layer), rank, size)) for rank in range(size)
-        ]
-        busiest, total = busiest + max(own), total + sum(own)
-    return busiest * size / total if total else 1.0
+    loads: list[list[int]] = json.loads(told[-1])
+    return loads
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -196,7 +196,7 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
       target[s.dims + 1] = sum;
       continue;
     }
-    if (p.lse != nullptr) {
+    if (p.is_part()) {
       write_part(p, item, at, row, s.maximum[r], sum);
       continue;
     }
@@ -233,7 +233,9 @@ void combine(const AttentionProblem& p, const WorkItem& rows, const float* parti
   kernels_avx512bf16()->combine(p, rows, partials, parts, stride);
 }
 
-const KernelTable kTable = {kTile, kRows, scratch_bytes, attend, combine};
+void merge(const MergeProblem& m, int64_t begin, int64_t end) { kernels_avx512bf16()->merge(m, begin, end); }
+
+const KernelTable kTable = {kTile, kRows, scratch_bytes, attend, combine, merge};
 
 }  // namespace
 

@@ -174,7 +174,7 @@ void gather_queries(const AttentionProblem& p, const WorkItem& item, uint32_t* q
 template <class T>
 void write_row(const AttentionProblem& p, const WorkItem& item, const RowCursor& at, const float* accumulator,
                float maximum, float sum) {
-  if (p.lse != nullptr) return write_part(p, item, at, accumulator, maximum, sum);
+  if (p.is_part()) return write_part(p, item, at, accumulator, maximum, sum);
   auto* const out = (typename T::Storage*)p.out.data + item.place_of(p, p.out, at);
   const float inverse = inverse_sum<T::kPrecise>(p, item.kv_head * p.group + at.head, maximum, sum);
 #if PAGELOOM_NATIVE_BF16
@@ -265,7 +265,44 @@ void combine(const AttentionProblem& p, const WorkItem& item, const float* parti
   }
 }
 
-const KernelTable kTable = {VW, kRowTile, scratch_bytes, attend, combine};
+// Parts are added in order, sinks at the end; where no part has a key the result is 0.
+template <class T>
+void merge_typed(const MergeProblem& m, int64_t begin, int64_t end) {
+  const int64_t dims = m.head_dim, head_floats = dims + 1, part_floats = m.heads * head_floats;
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t head = 0; head < m.heads; ++head) {
+      const float* const found = m.found + row * m.parts * part_floats + head * head_floats;
+      float top = m.sinks == nullptr ? -__builtin_inff() : m.sinks[head];
+      for (int64_t i = 0; i < m.parts; ++i) {
+        const float lse = found[i * part_floats + dims];
+        top = lse > top ? lse : top;
+      }
+      if (top == -__builtin_inff()) top = 0;
+      float total = m.sinks == nullptr ? 0 : __builtin_expf(m.sinks[head] - top);
+      float sums[kMaxHeadDim];
+      memset(sums, 0, dims * sizeof(float));
+      for (int64_t i = 0; i < m.parts; ++i) {
+        const float* const part = found + i * part_floats;
+        const float weight = __builtin_expf(part[dims] - top);
+        total += weight;
+        for (int64_t d = 0; d < dims; ++d) sums[d] += weight * part[d];
+      }
+      if (total == 0) total = 1;
+      auto* const out = (typename T::Storage*)m.out.data + row * m.out.token_stride + head * m.out.head_stride;
+      for (int64_t d = 0; d < dims; ++d) out[d] = T::from_float(sums[d] / total);
+    }
+  }
+}
+
+void merge(const MergeProblem& m, int64_t begin, int64_t end) {
+  switch (m.dtype) {
+    case Dtype::kFloat32: return merge_typed<Float32>(m, begin, end);
+    case Dtype::kBFloat16: return merge_typed<BFloat16>(m, begin, end);
+    default: return merge_typed<Float16>(m, begin, end);
+  }
+}
+
+const KernelTable kTable = {VW, kRowTile, scratch_bytes, attend, combine, merge};
 
 }  // namespace
 

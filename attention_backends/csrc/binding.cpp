@@ -9,12 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "isa.h"
 #include "layer_stages.h"
 #include "lent_threads.h"
 #include "plan.h"
@@ -23,64 +18,6 @@
 
 namespace pageloom {
 namespace {
-
-enum Isa : int64_t { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Bf16 = 4, kAmx = 5, kWidest = kAmx };
-
-#if defined(PAGELOOM_HAVE_AMX) && defined(__linux__)
-// Whether the CPU has bf16 tiles, and the kernel lets this process (all its threads) use their registers.
-bool tiles_allowed() {
-  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // leaf 7, EDX
-  constexpr unsigned long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kBf16Bit) || !(edx & kTileBit)) return false;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-#endif
-
-#if defined(__x86_64__)
-// Not whether kernels for plain AVX-512 were built: a library for one CPU has only the widest that it takes.
-bool cpu_has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-#endif
-
-const KernelTable* table_of(int64_t isa) {
-  switch (isa) {
-    case kPortable: return kernels_portable();
-#if defined(__x86_64__)
-#if defined(PAGELOOM_HAVE_AVX2)
-    case kAvx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kernels_avx2() : nullptr;
-#endif
-#if defined(PAGELOOM_HAVE_AVX512)
-    case kAvx512: return cpu_has_avx512() ? kernels_avx512() : nullptr;
-#endif
-#if defined(PAGELOOM_HAVE_AVX512BF16)
-    case kAvx512Bf16:
-      return __builtin_cpu_supports("avx512bf16") && cpu_has_avx512() ? kernels_avx512bf16() : nullptr;
-#endif
-#if defined(PAGELOOM_HAVE_AMX) && defined(__linux__)
-    case kAmx: {
-      static const bool available = table_of(kAvx512Bf16) != nullptr && tiles_allowed();
-      return available ? kernels_amx() : nullptr;
-    }
-#endif
-#endif
-    default: return nullptr;
-  }
-}
-
-// The widest kernels at or below `isa` (kAuto: any) that have the cache's type and whose vectors divide a block.
-const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
-  for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i) {
-    const KernelTable* table = table_of(i);
-    PAGELOOM_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
-    if (i == kAmx && cache.dtype != Dtype::kBFloat16 && cache.dtype != Dtype::kInt8) continue;
-    if (table != nullptr && cache.block_size % table->vector_tokens == 0) return *table;
-  }
-  PAGELOOM_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
-}
 
 Dtype dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -93,8 +30,9 @@ Dtype dtype_of(const Tensor& t) {
 }
 
 TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens, const char* name, bool in_part = false) {
-  PAGELOOM_CHECK(t.dim() == 3 && t.size(2) == cache.head_dim && t.size(0) >= num_tokens, "attention: ", name,
-                  " must be [tokens >= ", num_tokens, ", heads, ", cache.head_dim, "]");
+  const int64_t columns = cache.head_dim + in_part;
+  PAGELOOM_CHECK(t.dim() == 3 && t.size(2) == columns && t.size(0) >= num_tokens, "attention: ", name,
+                  " must be [tokens >= ", num_tokens, ", heads, ", columns, "]");
   PAGELOOM_CHECK(t.stride(2) == 1, "attention: the last dimension of ", name, " must be contiguous");
   const Dtype of_rows = cache.dtype == Dtype::kInt8 ? Dtype::kBFloat16 : cache.dtype;
   const Dtype wanted = in_part ? Dtype::kFloat32 : of_rows;
@@ -158,50 +96,76 @@ void set_tables(AttentionProblem& p, const Tensor& query_start_loc, const Tensor
   p.num_seqs = num_seqs;
 }
 
+const float* sinks_of(const std::optional<Tensor>& sinks, int64_t num_heads) {
+  if (!sinks) return nullptr;
+  PAGELOOM_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->numel() == num_heads && sinks->is_contiguous(),
+                 "attention: sinks must be a contiguous float32 tensor of ", num_heads, " elements, as heads");
+  return static_cast<const float*>(sinks->data_ptr());
+}
+
+// Without sinks.
 Layer layer_of(const Tensor& kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window,
-               double soft_cap, const std::optional<Tensor>& sinks, int64_t isa) {
+               double soft_cap, int64_t isa) {
   const CacheLayout cache = layout_of(kv_cache, head_dim);
   PAGELOOM_CHECK(cache.num_kv_heads > 0 && num_heads > 0 && num_heads % cache.num_kv_heads == 0,
                   "attention: query heads must be a multiple of KV heads");
-  const bool fits = !sinks || (sinks->scalar_type() == ScalarType::Float && sinks->numel() == num_heads &&
-                               sinks->is_contiguous());
-  PAGELOOM_CHECK(fits, "attention: sinks must be a contiguous float32 tensor of ", num_heads, " elements, as heads");
   return {&layer_tag, cache, num_heads / cache.num_kv_heads, &pick(isa, cache), window, static_cast<float>(scale),
-          static_cast<float>(soft_cap), sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr};
+          static_cast<float>(soft_cap), nullptr, {}};
+}
+
+// Numbers as `ContextHeads` of attention_backends/interface.py has them: the group's three addresses, this rank, then of
+// each rank its heads of q, and those of k and v that it gives.
+ContextRanks ranks_of(const std::vector<int64_t>& numbers, const CacheLayout& cache, int64_t num_heads, int64_t isa) {
+  ContextRanks ranks{};
+  if (numbers.empty()) return ranks;
+  ranks.size = (static_cast<int64_t>(numbers.size()) - 4) / 2;
+  PAGELOOM_CHECK(numbers.size() % 2 == 0 && ranks.size > 1 && ranks.size <= kMostRanks && numbers[3] >= 0 &&
+                     numbers[3] < ranks.size,
+                 "attention: a context is of 2 to ", kMostRanks, " ranks, and this is one of them");
+  ranks.gather = reinterpret_cast<NativeExchange>(numbers[0]);
+  ranks.deal = reinterpret_cast<NativeExchange>(numbers[1]);
+  ranks.group = reinterpret_cast<void*>(numbers[2]);
+  ranks.rank = numbers[3];
+  ranks.merge = merge_of(isa);
+  int64_t queries = 0, keys = 0;
+  for (int64_t rank = 0; rank < ranks.size; ++rank) {
+    queries += ranks.queries[rank] = numbers[4 + rank];
+    keys += ranks.keys[rank] = numbers[4 + ranks.size + rank];
+    PAGELOOM_CHECK(ranks.queries[rank] >= 0 && ranks.keys[rank] >= 0, "attention: a rank has no less than no heads");
+  }
+  PAGELOOM_CHECK(queries == num_heads && keys == cache.num_kv_heads, "attention: ranks have ", queries, " heads and give ",
+                 keys, " of keys, of ", num_heads, " and ", cache.num_kv_heads);
+  return ranks;
 }
 
 Step step_of(const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
-             const Tensor& slot_mapping, int64_t num_seqs, int64_t num_tokens, int64_t step) {
+             const Tensor& slot_mapping, int64_t num_seqs, int64_t num_tokens, int64_t step, int64_t parts,
+             int64_t part) {
   PAGELOOM_CHECK(num_tokens >= 0, "attention: num_tokens is negative");
   Step made{&step_tag, {}, slots_of(slot_mapping, num_tokens), num_tokens};
   set_tables(made.tables, query_start_loc, seq_lens, block_tables, num_seqs);
   PAGELOOM_CHECK(num_seqs == 0 || made.tables.query_start_loc[num_seqs] <= num_tokens,
                   "attention: query_start_loc goes beyond num_tokens");
   made.tables.step = step;
-  made.tables.parts = 1;  // as operators say it of whole contexts: a plan serves both
+  PAGELOOM_CHECK(parts >= 1 && part >= 0 && part < parts, "attention: there is no part ", part, " of ", parts);
+  made.tables.parts = parts;
+  made.tables.part = part;
   return made;
 }
 
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor out, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens,
                      Tensor block_tables, Tensor slot_mapping, int64_t num_seqs, int64_t num_tokens, double scale,
                      int64_t window, double soft_cap, std::optional<Tensor> sinks, bool writes, int64_t isa, int64_t step,
-                     std::optional<Tensor> lse, int64_t parts, int64_t part) {
-  const Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, sinks, isa);
-  Step tables = step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step);
-  PAGELOOM_CHECK(parts >= 1 && part >= 0 && part < parts && (parts == 1 || (lse && !sinks)),
-                 "attention: part ", part, " of ", parts, " needs `lse`, and no sinks, which join all parts");
-  tables.tables.parts = parts;
-  tables.tables.part = part;
-  if (lse) {
-    PAGELOOM_CHECK(lse->scalar_type() == ScalarType::Float && lse->dim() == 2 && lse->is_contiguous() &&
-                       lse->size(0) >= num_tokens && lse->size(1) == q.size(1),
-                   "attention: lse must be a contiguous float32 tensor [tokens >= ", num_tokens, ", ", q.size(1), "]");
-    tables.tables.lse = static_cast<float*>(lse->data_ptr());
-  }
+                     int64_t parts, int64_t part) {
+  Layer layer = layer_of(kv_cache, q.size(1), q.size(2), scale, window, soft_cap, isa);
+  layer.sinks = sinks_of(sinks, q.size(1));
+  const Step tables =
+      step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step, parts, part);
+  PAGELOOM_CHECK(parts == 1 || !sinks, "attention: sinks join all parts of a context, and this is one of ", parts);
   if (writes) check_kv_heads(layer.cache, k, v);
   PAGELOOM_CHECK(out.size(1) == q.size(1), "attention: out must have as many heads as q");
   const auto view = [&](const Tensor& t, const char* name) { return view_of(t, layer.cache, num_tokens, name); };
-  const TokenView to = view_of(out, layer.cache, num_tokens, "out", lse.has_value());
+  const TokenView to = view_of(out, layer.cache, num_tokens, "out", parts > 1);
   const Threads threads = lent_threads();
   const TokenView keys = writes ? view(k, "k") : TokenView{}, values = writes ? view(v, "v") : TokenView{};
   LayerStages made = stages_of(layer, tables, view(q, "q"), keys, values, to, threads.count, 0);
@@ -224,18 +188,40 @@ Tensor bytes_of(const T& value) {
   return bytes;
 }
 
-Tensor native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double scale, int64_t window, double soft_cap,
-                    std::optional<Tensor> sinks, int64_t isa) {
-  const Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, sinks, isa);
+// And the bytes of scratch memory that a call needs for each row.
+std::tuple<Tensor, int64_t> native_layer(Tensor kv_cache, int64_t num_heads, int64_t head_dim, double scale,
+                                         int64_t window, double soft_cap, std::optional<Tensor> sinks, int64_t isa,
+                                         std::vector<int64_t> ranks) {
+  Layer layer = layer_of(kv_cache, num_heads, head_dim, scale, window, soft_cap, isa);
+  layer.ranks = ranks_of(ranks, layer.cache, num_heads, isa);
+  layer.sinks = sinks_of(sinks, layer.own_heads());
   PAGELOOM_CHECK(layer.cache.dtype == Dtype::kBFloat16 || layer.cache.dtype == Dtype::kInt8,
                   "attention: native calls have bfloat16 rows, so the KV cache must be bfloat16 or int8");
-  return bytes_of(layer);
+  return {bytes_of(layer), ContextScratch::bytes(layer)};
 }
 
 Tensor native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int64_t num_seqs,
-                   int64_t num_tokens, int64_t step) {
+                   int64_t num_tokens, int64_t step, int64_t parts, int64_t part) {
   PAGELOOM_CHECK(step != 0, "attention: native calls need a number for their step, as new_step gives");
-  return bytes_of(step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step));
+  return bytes_of(
+      step_of(query_start_loc, seq_lens, block_tables, slot_mapping, num_seqs, num_tokens, step, parts, part));
+}
+
+void merge_parts(Tensor found, std::optional<Tensor> sinks, Tensor out, int64_t isa) {
+  PAGELOOM_CHECK(found.dim() == 4 && found.scalar_type() == ScalarType::Float && found.is_contiguous(),
+                 "attention: what parts found must be contiguous float32 [tokens, parts, heads, head_dim + 1]");
+  const int64_t tokens = found.size(0), heads = found.size(2), dim = found.size(3) - 1;
+  PAGELOOM_CHECK(out.dim() == 3 && out.size(0) == tokens && out.size(1) == heads && out.size(2) == dim &&
+                     out.stride(2) == 1 && dim > 0 && dim <= kMaxHeadDim,
+                 "attention: out must be [", tokens, ", ", heads, ", ", dim, "], its last dimension contiguous");
+  const MergeProblem problem{static_cast<const float*>(found.data_ptr()), found.size(1), heads, dim,
+                             sinks_of(sinks, heads), {out.data_ptr(), out.stride(0), out.stride(1)}, dtype_of(out)};
+  PAGELOOM_CHECK(problem.dtype != Dtype::kInt8, "attention: out must be float32, bfloat16 or float16");
+  const Threads threads = lent_threads();
+  MergeStage merge(problem, merge_of(isa), tokens, threads.count);
+  Stage* const stage = &merge;
+  const char* error = StageRun(&stage, 1).run(threads);
+  PAGELOOM_CHECK(error == nullptr, error);
 }
 
 // A number for a step that no other step in this process has.
@@ -314,8 +300,9 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) kv_cache, Tensor query_start_loc, "
       "Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, int num_tokens, float scale, "
-      "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step, Tensor(c!)? lse, int parts, int part) "
+      "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step, int parts, int part) "
       "-> ()");
+  m.define("merge_parts(Tensor found, Tensor? sinks, Tensor(a!) out, int isa) -> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(
@@ -324,10 +311,10 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("native_attention() -> int");
   m.define(
       "native_layer(Tensor kv_cache, int num_heads, int head_dim, float scale, int window, float soft_cap, "
-      "Tensor? sinks, int isa) -> Tensor");
+      "Tensor? sinks, int isa, int[] ranks) -> (Tensor, int)");
   m.define(
       "native_step(Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor slot_mapping, int num_seqs, "
-      "int num_tokens, int step) -> Tensor");
+      "int num_tokens, int step, int parts, int part) -> Tensor");
   m.define("new_step() -> int");
   m.define("supported_isas() -> int");
   m.define("lend_crew(int address) -> ()");
@@ -335,6 +322,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<paged_attention>("paged_attention");
+  m.implement<merge_parts>("merge_parts");
   m.implement<write_kv>("write_kv");
   m.implement<copy_blocks>("copy_blocks");
   m.implement<describe_plan>("describe_plan");

@@ -78,13 +78,14 @@ struct AttentionProblem {
   const float* sinks;  // a logit of each query head that joins the softmax without a value; null: none
   int64_t step;        // not 0: calls with the same step and the same tables may be cut alike; see schedule.h
   const SharedToken* shared;
-  float* lse;          // [tokens, query heads]: parts of a context, whose `out` is float32; null: a whole one
   int64_t parts;       // of every sequence the cache has the positions part, part + parts, ...; below 2: all
   int64_t part;
 
+  // Then `out` is of floats, head_dim + 1 for each head: what these keys give, and the logarithm of their sum.
+  PAGELOOM_ALWAYS_INLINE bool is_part() const { return parts > 1; }
   // How many of the cache's keys lie before `position` (at least 0) of their sequence.
   PAGELOOM_ALWAYS_INLINE int64_t keys_before(int64_t position) const {
-    return parts < 2 ? position : (position - part + parts - 1) / parts;
+    return is_part() ? (position - part + parts - 1) / parts : position;
   }
 };
 
@@ -131,7 +132,7 @@ struct WorkItem {
   // Position of the row's query, or one behind all keys of the item.
   PAGELOOM_ALWAYS_INLINE int64_t position_of(const AttentionProblem& p, const RowCursor& at) const {
     const int32_t* const start = p.query_start_loc + seq;
-    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + at.token : p.parts < 2 ? kv_end : kv_end * p.parts + p.part;
+    return shared < 0 ? p.seq_lens[seq] - (start[1] - start[0]) + at.token : p.is_part() ? kv_end * p.parts + p.part : kv_end;
   }
   PAGELOOM_ALWAYS_INLINE int64_t window_of(const AttentionProblem& p) const { return shared < 0 ? p.window : 0; }
   // Null where the item owns its output. `stride`: floats of one row.
@@ -153,6 +154,15 @@ inline constexpr int64_t kKeyTile = 256;  // keys between two rescalings of the 
 inline constexpr int64_t kSplit = 256;    // keys per part (4x for many rows); never depends on threads or batch
 inline constexpr int64_t kFewRows = 32;   // up to so many rows, a sequence has parts of kSplit keys
 
+// What ranks found in their parts of a context, in order, and what that makes of the whole.
+struct MergeProblem {
+  const float* found;  // [tokens, parts, heads, head_dim + 1], as a part's `out`
+  int64_t parts, heads, head_dim;
+  const float* sinks;  // as in AttentionProblem, of these heads
+  TokenView out;
+  Dtype dtype;  // of out
+};
+
 struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this
   int64_t row_tile;       // the most rows of an item
@@ -163,6 +173,8 @@ struct KernelTable {
   // Adds up the parts of the rows of one split group; part i starts at partials + i * partial_stride.
   void (*combine)(const AttentionProblem&, const WorkItem& rows, const float* partials, int64_t parts,
                   int64_t partial_stride);
+  // Rows [begin, end).
+  void (*merge)(const MergeProblem&, int64_t begin, int64_t end);
 };
 
 const KernelTable* kernels_portable();

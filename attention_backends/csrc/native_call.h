@@ -20,10 +20,12 @@ struct NativeRows {
   uint16_t* out;
   int64_t out_stride;
   int64_t rows;  // of q, k, v and out: the step's tokens or more; what is beyond becomes zero in out
+  void* scratch;  // 64-byte aligned: rows times what native_layer asked for
 };
 
-// A call's stages, in order, nulls left out: rows beyond the step's tokens, k and v written to the layer's cache, attention.
-inline constexpr int64_t kNativeStages = 3;
+// A call's stages, in order, nulls left out: rows beyond the step's tokens; where ranks divide a context, heads from all of
+// them; k and v written to the layer's cache; attention; what parts found goes to whose heads they are, and is merged.
+inline constexpr int64_t kNativeStages = 6;
 
 struct NativeAttention {
   int64_t bytes;  // of a call's memory, which begins at a multiple of 64

@@ -19,16 +19,14 @@ PAGELOOM_INLINE float inverse_sum(const pageloom::AttentionProblem& p, int64_t h
   return decay / (sum * decay + exp2_of<kPrecise>(splat(sink - top))[0]);
 }
 
-// A row of one part of a context: what its keys give, in float32, and the natural logarithm of their sum; 0 and -inf where
-// it sees none. `maximum` is in units of log2.
+// A row of one part of a context; the logarithm is natural. 0 and -inf where it sees no key. `maximum` is in units of
+// log2.
 PAGELOOM_INLINE void write_part(const pageloom::AttentionProblem& p, const pageloom::WorkItem& item,
                                 const pageloom::RowCursor& at, const float* accumulator, float maximum, float sum) {
   float* const out = (float*)p.out.data + item.place_of(p, p.out, at);
   const float inverse = sum == 0 ? 0 : 1 / sum;
   for (int64_t d = 0; d < p.cache.head_dim; ++d) out[d] = accumulator[d] * inverse;
-  const int64_t head = item.kv_head * p.group + at.head, heads = p.cache.num_kv_heads * p.group;
-  const float lse = sum == 0 ? -__builtin_inff() : maximum / kLog2e + __builtin_logf(sum);
-  p.lse[item.token_of(p, at) * heads + head] = lse;
+  out[p.cache.head_dim] = sum == 0 ? -__builtin_inff() : maximum / kLog2e + __builtin_logf(sum);
 }
 
 }  // namespace

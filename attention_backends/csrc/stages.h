@@ -83,6 +83,20 @@ struct Stage {
   void finish(int64_t count) { done.fetch_add(count, std::memory_order_release); }
 };
 
+// Of one unit, which whoever comes first does: `Self::once` says null, or why it failed (a static string).
+template <class Self>
+struct SingleStage : Stage {
+  SingleStage() {
+    units = 1;
+    work = [](Stage& stage, int64_t, Turn&) {
+      if (stage.next.fetch_add(1, std::memory_order_relaxed) >= stage.units) return true;
+      if (const char* failure = static_cast<Self&>(stage).once()) stage.error.store(failure, std::memory_order_relaxed);
+      stage.finish(1);
+      return true;
+    };
+  }
+};
+
 inline constexpr int64_t kHelpRounds = 512;     // before a thread does what it was not asked to: about 20 us
 inline constexpr int64_t kAheadBytes = 1 << 18;  // of the next weights, asked for while others end a stage
 

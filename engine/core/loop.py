@@ -235,7 +235,7 @@ class CoreLoop:
         seconds = self._collected - began
         self.step_times.add(seconds)
         if self._rounds is not None:
-            self._rounds.ended(result.quiet)
+            self._rounds.ended(result.round)
         if not known:
             return None, []
         return StepTaken(seconds, tokens), self._scheduler.complete(result, seconds)
@@ -336,6 +336,8 @@ class CoreLoop:
             compile_failed=state == "failed",
             core_parts_s=self._part_times.seconds(),
             step_parts_s=self._executor.part_seconds(),
+            expert_tokens=0 if self._rounds is None else self._rounds.expert_tokens,
+            experts_moved=0 if self._rounds is None else self._rounds.experts_moved,
         )
 
     def _guard_against_stall(self, progress: bool) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.config import EngineConfig
-from engine.step import RoundStart
+from engine.step import RoundEnd, RoundStart
 
 
 def in_rounds(config: EngineConfig) -> bool:
@@ -34,6 +34,8 @@ class Rounds:
         self._seen = 0
         self._outcomes: deque[int | None] = deque([0] * depth)
         """of the rounds that decide about the next ones: at which wake each was quiet"""
+        self.expert_tokens = self.experts_moved = 0
+        """of all rounds that have ended: see `RoundEnd`"""
 
     def wake(self, number: int) -> None:
         """All requests that were sent with earlier ones, and this one's, have come."""
@@ -49,6 +51,8 @@ class Rounds:
         self._outcomes.popleft()
         return RoundStart(busy, self._seen)
 
-    def ended(self, quiet: int | None) -> None:
-        """The oldest one that began, as `StepResult.quiet` says."""
-        self._outcomes.append(quiet)
+    def ended(self, end: RoundEnd) -> None:
+        """The oldest one that began."""
+        self._outcomes.append(end.quiet)
+        self.expert_tokens += end.expert_tokens
+        self.experts_moved += end.experts_moved

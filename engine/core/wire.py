@@ -202,6 +202,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """that nobody read in time"""
     kv_leases_gave_way: int = 0
     """whose blocks were needed before"""
+    expert_tokens: int = 0
+    """rows that experts of this core computed, one for each choice of a token, where they are divided over replicas"""
+    experts_moved: int = 0
+    """that came from other replicas while serving"""
     compiles_after_ready: int = 0
     compiling: bool = False
     """steps are computed eagerly until pieces that compile behind them take over"""

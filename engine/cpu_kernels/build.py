@@ -35,7 +35,7 @@ def sources() -> NativeSources:
         "expert_batch.h",
         "experts_binding.h",
     )
-    shared = ("crew.h", "lent_threads.h", "native_call.h", "native_sum.h", "simd.h", "stages.h", "torch_abi.h")
+    shared = ("crew.h", "lent_threads.h", "native_call.h", "native_group.h", "simd.h", "stages.h", "torch_abi.h")
     return NativeSources(
         folder="linear-cpu",
         prefix="pageloom_linear",

@@ -109,6 +109,9 @@ class LinearOps:
     (`experts.py` packs them; gate 3: GPT-OSS' clamped SwiGLU, which limit and alpha are for). An expert that nobody
     chose is not read. places int32 [experts that ids name]: which of the packed ones each is, or -1: it is elsewhere,
     and adds nothing.
+    combine_experts(rows bf16 [rows, k], positions int32 [tokens, top_k], weights float32 [tokens, top_k], residual,
+    isa) → bf16 [tokens, k]: the end of `packed_experts` alone, where others made the rows that tokens chose; position
+    -1: there is none.
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
     `experts.Routing`; a bias goes with scores of all experts, groups with its last.
@@ -121,6 +124,7 @@ class LinearOps:
     rotate_heads: OpOverload
     packed_embedding: OpOverload
     packed_experts: OpOverload
+    combine_experts: OpOverload
     route: OpOverload
     choose_reading: Callable[[int, bool], None]
     """how many panels of bfloat16 weights one row meets at once, 1 to 8, and whether what is used once is read past the
@@ -152,6 +156,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.rotate_heads.default,
         ops.packed_embedding.default,
         ops.packed_experts.default,
+        ops.combine_experts.default,
         ops.route.default,
         ops.choose_reading.default,
     )

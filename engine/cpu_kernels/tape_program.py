@@ -140,7 +140,16 @@ class TapeProgram:
         call = _Call(_ATTENTION, [native.function, self._tensor(native.layer), native.step])
         for node in tensors:
             call.numbers += self._columns_of(node)
+        call.numbers += self._scratch(native.scratch_bytes)
         self._calls.append(call)
+
+    def _scratch(self, bytes_a_row: int) -> list[int]:
+        """Of the next call alone."""
+        if not bytes_a_row:
+            return [NONE, 0, 0]
+        now, columns = len(self._calls), bytes_a_row // _SIZES[torch.float32]
+        self._values.append(_Value(columns, _SIZES[torch.float32], False, now, now))
+        return [len(self._values) - 1, 0, columns]
 
     def _piece(self, step: Piece) -> None:
         graph = step.module.graph

@@ -93,7 +93,11 @@ class Listener:
             if not self._waiting.acquire(blocking=False):
                 stream.close()
                 continue
-            threading.Thread(target=self._admit, args=(stream,), name="ranks-handshake", daemon=True).start()
+            try:
+                threading.Thread(target=self._admit, args=(stream,), name="ranks-handshake", daemon=True).start()
+            except RuntimeError:  # there are too many; who comes again is let in once there are fewer
+                stream.close()
+                self._waiting.release()
 
     def _admit(self, stream: socket.socket) -> None:
         try:

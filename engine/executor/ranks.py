@@ -15,6 +15,7 @@ from engine.executor.frames import RankEnds, WorkerStart
 from engine.executor.joining import join, named
 from engine.executor.worker_handle import WorkerHandle
 from engine.executor.worker_link import Handle
+from engine.kv_transfer.rank_caches import share
 from engine.parallel.stage_group import place_of_rank
 from engine.parallel.stage_link import StageLinks
 
@@ -42,6 +43,9 @@ class Parts(msgspec.Struct, frozen=True):
 
 class Ranks(Protocol):
     """All methods but `start` and `abort` are for the executor's thread."""
+
+    caches: list[int]
+    """what the others keep keys and values in, by rank from rank 1 on, where this process reads them; else empty"""
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
         """`starts` of all ranks but the driver's, without descriptors and with the configuration of all ranks. Workers
@@ -83,15 +87,21 @@ class LocalRanks:
         several = self._stages > 1 and self._tensor > 1
         self._of_stages = [allocate(self._tensor, SLOT_BYTES) for _ in range(self._stages)] if several else []
         """kept open, so that every stage's parts can be woken"""
+        self.caches = [share() for _ in range(1, self._size)] if config.kv_transfer is not None else []
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
         for start in starts:
-            ends = self._ends(start.rank)
-            start = msgspec.structs.replace(start, config=self.config_of(start.rank), ends=ends)
-            yield WorkerHandle(start, ends.descriptors())
+            ends, config = self._ends(start.rank), self.config_of(start.rank)
+            pages = () if config.cache.pages_fd is None else (config.cache.pages_fd,)
+            start = msgspec.structs.replace(start, config=config, ends=ends)
+            yield WorkerHandle(start, (*ends.descriptors(), *pages))
 
     def config_of(self, rank: int) -> EngineConfig:
-        return rank_config(self._config, rank)
+        config = rank_config(self._config, rank)
+        if not rank or not self.caches:
+            return config
+        cache = msgspec.structs.replace(config.cache, pages_fd=self.caches[rank - 1])
+        return msgspec.structs.replace(config, cache=cache)
 
     def join(self) -> OwnGroup:
         group = join(self._config, 0, self._ends(0), self._parts)
@@ -113,6 +123,9 @@ class LocalRanks:
         for memory in self._of_stages:
             os.close(memory)
         self._of_stages = []
+        for memory in self.caches:
+            os.close(memory)
+        self.caches = []
         for links in self._links:
             links.close()
         self._links = []

@@ -90,6 +90,7 @@ class RemoteRanks:
         self._own: dict[tuple[Kind, int], socket] = {}
         """rank 0's streams to others"""
         self._workers: list[RemoteWorker] = []
+        self.caches: list[int] = []
         self._hosts = [boot_id()]
         try:
             self._held.callback(places.close)

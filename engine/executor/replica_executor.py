@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import local_executor
 from engine.models.expert_exchange import ExpertExchange
-from engine.parallel.group import RowsGroup
+from engine.parallel.group import Group
 from engine.parallel.shared_memory import SharedGroup
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner
@@ -37,7 +37,7 @@ def replica_executor(config: EngineConfig, group_fd: int) -> InProcessExecutor:
     return executor_of(config, group, leave)
 
 
-def executor_of(config: EngineConfig, replicas: RowsGroup, leave: Callable[[], None]) -> InProcessExecutor:
+def executor_of(config: EngineConfig, replicas: Group, leave: Callable[[], None]) -> InProcessExecutor:
     """Of any transport. As it is closed, it calls `leave`, and tells the log how many tokens each expert was given."""
     exchanges: list[ExpertExchange] = []
 

@@ -7,6 +7,7 @@ used twice, so that what is read late is never what took its place.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ import time
 import msgspec
 
 from engine.errors import ConfigError
-from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, local_name
+from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, is_of_this_user, local_name
 from engine.kv_transfer.interface import Inform, LeaseEnded
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.staging import Scratch, mapped
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 MOST_CONNECTIONS = 64
 """being served at a time; more wait to be accepted"""
 ASK_S = 10.0
-"""in which a reader says what it wants: who says nothing takes a place from others"""
+"""in which a reader says what it wants; where others wait for a place, who has said nothing longest gives way before"""
 _FULL_S = 0.05
 """until it is asked again whether there is room for one more"""
 
@@ -55,6 +56,8 @@ class Exports:
         """by name, in the order of their deadlines"""
         self._names: dict[int, str] = {}
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._silent: dict[socket.socket, None] = {}
+        """connections on which nothing has been asked yet, the oldest first"""
         self._scratch = Scratch(2)
         self._closing = False
         self._tcp, self._local = _listen(host, port)
@@ -125,8 +128,10 @@ class Exports:
             self._inform(LeaseEnded(generation=offer.generation, expired=expired))
 
     def _accept(self, listener: socket.socket) -> None:
-        if not self._places.acquire(timeout=_FULL_S):
-            return  # it waits in the backlog
+        if not self._places.acquire(blocking=False):
+            self._hang_up_on_the_oldest_silent()
+            if not self._places.acquire(timeout=_FULL_S):
+                return  # it waits in the backlog
         try:
             connection, _ = listener.accept()
         except BlockingIOError:  # it has left
@@ -136,24 +141,50 @@ class Exports:
             self._places.release()
             time.sleep(_FULL_S)  # too many descriptors are open, and the listener stays readable
             return
-        threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+        if connection.family == socket.AF_UNIX and not is_of_this_user(connection):
+            self._let_go(connection)
+            return
+        with self._lock:
+            self._silent[connection] = None
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+        except RuntimeError as error:
+            logger.error("a reader of KV pages is turned away: %s", error)
+            self._let_go(connection)
+
+    def _hang_up_on_the_oldest_silent(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._silent), None)
+            if oldest is not None:
+                del self._silent[oldest]
+                with contextlib.suppress(OSError):  # it has left
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                self._answer(Wire(connection, time.monotonic() + min(self._timeout_s, ASK_S)))
+            self._answer(Wire(connection, time.monotonic() + min(self._timeout_s, ASK_S)))
         except TransferError as error:
             logger.debug("a reader of KV pages left: %s", error)
         except Exception:
             logger.exception("KV pages could not be given out")
         finally:
-            self._places.release()
+            self._let_go(connection)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        self._speaks(connection)
+        connection.close()
+        self._places.release()
+
+    def _speaks(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._silent.pop(connection, None)
 
     def _answer(self, wire: Wire) -> None:
         descriptors: list[int] = []
         try:
             local = wire.socket.family == socket.AF_UNIX
             ask = wire.receive_with(Ask, descriptors) if local else wire.receive(Ask)
+            self._speaks(wire.socket)
             wire.until(time.monotonic() + self._timeout_s)
             if not ask.keys:
                 self._end(ask.lease)

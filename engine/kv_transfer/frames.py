@@ -11,6 +11,7 @@ A reader that leaves before `Took` leaves the lease as it was, for another try. 
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -21,6 +22,8 @@ import numpy as np
 
 MAX_FRAME_BYTES = 4 << 20
 _LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")
+"""process, user, group"""
 
 T = TypeVar("T")
 
@@ -141,6 +144,13 @@ class Wire:
 
 def _words(error: OSError) -> str:
     return "it took too long" if isinstance(error, TimeoutError) else str(error)
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this one does: abstract names are anybody's to
+    connect to, and to take."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.geteuid())
 
 
 def local_name(port: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from engine.kv_transfer.frames import Answer, Ask, Took, TransferError, Wire, local_name
+from engine.kv_transfer.frames import Answer, Ask, Took, TransferError, Wire, is_of_this_user, local_name
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
 from engine.kv_transfer.sources import is_own
@@ -56,9 +56,11 @@ def _connect(source: KVTransferParams, deadline: float) -> socket.socket:
         local.settimeout(left)
         try:
             local.connect(local_name(port))
-            return local
+            if is_of_this_user(local):
+                return local
         except OSError:  # another network namespace, or a tunnel
-            local.close()
+            pass
+        local.close()
     try:
         connection = socket.create_connection((host, port), timeout=left)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

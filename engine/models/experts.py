@@ -153,9 +153,21 @@ class Experts(nn.Module):
         top_k, flat = ids.size(1), ids.flatten()
         inner = expert_linear(x.repeat_interleave(top_k, dim=0), flat, self.gate_up, self.gate_up_bias)
         out = expert_linear(gated(inner, self.activation), flat, self.down, self.down_bias)
-        weighted = out.float().unflatten(0, (-1, top_k)) * factors[..., None]  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        y: torch.Tensor = weighted.sum(dim=1).to(x.dtype)
-        return y if residual is None else residual + y
+        return _weighted(out.unflatten(0, (-1, top_k)), factors, residual)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    @staticmethod
+    def combined(
+        rows: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The end of `forward` alone. rows [n, hidden]: what experts anywhere made of rows with factor 1; positions
+        int32 [tokens, top_k]: which of them a token's choices are."""
+        return _weighted(rows[positions], factors, residual)
+
+
+def _weighted(rows: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """[tokens, top_k, hidden] → [tokens, hidden]"""
+    y = (rows.float() * factors[..., None]).sum(dim=1).to(rows.dtype)
+    return y if residual is None else residual + y
 
 
 def _places(own: Sequence[int], count: int, device: torch.device) -> torch.Tensor:

@@ -45,7 +45,14 @@ class PackedExperts(nn.Module):
         found = kernel_gate(gate)
         assert found is not None  # whoever packs has looked
         self.gate, self.limit, self.alpha = found.kind, found.limit, found.alpha
-        self.op = ops.packed_experts
+        self.op, self._combine = ops.packed_experts, ops.combine_experts
+
+    def combined(
+        self, rows: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `engine.models.experts.Experts`."""
+        y: torch.Tensor = self._combine(rows, positions, factors, residual, 0)
+        return y
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None

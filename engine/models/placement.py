@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from engine.errors import ConfigError
 from engine.models.json_file import read_json_object
@@ -22,13 +23,16 @@ class ExpertPlacement(msgspec.Struct, frozen=True):
     """of each layer, of each of its experts: the rank; empty for a layer that has none. (): every layer's are divided
     in their order, the first ranks have one more"""
 
+    def ranks_of(self, layer: int, count: int, size: int) -> tuple[int, ...]:
+        """Of each of the layer's `count` experts which of `size` ranks has it."""
+        if self.ranks:
+            return self.ranks[layer]
+        each, more = divmod(count, size)
+        return tuple(rank for rank in range(size) for _ in range(each + (rank < more)))
+
     def own(self, layer: int, count: int, rank: int, size: int) -> tuple[int, ...]:
         """Of the layer's `count` experts those of one of `size` ranks, in ascending order."""
-        if not self.ranks:
-            each, more = divmod(count, size)
-            first = rank * each + min(rank, more)
-            return tuple(range(first, first + each + (rank < more)))
-        return tuple(expert for expert, of in enumerate(self.ranks[layer]) if of == rank)
+        return tuple(expert for expert, of in enumerate(self.ranks_of(layer, count, size)) if of == rank)
 
     def check(self, counts: list[int], size: int) -> None:
         """`counts`: experts of each layer. Raises ConfigError unless each expert has a rank, and each rank an expert
@@ -52,25 +56,53 @@ class ExpertPlacement(msgspec.Struct, frozen=True):
 
 
 def balanced(loads: Sequence[Sequence[int]], size: int) -> ExpertPlacement:
-    """`loads`: of each layer, tokens that each of its experts was given.
+    """`loads`: of each layer, tokens that each of its experts was given. Ranks have as many of a layer's experts as in
+    their order. Raises ConfigError where a layer has fewer than ranks."""
+    placement = ExpertPlacement()
+    placement.check([len(layer) for layer in loads], size)
+    layers = []
+    for layer, of_layer in enumerate(loads):
+        ranks = list(placement.ranks_of(layer, len(of_layer), size))
+        for first, second in exchanges(ranks, of_layer, size):
+            ranks[first], ranks[second] = ranks[second], ranks[first]
+        layers.append(tuple(ranks))
+    return ExpertPlacement(tuple(layers))
 
-    The busiest first, each expert goes to the rank that has least to do (Graham's LPT rule, 1969), of those that may
-    have one more: of a layer's experts ranks have as many, or one more. Raises ConfigError where a layer has fewer."""
-    ExpertPlacement().check([len(layer) for layer in loads], size)
-    return ExpertPlacement(tuple(_balanced_layer(layer, size) for layer in loads))
+
+def exchanges(ranks: Sequence[int], loads: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Pairs of a layer's experts that are to take each other's place, one pair after another, so that ranks have as
+    much to do as each other; `ranks` and `loads`: of each expert.
+
+    Each time one of the busiest rank's goes where the busier of the two ranks then has least, as long as that is less
+    by more than a 256th of what ranks have in the mean. So few move where little has changed."""
+    held, load = np.array(ranks, dtype=np.int64), np.array(loads, dtype=np.int64)
+    least_gain = int(load.sum()) // (256 * size)
+    found: list[tuple[int, int]] = []
+    while size > 1 and len(held):
+        work = np.zeros(size, dtype=np.int64)
+        np.add.at(work, held, load)
+        busiest = int(work.argmax())
+        own, others = np.flatnonzero(held == busiest), np.flatnonzero(held != busiest)
+        less = load[own][:, None] - load[others]
+        after = np.maximum(work[busiest] - less, work[held[others]] + less)
+        best = int(after.argmin())
+        if work[busiest] - after.flat[best] <= least_gain:
+            break
+        first, second = int(own[best // len(others)]), int(others[best % len(others)])
+        held[[first, second]] = held[[second, first]]
+        found.append((first, second))
+    return found
 
 
-def _balanced_layer(loads: Sequence[int], size: int) -> tuple[int, ...]:
-    most, longer = divmod(len(loads), size)
-    held, work, ranks = [0] * size, [0] * size, [0] * len(loads)
-    for expert in sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert)):
-        full = most + (longer > 0)
-        rank = min((rank for rank in range(size) if held[rank] < full), key=lambda rank: (work[rank], held[rank], rank))
-        ranks[expert] = rank
-        held[rank] += 1
-        work[rank] += loads[expert]
-        longer -= held[rank] > most
-    return tuple(ranks)
+def imbalance(placement: ExpertPlacement, loads: Sequence[Sequence[int]], size: int) -> float:
+    """What the busiest rank of each layer has to do, added up, over the mean of ranks."""
+    busiest = total = 0
+    for layer, of_layer in enumerate(loads):
+        work = [0] * size
+        for rank, load in zip(placement.ranks_of(layer, len(of_layer), size), of_layer, strict=True):
+            work[rank] += load
+        busiest, total = busiest + max(work), total + sum(work)
+    return busiest * size / total if total else 1.0
 
 
 def read_placement(file: str) -> ExpertPlacement:

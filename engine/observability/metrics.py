@@ -209,6 +209,8 @@ class _CoreCollector(Collector):
             ("kv_fetch_seconds", "Seconds in which they came", stats.kv_fetch_s),
             ("kv_leases_expired", "Prompts that no other engine read in time", stats.kv_leases_expired),
             ("kv_leases_gave_way", "Prompts for other engines whose blocks were needed", stats.kv_leases_gave_way),
+            *((name, meaning, of(stats)) for name, meaning, of in _COUNTED_OF_EACH),
+            ("experts_moved", "Experts that came to a replica from another while serving", stats.experts_moved),
             ("engine_steps", "Steps of the core", stats.steps),
             ("compiles_after_ready", "Compilations after compiled pieces took over", stats.compiles_after_ready),
         )
@@ -234,6 +236,11 @@ class _CoreCollector(Collector):
                 for place, each in stats.items():
                     gauge.add_metric([*self._labels, str(place)], of(each))
                 yield gauge
+            for name, meaning, of in _COUNTED_OF_EACH:
+                counter = CounterMetricFamily(_PREFIX + REPLICA + name, meaning, labels=[_LABEL, "engine"])
+                for place, each in stats.items():
+                    counter.add_metric([*self._labels, str(place)], of(each))
+                yield counter
 
 
 def _usage(stats: CoreStats) -> float:
@@ -246,3 +253,7 @@ _OF_EACH: tuple[tuple[str, str, Callable[[CoreStats], float]], ...] = (
     ("kv_cache_usage_ratio", "KV blocks held by sequences, of all", _usage),
 )
 """of all replicas together, and of each"""
+_COUNTED_OF_EACH: tuple[tuple[str, str, Callable[[CoreStats], float]], ...] = (
+    ("expert_tokens", "Rows of tokens that a replica's experts computed", lambda stats: stats.expert_tokens),
+)
+"""the same of what counts since the start"""

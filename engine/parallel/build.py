@@ -9,7 +9,7 @@ from attention_backends.native_build import NativeSources, Unit
 from attention_backends.toolchain import CSRC as SHARED_CSRC
 
 CSRC = Path(__file__).parent / "csrc"
-_SHARED = ("simd.h", "native_sum.h", "torch_abi.h", "torch_string.h")
+_SHARED = ("simd.h", "native_group.h", "torch_abi.h", "torch_string.h")
 
 
 def sources() -> NativeSources:

@@ -77,35 +77,17 @@ class DeviceGroup:
     RuntimeError where ranks do not find each other."""
 
     def __init__(self, fd: int, name: str, rank: int, size: int, make: MakeExchange) -> None:
-        self._rank, self._size = rank, size
+        self.rank, self.size = rank, size
+        self.all_reduce: OpOverload = torch.ops.pageloom_ranks.all_reduce.default
+        """its residual is contiguous, too"""
+        self.all_gather: OpOverload = torch.ops.pageloom_ranks.all_gather.default
+        """its x is of any dtype"""
         self._fd = os.dup(fd)  # the store opens it again and again
         self._exchange: Exchange | None = make(FileStore(f"/proc/self/fd/{self._fd}", size), rank, size)
         self._reason: str | None = None
         self._connected = False
         self._alone = threading.local()
-        self._name = _GROUPS.add(name, self)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def all_reduce(self) -> OpOverload:
-        """See `AllReduce`; the residual is contiguous, too."""
-        return torch.ops.pageloom_ranks.all_reduce.default
-
-    @property
-    def all_gather(self) -> OpOverload:
-        """See `AllGather`; x is of any dtype."""
-        return torch.ops.pageloom_ranks.all_gather.default
+        self.name = _GROUPS.add(name, self)
 
     def abort(self, reason: str) -> None:
         """See `Group.abort`; other ranks are told by those that watch them, or wait until theirs has gone."""
@@ -124,7 +106,7 @@ class DeviceGroup:
             self._alone.now = False
 
     def close(self) -> None:
-        if _GROUPS.remove(self._name, self):
+        if _GROUPS.remove(self.name, self):
             self.abort("the group is closed")
             self._exchange = (
                 None  # the store writes into its file when it ends, so the descriptor must be this one still
@@ -139,10 +121,10 @@ class DeviceGroup:
         add = sum_for(x.device)
         if x.nbytes <= WHOLE_BYTES:
             return add(self._gathered(flat), rest, dtype).view(x.shape)
-        share = -(-flat.numel() // self._size)
-        padded = torch.nn.functional.pad(flat, (0, share * self._size - flat.numel()))
+        share = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, share * self.size - flat.numel()))
         parts = self._dealt(padded)
-        whole = self._gathered(add(parts.view(self._size, share), None, dtype)).reshape(1, -1)[:, : flat.numel()]
+        whole = self._gathered(add(parts.view(self.size, share), None, dtype)).reshape(1, -1)[:, : flat.numel()]
         return add(whole.contiguous(), rest, dtype).view(x.shape)
 
     def gather(self, x: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
@@ -151,14 +133,14 @@ class DeviceGroup:
         if not self._meets(x.device) or not rows:
             return x.new_zeros((rows, sum(columns)))
         padded = torch.nn.functional.pad(x, (0, widest - x.size(1)))
-        parts = self._gathered(padded.reshape(-1)).view(self._size, rows, widest)
+        parts = self._gathered(padded.reshape(-1)).view(self.size, rows, widest)
         return torch.cat([part[:, :count] for part, count in zip(parts, columns, strict=True)], dim=1)
 
     def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
         """[elements] of every rank → [ranks, elements]."""
-        parts = flat.new_empty(self._size * flat.numel())
+        parts = flat.new_empty(self.size * flat.numel())
         self._open._allgather_base(parts, flat.contiguous()).wait()
-        return parts.view(self._size, flat.numel())
+        return parts.view(self.size, flat.numel())
 
     def _dealt(self, flat: torch.Tensor) -> torch.Tensor:
         """[ranks * share] → the share of this rank, of each."""
@@ -180,7 +162,7 @@ class DeviceGroup:
             raise RuntimeError(self._reason)
         if not self._connected:
             self._connected = True
-            first = torch.zeros(self._size, device=device)
+            first = torch.zeros(self.size, device=device)
             self._dealt(first)
             self._gathered(first)
         return True

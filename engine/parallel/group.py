@@ -32,12 +32,10 @@ class AllGather(Protocol):
         ...
 
 
-class ReduceRows(Protocol):
-    def __call__(
-        self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
-    ) -> torch.Tensor:
-        """x [sum(rows), columns] of every rank → of their sum, made as by `all_reduce`, the `rows[rank]` rows that are
-        this rank's, which lie in the order of ranks. The residual [rows[rank], columns] is this rank's alone.
+class AllToAll(Protocol):
+    def __call__(self, x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+        """x [rows, sum(columns)] of every rank, of which `columns[rank]` are for each rank, in order → what is for this
+        one: [rows, ranks * columns[rank]], side by side in the order of ranks.
 
         RuntimeError as above.
         """
@@ -74,11 +72,11 @@ class Group(Protocol):
         ...
 
 
-class RowsGroup(Group, Protocol):
-    """Of ranks that have rows of their own."""
+class ContextRanks(Group, Protocol):
+    """That divide what each position's heads see."""
 
     @property
-    def reduce_rows(self) -> ReduceRows: ...
+    def all_to_all(self) -> AllToAll: ...
 
 
 class OwnGroup(Group, Protocol):

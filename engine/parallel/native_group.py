@@ -26,38 +26,26 @@ class NativeGroup:
         self._ops = ops
         self._closing = threading.Lock()
         self._open = True
-        self._name = name if number == 1 else f"{name}-{number}"
-        self._rank, self._size = rank, size
-        self._all_reduce: OpOverload = self._ops.all_reduce.default
-        self._all_gather: OpOverload = self._ops.all_gather.default
+        self.name = name if number == 1 else f"{name}-{number}"
+        self.rank, self.size = rank, size
+        self.all_reduce: OpOverload = self._ops.all_reduce.default
+        """its residual is contiguous, too"""
+        self.all_gather: OpOverload = self._ops.all_gather.default
+        """its x is of any dtype, its rows may lie apart"""
+        self.all_to_all: OpOverload = self._ops.all_to_all.default
+        """its x as of `all_gather`"""
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def all_reduce(self) -> OpOverload:
-        """See `AllReduce`; the residual is contiguous, too."""
-        return self._all_reduce
-
-    @property
-    def all_gather(self) -> OpOverload:
-        """See `AllGather`; x is of any dtype, its rows may lie apart."""
-        return self._all_gather
+    def native_exchange(self) -> tuple[int, ...]:
+        """Addresses for callers in native code, as long as it is open: of the `NativeExchange` that gathers, of that
+        which deals (`native_group.h`), and of the group."""
+        return tuple(self._ops.native_exchange(self.name))
 
     def abort(self, reason: str) -> None:
         """See `Group.abort`. Nothing once this rank is closed."""
         with self._closing:
             if self._open:
-                self._ops.stop_group(self._name, reason)
+                self._ops.stop_group(self.name, reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -73,7 +61,7 @@ class NativeGroup:
         with self._closing:
             if self._open:
                 self._open = False
-                self._ops.close_group(self._name)
+                self._ops.close_group(self.name)
 
 
 def load_library(cache_dir: Path) -> Any:

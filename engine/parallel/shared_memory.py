@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch._ops import OpOverload
-
 from engine.parallel.group_memory import allocate
 from engine.parallel.native_group import NativeGroup, load_library
 
@@ -29,9 +27,3 @@ class SharedGroup(NativeGroup):
     def __init__(self, fd: int, name: str, rank: int, size: int, cache_dir: Path) -> None:
         ops = load_library(cache_dir)
         super().__init__(ops, ops.open_group(fd, name, rank, size), name, rank, size)
-        self._reduce_rows: OpOverload = ops.reduce_rows.default
-
-    @property
-    def reduce_rows(self) -> OpOverload:
-        """See `ReduceRows`; x and the residual are contiguous."""
-        return self._reduce_rows

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from engine.models.stages import Stage
-from engine.parallel.group import AllGather, AllReduce, OwnGroup
+from engine.parallel.group import OwnGroup
 from engine.parallel.stage_link import LinkEnd
 
 
@@ -47,29 +47,11 @@ class StageGroup:
     ) -> None:
         """`parts`: of those that compute this stage together; None: it is alone."""
         self._group = group
+        self.name, self.rank, self.size = group.name, group.rank, group.size
+        self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
         self.parts = parts
         self.stage = stage
         self.before, self.after = before, after
-
-    @property
-    def name(self) -> str:
-        return self._group.name
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def all_reduce(self) -> AllReduce:
-        return self._group.all_reduce
-
-    @property
-    def all_gather(self) -> AllGather:
-        return self._group.all_gather
 
     def alone(self) -> AbstractContextManager[None]:
         """A thread that is alone is so in every group of this transport."""

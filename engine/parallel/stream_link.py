@@ -1,7 +1,7 @@
 """States on their way from a stage to the next one, on another host: a stream carries a tag and the states behind it.
 
-Both ends are those of `stage_link`, with the same tags and errors; an end that has gone is a `RankLostError`. The kernel's buffers, some megabytes at each end,
-are how far the stage before may be ahead; who waits sleeps in the kernel.
+Both ends are those of `stage_link`, with the same tags and errors; that the other one has gone is a `RankLostError`.
+The kernel's buffers, some megabytes at each end, are how far the stage before may be ahead; who waits sleeps there.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from engine.replicas.layout import replica_config, replica_cpus
 from engine.replicas.router import Router
 from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
+from engine.setting_checks import check_ports
 
 MakeClient = Callable[[EngineConfig, Sequence[int] | None, int | None], ProcessClient]
 """(configuration of a replica, the logical CPUs that it may run on, the memory that it shares with the others)"""
@@ -151,6 +152,7 @@ class ReplicatedClient:
             self._check_open()
             if len(self.replicas) >= MAX_REPLICAS:
                 raise ConfigError(f"there are {len(self.replicas)} replicas, and at most {MAX_REPLICAS} are allowed")
+            self._check_ports(len(self.replicas) + 1)
             replica = self._start_one()
             self._serve(replica)
             self._fleet.tell()
@@ -194,11 +196,16 @@ class ReplicatedClient:
         self._refuse_in_rounds()
         if not 1 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
+        self._check_ports(replicas)
         with self._changing:  # as a whole: two that differ would undo each other's steps
             while len(self.replicas) < replicas:
                 self.add_replica()
             while len(self.replicas) > replicas:
                 self.remove_replica(self.replicas[-1], drain_timeout_s)
+
+    def _check_ports(self, replicas: int) -> None:
+        if self._config.kv_events is not None:
+            check_ports(self._config.kv_events, replicas)
 
     def _refuse_in_rounds(self) -> None:
         if self._in_rounds:

@@ -7,49 +7,57 @@ found. They merge it in the order of ranks and go on with their own heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from attention_backends.context import ContextPart, merge_parts
-from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer
-from engine.models.facts import ModelFacts
-from engine.models.sharding import Shard, Span, keys_of, queries_of
-from engine.models.spec import DecoderSpec, MixerSpec
-from engine.parallel.group import Group
+from attention_backends.context import ContextPart
+from attention_backends.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    ContextHeads,
+    NativeLayer,
+)
+from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.sharding import Shard, Span, keys_of, queries_of, sharers_of
+from engine.parallel.group import ContextRanks
+from engine.parallel.native_group import NativeGroup
 
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """One layer's heads, as ranks have them."""
+    """One layer's heads, as ranks have them; in the order of ranks they are the layer's."""
 
     head_dim: int
     queries: tuple[Span, ...]
-    """of each rank; all of them in order are the layer's"""
-    keys: tuple[Span, ...]
-    """of each rank; several may have the same"""
-
-    @property
-    def key_order(self) -> list[int]:
-        """Where each of the layer's KV heads lies, the first time, in those of all ranks side by side."""
-        lying = [head for span in self.keys for head in range(span.first, span.end)]
-        return [lying.index(head) for head in range(self.keys[-1].end)]
+    keys: tuple[int, ...]
+    """that each rank gives, the first of its own: where several have the same, the first of them does"""
 
 
 class ContextGroup:
     """The ranks that divide positions among them, as one of them sees it."""
 
-    def __init__(self, whole: DecoderSpec, group: Group) -> None:
+    def __init__(self, whole: ModelFacts, group: ContextRanks) -> None:
         self.part = ContextPart(group.size, group.rank)
-        self.whole: ModelFacts = whole.facts
+        self.whole = whole
         self._group = group
-        self._heads = [_shared_heads(layer.mixer, group.size) for layer in whole.layers]
+        self._heads = [_shared_heads(layer, group.size) for layer in whole.layers]
 
     def batch(self, batch: AttentionBatch) -> AttentionBatch:
         """Of blocks that all ranks have a part of → of this rank's parts of them."""
         slots, size = self.part.slots(batch.slot_mapping), batch.block_size // self.part.size
         return replace(batch, slot_mapping=slots, block_size=size, context=self.part)
+
+    def activation_bytes(self, max_tokens: int, size: int) -> int:
+        """What an exchange needs beside the model's own of so many tokens, with elements of `size` bytes, in the layer
+        that needs most: all heads, and what this part and then all parts found."""
+        of_a_row = 0
+        for layer, heads in zip(self.whole.layers, self._heads, strict=True):
+            dealt = self.part.size * heads.queries[self.part.rank].count
+            found = 4 * (layer.head_dim + 1) * (layer.num_heads + dealt)
+            of_a_row = max(of_a_row, 3 * size * layer.head_dim * (layer.num_heads + 2 * layer.num_kv_heads) + found)
+        return max_tokens * of_a_row
 
     def attend(
         self,
@@ -63,46 +71,46 @@ class ContextGroup:
     ) -> None:
         """q, k, v and `out` [tokens, heads of this rank, head_dim], of real tokens; `layer`: the whole layer's heads,
         with this rank's sinks."""
-        heads, rank = self._heads[index], self.part.rank
+        heads = self._heads[index]
         q, k, v = self._gathered(qkv, heads, layer)
-        found = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        backend.forward_part(q, k, v, found, lse, cache, replace(layer, sinks=None), metadata)
-        own = heads.queries[rank]
-        row = torch.cat((found, lse[..., None]), dim=-1).flatten(1)
-        parts = self._all(row, [row.size(1)] * self.part.size).view(len(q), self.part.size, *q.shape[1:2], -1)
-        parts = parts[:, :, own.first : own.end]
-        out.copy_(merge_parts(parts[..., :-1], parts[..., -1], layer.sinks))
+        found = torch.empty((*q.shape[:2], q.size(2) + 1), dtype=torch.float32, device=q.device)
+        backend.forward(q, k, v, found, cache, replace(layer, sinks=None), metadata)
+        columns = [span.count * found.size(2) for span in heads.queries]
+        dealt = self._group.all_to_all(found.flatten(1), columns, self._group.name)
+        backend.merge_parts(dealt.view(len(q), self.part.size, -1, found.size(2)), out, layer.sinks)
+
+    def native_layer(
+        self, backend: AttentionBackend, layer: AttentionLayer, index: int, cache: torch.Tensor, dtype: torch.dtype
+    ) -> NativeLayer | None:
+        """`attend` for a caller in native code; None: there is none."""
+        if not isinstance(self._group, NativeGroup):
+            return None
+        heads = self._heads[index]
+        queries = tuple(span.count for span in heads.queries)
+        exchange = ContextHeads(self._group.native_exchange, self.part.rank, queries, heads.keys)
+        return backend.native_layer(layer, cache, dtype, exchange)
 
     def _gathered(
         self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], heads: SharedHeads, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of all heads. Where k and v are not looked at, they are q's first."""
-        given = qkv if layer.shares is None else qkv[:1]
-        times = len(given) - 1
-        counts = [queries.count + times * keys.count for queries, keys in zip(heads.queries, heads.keys, strict=True)]
-        rows = torch.cat(given, dim=1).flatten(1)
-        gathered = self._all(rows, [count * heads.head_dim for count in counts])
-        beside = gathered.view(len(rows), -1, heads.head_dim)
-        ranks = torch.split(beside, counts, dim=1)
-        cut = [
-            torch.split(each, [queries.count, *[keys.count] * times], dim=1)
-            for each, queries, keys in zip(ranks, heads.queries, heads.keys, strict=True)
-        ]
-        q = torch.cat([each[0] for each in cut], dim=1)
-        if not times:
-            return q, q, q
-        k, v = (torch.cat([each[i] for each in cut], dim=1)[:, heads.key_order] for i in (1, 2))
+        q, *kv = qkv if layer.shares is None else qkv[:1]
+        given = heads.keys[self.part.rank]
+        rows = torch.cat((q, *(x[:, :given] for x in kv)), dim=1).flatten(1)
+        counts = [[span.count, *[keys] * len(kv)] for span, keys in zip(heads.queries, heads.keys, strict=True)]
+        columns = [sum(each) * heads.head_dim for each in counts]
+        beside = self._group.all_gather(rows, columns, self._group.name).view(len(rows), -1, heads.head_dim)
+        cut = torch.split(beside, [count for each in counts for count in each], dim=1)
+        of_kind = [torch.cat(cut[kind :: 1 + len(kv)], dim=1) for kind in range(1 + len(kv))]
+        q, k, v = of_kind if kv else of_kind * 3
         return q, k, v
 
-    def _all(self, rows: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(rows.contiguous(), columns, self._group.name)
 
-
-def _shared_heads(mixer: MixerSpec, ranks: int) -> SharedHeads:
+def _shared_heads(layer: HeadsSpec, ranks: int) -> SharedHeads:
     shards = [Shard(rank, ranks) for rank in range(ranks)]
+    gives = [sharers_of(layer, shard)[0] == shard.rank for shard in shards]
     return SharedHeads(
-        mixer.head_dim,
-        tuple(queries_of(mixer, shard) for shard in shards),
-        tuple(keys_of(mixer, shard) for shard in shards),
+        layer.head_dim,
+        tuple(queries_of(layer, shard) for shard in shards),
+        tuple(keys_of(layer, shard).count * own for shard, own in zip(shards, gives, strict=True)),
     )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, layers_of, stage_groups, stage_of
-from engine.parallel.group import Group, RowsGroup
+from engine.parallel.group import ContextRanks, Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
@@ -157,7 +157,7 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device.index)
 
 
-def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsGroup | None = None) -> RunnerParts:
+def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group | None = None) -> RunnerParts:
     """Read the model's description, build it, fill it, choose its attention backend. `group`: of ranks that compute
     the model together, each its part. `replicas`: over which experts are divided, and nothing else.
 
@@ -196,7 +196,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
     if replicas is not None:
         assert isinstance(model, Decoder)
         exchange = ExpertExchange(replicas, dtype, facts.num_layers)
-        join_experts(model, exchange)
+        assert config.parallel.experts is not None
+        join_experts(model, exchange, config.parallel.experts, replicas.size)
+        if config.parallel.eplb is not None:
+            exchange.move(config.parallel.eplb)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -211,7 +214,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: RowsG
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
-        context=_context_group(config, description.spec, group),
+        context=_context_group(config, description.facts, group),
         exchange=exchange,
     )
 
@@ -220,7 +223,7 @@ _Place = tuple[Group | None, Shard | None, Stage | None]
 """with whom a rank computes the same layers, its part of their matrices, and which layers these are"""
 
 
-def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None = None) -> _Place:
+def _place(config: EngineConfig, group: Group | None, replicas: Group | None = None) -> _Place:
     if replicas is not None:
         return None, Shard(replicas.rank, replicas.size, config.parallel.experts, only_experts=True), None
     parts = group.parts if isinstance(group, StageGroup) else group
@@ -228,10 +231,10 @@ def _place(config: EngineConfig, group: Group | None, replicas: RowsGroup | None
     return parts, shard, group.stage if isinstance(group, StageGroup) else None
 
 
-def _context_group(config: EngineConfig, whole: DecoderSpec | None, group: Group | None) -> ContextGroup | None:
-    if config.parallel.context == 1 or whole is None or group is None:
+def _context_group(config: EngineConfig, whole: ModelFacts, group: Group | None) -> ContextGroup | None:
+    if config.parallel.context == 1 or group is None:
         return None
-    return ContextGroup(whole, group)
+    return ContextGroup(whole, cast(ContextRanks, group))  # of CPUs, as resolving knows
 
 
 def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | None, ModelFacts]:

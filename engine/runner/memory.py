@@ -26,6 +26,8 @@ def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, 
         own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples)
         if parts.exchange is not None:
             own += parts.exchange.activation_bytes(max_tokens)
+        if parts.context is not None:
+            own += parts.context.activation_bytes(max_tokens, size)
     return own if parts.draft is None else own + _draft_bytes(parts.draft, size, max_tokens, max_samples)
 
 

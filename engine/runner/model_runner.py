@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -43,7 +44,7 @@ from engine.runner.memory import device_memory, load_report
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
-from engine.runner.ranks import compiled_by_all, true_in_all
+from engine.runner.ranks import compiled_by_all, end_moves_together, true_in_all
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.stages import PassingOn, example_inputs, groups_and_layers, samplers_of
@@ -80,6 +81,7 @@ class ModelRunner:
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
         self._model, self._group, self._exchange = parts.model, parts.group, parts.exchange
+        self._all_ranks = true_in_all(parts.group, device)
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
@@ -150,7 +152,8 @@ class ModelRunner:
         """Allocate the KV cache, and the host tier's."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
-        self._attention.allocate(num_blocks, num_host_blocks, self._config.cache.block_size, self._device)
+        cache = self._config.cache
+        self._attention.allocate(num_blocks, num_host_blocks, cache.block_size, self._device, cache.pages_fd)
 
     def kv_memory(self) -> KVMemory:
         return self._attention.kv_memory(self._config)
@@ -262,13 +265,18 @@ class ModelRunner:
             self._drafts.end(plan.released)
             self._table.stage(plan, self._sampler, self._writes)
             batch = self._queue_inputs(plan)
-            quiet = self._begin_round(plan, 0 if batch is None else batch.num_tokens)
+            if self._exchange is not None:
+                self._exchange.begin(plan.round, 0 if batch is None else batch.num_tokens)
             if batch is None:
-                step = SampledStep(plan.step_id, rows=(), sampled=None, quiet=quiet)
+                if self._config.kv_transfer is not None:
+                    end_moves_together(plan, self._all_ranks)
+                step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
                 hidden = self._forward(plan, batch)
                 step = self._step_sampler.run(plan, batch, hidden, self._observer, masks)
                 self._drafts.observe(batch, hidden)
+            if self._exchange is not None:
+                step = replace(step, round=self._exchange.end())
             self._step_done.record()
             self._observer.mark(step_profile.RESULTS)
             pending = self._results.start(step, self._step_done)
@@ -303,10 +311,6 @@ class ModelRunner:
         self._inputs_ready.wait()
         self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
-
-    def _begin_round(self, plan: StepPlan, tokens: int) -> int | None:
-        """Where experts are divided over replicas: with all of them."""
-        return None if self._exchange is None else self._exchange.begin(plan.round, tokens)
 
     def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
         """Inputs of a step that follow from its drafts, which follow from what is in the blocks."""
@@ -382,7 +386,7 @@ class ModelRunner:
             self._before_capture,
             lambda: device_memory(self._device)[1],
             first_bytes=2 * graph_activation_bytes(self._dispatcher, self._facts, self._dtype_bytes),
-            all_ranks=true_in_all(self._group, self._device),
+            all_ranks=self._all_ranks,
         )
 
     def _before_capture(self, route: Route, size: int) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from engine.config import SpeculationConfig
 from engine.runner.batch import StepBatch
-from engine.runner.kernels.ngram import END, DraftKernels, SuffixKernels, cpu_draft_kernels, select_draft_kernels
+from engine.runner.kernels.ngram import DraftKernels, SuffixKernels, cpu_draft_kernels, select_draft_kernels
+from engine.runner.kernels.ngram_host import END
 from engine.runner.request_table import RequestTable
 from engine.sampling.upload import upload
 

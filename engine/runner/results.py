@@ -11,7 +11,7 @@ import torch
 
 from engine.runner.streams import Event, ImmediateEvent, Streams
 from engine.sampling import LogprobTensors, SampleOutput
-from engine.step import NO_LOGPROBS, RowVectors, StepResult, TokenLogprobs
+from engine.step import NO_LOGPROBS, NO_ROUND, RoundEnd, RowVectors, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class SampledStep:
     """int64 [rows that sampled]: where that is not one, how many of its tokens count"""
     pooled: Sequence[tuple[int, torch.Tensor]] = ()
     """(row, float32 [vectors, size])"""
-    quiet: int | None = None
-    """as `StepResult.quiet`"""
+    round: RoundEnd = NO_ROUND
 
 
 class PendingResult:
@@ -80,7 +79,7 @@ class ResultCopier:
                 positions_each=step.positions_each,
                 counts=None if step.counts is None else _pinned(step.counts),
                 pooled=[(row, _pinned(vectors)) for row, vectors in step.pooled],
-                quiet=step.quiet,
+                round=step.round,
             )
             event.record()
 
@@ -117,7 +116,7 @@ def _to_result(step: SampledStep) -> StepResult:
             pooled=pooled,
             faults=list(step.failures),
             reasons=dict(step.failures),
-            quiet=step.quiet,
+            round=step.round,
         )
     faults, tokens = step.sampled.faults.tolist(), step.sampled.token_ids.tolist()
     rows, counts, drafted = step.rows, [], []
@@ -138,7 +137,7 @@ def _to_result(step: SampledStep) -> StepResult:
         pooled=pooled,
         faults=list(dict.fromkeys([*faulty, *step.failures])) if step.failures else faulty,
         reasons=dict(step.failures),
-        quiet=step.quiet,
+        round=step.round,
     )
 
 

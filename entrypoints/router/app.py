@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
+from fastapi import HTTPException
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine.limits import Limits
 from entrypoints.router.servers import Server, Servers
 from entrypoints.router.two_hops import RefusedError, about_tokens, decode_body, parsed, prefill_body
+from entrypoints.server.bodies import Bodies
 
 T = TypeVar("T")
 logger = logging.getLogger("pageloom.router")
@@ -25,14 +28,17 @@ _NOT_PASSED_ON = frozenset({"host", "content-length", "connection", "transfer-en
 _NOT_PASSED_BACK = frozenset(
     {"content-length", "connection", "transfer-encoding", "content-encoding", "date", "server"}
 )
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
+"""after these alone another server is asked: nothing is done twice, and what ends one server does not end the next"""
+_BUSY = (429, 503)
 PREFILL_S = 600.0
 """for the first hop"""
 
 
 class Router:
-    def __init__(self, prefill: list[str], decode: list[str], max_body_bytes: int) -> None:
+    def __init__(self, prefill: list[str], decode: list[str], limits: Limits) -> None:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
-        self._max_body_bytes = max_body_bytes
+        self._limits, self.bodies = limits, Bodies(limits)
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
         )
@@ -49,7 +55,7 @@ class Router:
             await asyncio.gather(*watches, return_exceptions=True)
             await self.client.aclose()
 
-        methods = ["GET", "POST", "DELETE"]
+        methods = ["GET", "POST", "DELETE", "OPTIONS"]
         routes = [
             Route("/health", self._health),
             Route("/ready", self._health),
@@ -87,11 +93,27 @@ class Router:
             return Response(status_code=499)  # nobody reads it
 
     async def _answer(self, request: Request) -> Response:
-        body = await self._body(request)
-        if body is None:
-            return _error(413, f"at most {self._max_body_bytes} bytes of a body (--limit body_bytes)")
+        held = _Body()
         try:
-            given = parsed(request.scope["path"], body)
+            work = self._read_and_answer(request, held)
+            return await _unless(held.gave_way.wait(), work, _GaveWayError())
+        except _GaveWayError:
+            return _error(503, self._limits.message("bodies_bytes"))
+        except HTTPException as refusal:
+            return JSONResponse(refusal.detail, refusal.status_code, refusal.headers)
+        finally:
+            self.bodies.drop(held)
+
+    async def _read_and_answer(self, request: Request, held: _Body) -> Response:
+        async for part in request.stream():
+            held.pieces += part
+            if len(held.pieces) > self._limits.body_bytes:
+                return _error(413, self._limits.message("body_bytes"))
+            self.bodies.add(held, len(part))
+        body = bytes(held.pieces)
+        held.pieces = bytearray()
+        try:
+            given = parsed(request.scope["path"], body) if request.method == "POST" else None
         except RefusedError as error:
             return _error(400, str(error))
         if given is None:
@@ -104,33 +126,24 @@ class Router:
             body = taken or body
         return await self._decode(request, body)
 
-    async def _body(self, request: Request) -> bytes | None:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                return None
-            parts.append(part)
-        return b"".join(parts)
-
     async def _prefill(self, request: Request, body: bytes) -> bytes | None:
         """What a server answers that computes the prompt; None: none does."""
         for server in self.prefill.in_order():
             try:
                 with server.answering(about_tokens(body)):
-                    answer = await _unless_gone(
-                        server,
-                        self.client.post(
-                            _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
-                        ),
+                    work = self.client.post(
+                        _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
                     )
+                    answer = await _unless(server.unwell.wait(), work, httpx.ReadTimeout("it makes no progress"))
             except httpx.HTTPError as error:
                 server.failed()
                 logger.warning("prefill server %s: %r", server.url, error)
+                if not isinstance(error, _NOT_SENT):
+                    break  # what it had no answer to, another may have none to either
                 continue
             if answer.status_code == 200:
                 return answer.content
-            if answer.status_code < 500:
+            if answer.status_code not in _BUSY:
                 break  # the decode server says what is wrong with the request
         self.prefill_failures += 1
         return None
@@ -139,7 +152,10 @@ class Router:
         for server in self.decode.in_order() or self.decode.all:
             tokens = about_tokens(body)
             sent = self.client.build_request(
-                request.method, _url(server, request), content=body, headers=_headers(request)
+                request.method,
+                _url(server, request),
+                content=_once(body),
+                headers=[*_headers(request), (b"content-length", str(len(body)).encode())],
             )
             server.prompt_tokens += tokens
             try:
@@ -148,12 +164,29 @@ class Router:
                 server.prompt_tokens -= tokens
                 server.failed()
                 logger.warning("decode server %s: %r", server.url, error)
-                continue
+                if isinstance(error, _NOT_SENT):
+                    continue
+                return _error(502, "the server that this was sent to has left, and may have done it: ask again")
             except BaseException:
                 server.prompt_tokens -= tokens
                 raise
             return _Passed(answer, server, tokens)
         return _error(503, "no decode server answers")
+
+
+class _GaveWayError(Exception):
+    pass
+
+
+class _Body:
+    """A client's, until a server answers that decodes."""
+
+    def __init__(self) -> None:
+        self.pieces = bytearray()
+        self.gave_way = asyncio.Event()
+
+    def discard(self) -> None:
+        self.gave_way.set()
 
 
 class _Passed(Response):
@@ -169,16 +202,8 @@ class _Passed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            passing = asyncio.ensure_future(_unless_gone(self._server, self._pass(send)))
-            leaving = asyncio.ensure_future(_left(receive))
-            try:
-                await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if passing.done():
-                    passing.result()
-            finally:
-                for task in (passing, leaving):
-                    task.cancel()
-                await asyncio.gather(passing, leaving, return_exceptions=True)
+            with suppress(ClientDisconnect):
+                await _unless(_left(receive), _unless_gone(self._server, self._pass(send)), ClientDisconnect())
         finally:
             self._server.prompt_tokens -= self._tokens
             await self._answer.aclose()
@@ -195,31 +220,32 @@ async def _left(receive: Receive) -> None:
 
 
 async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Raises `ClientDisconnect` where the client leaves before; the work is cancelled then."""
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, leaving):
-            each.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+    """Raises `ClientDisconnect` where the client leaves before."""
+    return await _unless(_left(request.receive), work, ClientDisconnect())
 
 
 async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
     """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(server.gone.wait())
+    return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
+
+
+async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception) -> T:
+    """Raises the error where the end comes before; the work is cancelled then."""
+    task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise httpx.ReadTimeout("it answers nothing, its health neither")
+            raise error
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, ending):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, ending, return_exceptions=True)
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    """For one that is not kept as long as its answer is."""
+    yield body
 
 
 def _url(server: Server, request: Request) -> str:

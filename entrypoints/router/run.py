@@ -62,8 +62,7 @@ async def serve_router(options: argparse.Namespace, listener: socket.socket) -> 
     from engine.limits import parse_limits
     from entrypoints.router.app import Router
 
-    limits = parse_limits(options.limits or ())
-    router = Router(options.prefill, options.decode, limits.body_bytes)
+    router = Router(options.prefill, options.decode, parse_limits(options.limits or ()))
     config = uvicorn.Config(
         router.app(),
         log_config=None,

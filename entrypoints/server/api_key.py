@@ -10,7 +10,8 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
-from entrypoints.server.errors import error_body, error_response
+from entrypoints.server.error_shape import error_body
+from entrypoints.server.errors import error_response
 
 VARIABLE = "PAGELOOM_API_KEY"
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})

@@ -20,7 +20,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from engine.limits import Limits, about
-from entrypoints.server.errors import error_body
+from entrypoints.server.error_shape import error_body
 
 IN_PLACE_BYTES = 64 * 1024
 """parsed on the event loop, in less than handing it to a thread would take"""

@@ -22,7 +22,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.limits import Limits
-from entrypoints.server.errors import error_body
+from entrypoints.server.error_shape import error_body
 from entrypoints.server.request_ids import new_request_id
 from entrypoints.server.unread import Unread
 from entrypoints.server.websockets import BoundedWebSocket

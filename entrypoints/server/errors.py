@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
+from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.not_served import why_not_served
 from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
@@ -25,21 +26,6 @@ _CODE = "pageloom.error"
 
 class ServerEndsError(Exception):
     """The server was told to end, and does not wait for this request."""
-
-
-class ErrorInfo(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(TypedDict):
-    error: ErrorInfo
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> ErrorBody:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[str, str]]:

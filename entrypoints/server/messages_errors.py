@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from engine.errors import TOO_LONG
-
-if TYPE_CHECKING:
-    from entrypoints.server.errors import ErrorBody
+from entrypoints.server.error_shape import ErrorBody
 
 PATH = "/v1/messages"
 OVERLOADED = 529

@@ -17,7 +17,7 @@ from fastapi_offline.core import _STATIC_PATH
 from entrypoints.server.api_key import OPEN_PATHS
 from entrypoints.server.classes import CLASSIFY, POOLING, Classes, PooledListSchema
 from entrypoints.server.embeddings import EmbeddingListSchema
-from entrypoints.server.errors import ErrorBody
+from entrypoints.server.error_shape import ErrorBody
 from entrypoints.server.infill import Infilled, InfillPart
 from entrypoints.server.messages_errors import OVERLOADED, AnthropicErrorBody, is_anthropics
 from entrypoints.server.messages_parts import Event, Message, TokenCount

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.errors import CoreDiedError, InvalidRequestError
 from entrypoints.server.context import ServerContext
-from entrypoints.server.errors import error_body
+from entrypoints.server.error_shape import error_body
 from entrypoints.server.load import Load
 
 logger = logging.getLogger("pageloom.server")

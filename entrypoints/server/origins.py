@@ -13,7 +13,8 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from entrypoints.server.errors import error_body, error_response
+from entrypoints.server.error_shape import error_body
+from entrypoints.server.errors import error_response
 
 _JSON = "application/json"
 

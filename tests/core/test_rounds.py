@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.core.rounds import Rounds
-from engine.step import RoundStart
+from engine.step import RoundEnd, RoundStart
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Replica:
             each.unanswered -= 1
             if not each.steps and not each.unanswered:
                 self.requests.pop(each.number, None)
-        self.rounds.ended(quiet)
+        self.rounds.ended(RoundEnd(quiet))
 
 
 class Machine(RuleBasedStateMachine):

@@ -124,14 +124,23 @@ class TapeBuilder:
         self._call(EXPERTS, numbers, [0.0, 0.0], False)
 
     def attention(
-        self, function: int, layer: Tensor, q_kv: tuple[int, int], refs: Sequence[Ref], step: int = 0
+        self,
+        function: int,
+        layer: Tensor,
+        q_kv: tuple[int, int],
+        refs: Sequence[Ref],
+        step: int = 0,
+        scratch: Ref = NONE,
     ) -> None:
         q, kv = q_kv
         numbers = [1, ATTENTION, function, self._tensor(layer), step]
-        sizes = (q, kv, kv, q)
+        sizes = (q, kv, kv, q, self._columns(scratch))
         self.steps.append(
-            [*numbers, *(number for ref, size in zip(refs, sizes, strict=True) for number in (*ref, size))]
+            [*numbers, *(number for ref, size in zip((*refs, scratch), sizes, strict=True) for number in (*ref, size))]
         )
+
+    def _columns(self, ref: Ref) -> int:
+        return 0 if ref == NONE else self.values[4 * ref[0]]
 
     @property
     def program(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import replace
 
@@ -119,6 +120,7 @@ def test_attention_is_given_its_rows_where_they_are(ops: LinearOps) -> None:
     t = TapeBuilder()
     hidden = t.value(HIDDEN, INPUT)
     heads, attended, out = t.value(HEADS.columns, SCRATCH), t.value(48, SCRATCH), t.value(HIDDEN, RESULT)
+    own = t.value(32, SCRATCH, size=4)
     layer, step, seen = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), []
 
     def attend(given_layer: int, given_step: int, r: NativeRows) -> None:
@@ -132,11 +134,13 @@ def test_attention_is_given_its_rows_where_they_are(ops: LinearOps) -> None:
             )
         )
         seen.append(torch.cat((q, k, v), dim=1).clone())
+        assert r.scratch % 64 == 0
+        ctypes.memset(r.scratch, -1, r.rows * 128)
         rows_at(r.out, r.out_stride, r.rows, 48).copy_(-q)
 
     pretend = PretendAttention(attend)
     t.matrix(QKV, (hidden, 0), (heads, 0))
-    t.attention(pretend.address, layer, (48, 16), [(heads, 0), (heads, 48), (heads, 64), (attended, 0)])
+    t.attention(pretend.address, layer, (48, 16), [(heads, 0), (heads, 48), (heads, 64), (attended, 0)], 0, (own, 0))
     t.matrix(OUT, (attended, 0), (out, 0), (hidden, 0))
     tape = t.make(ops)
     for rows in (1, 5):

@@ -16,6 +16,7 @@ from engine.machine import CudaDevice
 from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
+from engine.parallel_config import EplbConfig
 from engine.parallel_settings import check_library
 
 
@@ -101,6 +102,21 @@ def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescrip
             _resolve(mixture, *gpus, **{**over_replicas, **settings})
     with pytest.raises(UnsupportedModelError, match="experts of the library's modules are not divided"):
         _resolve(msgspec.structs.replace(mixture, spec=None), **over_replicas)
+
+    moves = {**over_replicas, "enable_eplb": True}
+    moving = _resolve(mixture, **over_replicas, enable_eplb=True, eplb_config={"window_size": 5, "step_interval": 5})
+    assert moving.parallel.eplb == EplbConfig(window_size=5, step_interval=5)
+    for settings, says in (
+        ({**over_replicas, "eplb_config": {"window_size": 5}}, "which they do with enable_eplb"),
+        ({"enable_eplb": True}, "experts move between the replicas of data_parallel_size"),
+        ({"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2}, "and nowhere else"),
+        ({**moves, "eplb_config": {"window_size": 3001}}, r"window_size \(3001\) must be in \[1, step_interval\]"),
+        ({**moves, "eplb_config": {"window_size": 0}}, r"window_size \(0\) must be"),
+        ({**moves, "eplb_config": {"num_redundant_experts": 2}}, r"num_redundant_experts \(2\): each expert is in one"),
+        ({**moves, "eplb_config": {"use_async": True}}, "unknown field `use_async`; it may have window_size,"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _resolve(mixture, **settings)
 
 
 def test_a_replica_needs_room_for_its_own_experts_only(model: ModelDescription) -> None:
@@ -194,7 +210,5 @@ def test_ranks_that_divide_positions_keep_each_token_once(model: ModelDescriptio
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(model, *machines, **settings)
-    with pytest.raises(UnsupportedModelError, match="transformers library's module, whose positions"):
-        _resolve(msgspec.structs.replace(model, spec=None), **two)
     with pytest.raises(UnsupportedModelError, match="an encoder keeps no keys"):
         _resolve(msgspec.structs.replace(model, facts=msgspec.structs.replace(model.facts, keeps_kv=False)), **two)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
+from types import ModuleType
 
 import pytest
 from fake_pages import memory, packed
@@ -178,6 +179,16 @@ def test_a_stranger_who_says_nothing_is_left_before_a_reader_would_be(monkeypatc
         made.exports.close()
 
 
+def test_who_says_nothing_gives_way_to_readers(source: Source, transport: str) -> None:
+    """In places and in the backlog behind them; a fetch has far less time than they have."""
+    with contextlib.ExitStack() as strangers:
+        for _ in range(exports.MOST_CONNECTIONS + 20):
+            connection = strangers.enter_context(socket.create_connection(("127.0.0.1", source.exports.port)))
+            connection.sendall(struct.pack("<I", 1000))  # not all of a frame
+        for generation in range(1, 9):
+            assert fetch(source.offer(generation), HERE, memory(2), 2.5)
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -218,6 +229,35 @@ def test_who_sends_descriptors_without_end_is_left(source: Source) -> None:
     assert fetch(source.offer(), HERE, memory(2), 5.0)
 
 
+@pytest.mark.parametrize("stranger", [reader, exports])
+def test_shared_memory_is_for_processes_of_one_user(
+    source: Source, stranger: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader takes TCP where the name is somebody else's; a source says nothing to somebody else."""
+    monkeypatch.setattr(stranger, "is_of_this_user", lambda connection: False)
+    if stranger is exports:
+        with pytest.raises(TransferError):
+            fetch(source.offer(), HERE, memory(2), 5.0)
+    with reader._connect(source.offer(2), time.monotonic() + 5) as connection:
+        assert (connection.family == socket.AF_UNIX) == (stranger is exports)
+    monkeypatch.undo()
+    assert fetch(source.offer(3), HERE, memory(2), 5.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is started by root alone")
+def test_another_users_process_is_told_nothing(source: Source) -> None:
+    if not (child := os.fork()):
+        try:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(local_name(source.exports.port))
+                stranger.settimeout(source.exports._timeout_s - 1)
+                os._exit(len(stranger.recv(1)))
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_process_without_descriptors_waits_for_one(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(socket.socket):
         def accept(self) -> tuple[socket.socket, object]:
@@ -228,6 +268,22 @@ def test_a_process_without_descriptors_waits_for_one(source: Source, monkeypatch
     with Full() as full:
         source.exports._accept(full)
     assert len(slept) == 1 and slept[0] > 0
+
+
+def test_a_process_that_cannot_start_a_thread_turns_a_reader_away_and_serves_the_next(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unstarted(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    params = source.offer()
+    with monkeypatch.context() as patched:
+        patched.setattr(exports.threading, "Thread", Unstarted)
+        for _ in range(exports.MOST_CONNECTIONS + 1):  # none of them keeps a place
+            with pytest.raises(TransferError):
+                fetch(params, HERE, memory(2), 5.0)
+    assert fetch(params, HERE, memory(2), 5.0)
 
 
 def test_a_port_that_is_taken_is_told() -> None:

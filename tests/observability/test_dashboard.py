@@ -25,10 +25,10 @@ NOT_SHOWN = {
     "pageloom_replicas",
     *("pageloom_kv_fetches_total", "pageloom_kv_fetch_failures_total", "pageloom_kv_fetched_bytes_total"),
     *("pageloom_kv_fetch_seconds_total", "pageloom_kv_leases", "pageloom_kv_leases_expired_total"),
-    "pageloom_kv_leases_gave_way_total",
+    *("pageloom_kv_leases_gave_way_total", "pageloom_expert_tokens_total", "pageloom_experts_moved_total"),
 }
-"""said by others better, or of little use over time; of several replicas, or of prompts that are taken over: most
-servers have neither"""
+"""said by others better, or of little use over time; of several replicas and experts that they divide, or of prompts
+that are taken over: most servers have neither"""
 
 
 @pytest.fixture(scope="module")

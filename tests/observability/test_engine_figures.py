@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from engine.config import CacheConfig
-from engine.core.wire import CoreReady
+from engine.core.wire import CoreReady, CoreStats
 from engine.observability.histograms import PER_TOKEN_S, WeightedHistogram, up_to
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
+from engine.replicas.together import stats_of_all
 from engine.request import RequestMetrics
 
 
@@ -60,7 +61,7 @@ def test_the_parts_of_a_request_add_up(page: Page) -> None:
         assert page.total(f"pageloom_request_{name}_time_seconds_count") == 3
 
 
-def test_a_vector_is_no_answer_of_no_tokens() -> None:
+def _metrics() -> EngineMetrics:
     ready = CoreReady(
         num_blocks=1,
         block_size=16,
@@ -74,7 +75,22 @@ def test_a_vector_is_no_answer_of_no_tokens() -> None:
     cache = CacheConfig(
         block_size=16, dtype="float32", kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=True
     )
-    metrics = EngineMetrics("m", cache, ready)
+    return EngineMetrics("m", cache, ready)
+
+
+def test_what_the_experts_of_each_replica_computed_is_shown_and_their_sum() -> None:
+    metrics = _metrics()
+    each = {0: CoreStats(expert_tokens=5, experts_moved=1), 2: CoreStats(expert_tokens=7, experts_moved=1)}
+    metrics.stats, metrics.stats_of_each = stats_of_all([*each.values()], CoreStats(expert_tokens=1)), lambda: each
+    shown = metrics.render().decode()
+    assert 'pageloom_expert_tokens_total{model_name="m"} 13.0' in shown
+    assert 'pageloom_experts_moved_total{model_name="m"} 2.0' in shown
+    for place, tokens in ((0, 5), (2, 7)):
+        assert f'pageloom_replica_expert_tokens_total{{engine="{place}",model_name="m"}} {tokens}.0' in shown
+
+
+def test_a_vector_is_no_answer_of_no_tokens() -> None:
+    metrics = _metrics()
     for pooled, tokens in ((True, 0), (False, 3), (True, 0)):
         metrics.observe_request(
             RequestTimings(

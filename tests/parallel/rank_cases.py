@@ -60,27 +60,20 @@ def draw_case(seed: int, size: int, most_rows: int, most_columns: int) -> Case:
     return Case(seed, rows, tuple(columns), gathers, x_dtype, dtype, chance.random() < 0.5, chance.choice(SCALES))
 
 
-def rows_of(case: Case, size: int) -> list[int]:
-    """How many rows of a sum each rank is to get; one rank's residual is as large."""
-    chance = random.Random(case.seed + 1)
-    return [chance.choice((0, 1, case.rows, chance.randint(0, 40))) for _ in range(size)]
+def run_deal_case(case: Case, rank: int, all_to_all: Callable[..., torch.Tensor], group: str) -> torch.Tensor:
+    return all_to_all(_dealt(case, rank), list(case.columns), group)
 
 
-def run_rows_case(
-    case: Case, rank: int, size: int, reduce_rows: Callable[..., torch.Tensor], group: str
-) -> torch.Tensor:
-    rows = rows_of(case, size)
-    whole = replace(case, rows=sum(rows), gathers=False)
-    residual = replace(whole, rows=rows[rank], seed=case.seed + rank).residual()
-    return reduce_rows(whole.part(rank), rows, residual, case.dtype, group)
+def expected_deal(case: Case, rank: int) -> torch.Tensor:
+    ranks = range(len(case.columns))
+    return torch.cat([_dealt(case, each).split(case.columns, dim=1)[rank] for each in ranks], dim=1)
 
 
-def expected_rows(case: Case, rank: int, size: int) -> torch.Tensor:
-    rows = rows_of(case, size)
-    whole = replace(case, rows=sum(rows), gathers=False)
-    residual = replace(whole, rows=rows[rank], seed=case.seed + rank).residual()
-    own = replace(whole, has_residual=False).expected().split(rows)[rank]
-    return own if residual is None else (own.float() + residual.float()).to(case.dtype)
+def _dealt(case: Case, rank: int) -> torch.Tensor:
+    """Every second rank's rows lie apart."""
+    total = sum(case.columns)
+    x = replace(case, gathers=True, columns=(total + rank % 2,) * len(case.columns)).part(rank)
+    return x[:, :total]
 
 
 def hash_of(tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rank_cases import draw_case, hash_of, run_case, run_rows_case
+from rank_cases import draw_case, hash_of, run_case, run_deal_case
 
 from engine.executor.joining import MakeGroup, named
 from engine.parallel.socket_group import SocketGroup
@@ -51,10 +51,10 @@ class Worker:
         cases = (draw_case(seed, self._group.size, most_rows, most_columns) for seed in range(first, first + count))
         return [hash_of(self._run(case)) for case in cases]
 
-    def run_rows_cases(self, first: int, count: int, most_rows: int, most_columns: int) -> list[str]:
+    def run_deal_cases(self, first: int, count: int, most_rows: int, most_columns: int) -> list[str]:
         group = self._group
         cases = (draw_case(seed, group.size, most_rows, most_columns) for seed in range(first, first + count))
-        return [hash_of(run_rows_case(case, group.rank, group.size, group.reduce_rows, group.name)) for case in cases]
+        return [hash_of(run_deal_case(case, group.rank, group.all_to_all, group.name)) for case in cases]
 
     def run_many(self, seed: int, kinds: int, count: int) -> list[int]:
         """Collectives of `kinds` cases in random order, with pauses that only this rank makes; which of them came out
@@ -83,6 +83,9 @@ class Worker:
 
     def gather(self, rows: int, columns: list[int]) -> None:
         self._group.all_gather(torch.ones(rows, columns[self._group.rank]), columns, self._group.name)
+
+    def deal(self, rows: int, columns: list[int]) -> None:
+        self._group.all_to_all(torch.ones(rows, sum(columns)), columns, self._group.name)
 
     def reduce_and_measure(self) -> float:
         """Seconds of the CPU that the call took."""

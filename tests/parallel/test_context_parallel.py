@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from smollm2 import smollm2_path
-from test_tensor_parallel import answers, args_of, greedy, mixed, save_gemma3
+from test_tensor_parallel import answers, args_of, greedy, mixed, prompts, save_gemma3, write_k_quants
 from tiny_families import save_tiny
 
 from attention_backends.toolchain import find_compiler
 from engine import LLM, EngineArgs, SamplingParams
+from engine.core.in_process_client import InProcessClient
+from engine.runner.context import ContextGroup
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
@@ -67,12 +69,35 @@ def test_a_mixed_workload_gives_the_tokens_of_all_parts_in_one_process(tmp_path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "settings", [{"quantization": "auto"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"compile": "pieces"}]
-)
+@pytest.mark.parametrize("settings", [{"quantization": "auto"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
 def test_packed_weights_and_int8_keys_have_the_bits_of_all_parts_in_one_process(settings: dict[str, Any]) -> None:
     """Nine query heads and three of keys, which two ranks have six and three of. The file's own blocks, and int8."""
     args = divided(smollm2_path(), dtype="bfloat16", **settings)
+    assert greedy(args, 64) == greedy(args, 64, threads=True)
+
+
+@pytest.mark.exhaustive
+def test_native_calls_of_layers_have_the_bits_of_all_parts_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    attended: list[int] = []
+    attend = ContextGroup.attend
+
+    def counted(self: ContextGroup, *given: Any) -> None:
+        attended.append(len(given))
+        attend(self, *given)
+
+    args = divided(smollm2_path(), dtype="bfloat16", compile="pieces")
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
+    with LLM.from_args(args, client_factory=InProcessClient) as llm:
+        monkeypatch.setattr(ContextGroup, "attend", counted)
+        found = answers(llm.generate(prompts(64), params, use_tqdm=False))
+    assert not attended, "a layer of rank 0 was called one by one"
+    assert found == greedy(replace(args, compile="none"), 64, threads=True)
+    assert attended
+
+
+@pytest.mark.exhaustive
+def test_blocks_of_k_quants_have_the_bits_of_all_parts_in_one_process(tmp_path: Path) -> None:
+    args = divided(write_k_quants(tmp_path), tokenizer=str(tmp_path), dtype="bfloat16")
     assert greedy(args, 64) == greedy(args, 64, threads=True)
 
 

@@ -20,7 +20,7 @@ from engine.models.expert_exchange import ExpertExchange, join_experts
 from engine.models.placement import ExpertPlacement
 from engine.models.sharding import Shard, check_divided, experts_of, sharded
 from engine.models.spec import DecoderSpec
-from engine.step import RoundStart
+from engine.step import RoundEnd, RoundStart
 from engine.weights.safetensors_source import SafetensorsSource
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -82,21 +82,27 @@ def test_replicas_compute_their_own_tokens_with_everybodys_experts(case: str, tm
 
         def work(
             group: ThreadGroup, placement: ExpertPlacement = placement
-        ) -> tuple[int | None, torch.Tensor | None, list[list[int]]]:
+        ) -> tuple[RoundEnd, torch.Tensor | None, list[list[int]]]:
             model = filled(path, Shard(group.rank, group.size, placement, only_experts=True))
             exchange = ExpertExchange(group, torch.float32, spec.num_layers)
-            join_experts(model, exchange)
+            join_experts(model, exchange, placement, group.size)
             mine = prompts[group.rank]
-            quiet = exchange.begin(RoundStart(False, 1), len(mine))
-            logits = logits_of(model, mine) if mine else None
-            assert exchange.begin(RoundStart(False, group.rank // 2), 0) is None, "one has seen another wake"
-            assert exchange.begin(RoundStart(group.rank == 1, 4), 0) is None, "one is busy"
-            assert exchange.begin(RoundStart(False, 4), 0) == 4
-            return quiet, logits, exchange.loads()
+            exchange.begin(RoundStart(False, 1), len(mine))
+            logits, ended = logits_of(model, mine) if mine else None, exchange.end()
+            for start, quiet, why in (
+                (RoundStart(False, group.rank // 2), None, "one has seen another wake"),
+                (RoundStart(group.rank == 1, 4), None, "one is busy"),
+                (RoundStart(False, 4), 4, "none is"),
+            ):
+                exchange.begin(start, 0)
+                assert exchange.end() == RoundEnd(quiet), why
+            return ended, logits, exchange.loads()
 
-        for prompt, (quiet, logits, loads) in zip(prompts, in_ranks(3, work), strict=True):
-            assert quiet is None and (logits is None) == (not prompt)
-            assert [sum(layer) for layer in loads] == [len(prompt) * top_k for top_k in given]
+        found = in_ranks(3, work)
+        assert sum(ended.expert_tokens for ended, _, _ in found) == sum(map(len, prompts)) * sum(given)
+        for prompt, (ended, logits, loads) in zip(prompts, found, strict=True):
+            assert ended.quiet is None and (logits is None) == (not prompt)
+            assert [sum(layer) for layer in loads] == [sum(map(len, prompts)) * top_k for top_k in given], "of all"
             if logits is not None:
                 torch.testing.assert_close(logits, logits_of(whole, prompt), rtol=1e-4, atol=1e-4)
 

@@ -27,6 +27,7 @@ from engine.weights.loader import weight_bytes
 
 SAMPLE = {"dots1", "exaone4", "nanochat"}
 """divided in every run: a shared expert beside experts that are whole, norms of heads, an MLP without a gate"""
+POSITIONS: dict[str, Any] = {"decode_context_parallel_size": 2}
 
 
 @pytest.fixture
@@ -139,18 +140,20 @@ def test_an_mlp_with_fewer_units_than_ranks_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "family"),
+    ("dtype", "quantization", "family", "settings"),
     [
-        ("bfloat16", "int8", "Llama"),
-        pytest.param("float32", "auto", "Gemma3", marks=pytest.mark.exhaustive),
-        pytest.param("bfloat16", "auto", "Qwen3Moe", marks=pytest.mark.exhaustive),
+        ("bfloat16", "int8", "Llama", {}),
+        pytest.param("float32", "auto", "Gemma3", {}, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "auto", "Qwen3Moe", {}, marks=pytest.mark.exhaustive),
+        pytest.param("float32", "auto", "Gemma3", POSITIONS, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "int8", "Llama", POSITIONS, marks=pytest.mark.exhaustive),
     ],
 )
 def test_ranks_of_a_librarys_model_have_the_bits_of_all_parts_in_one_process(
-    dtype: str, quantization: str, family: str, tmp_path: Path
+    dtype: str, quantization: str, family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     save_tiny(family, tmp_path)
-    args = args_of(tmp_path, dtype=dtype, quantization=quantization, model_impl="transformers")
+    args = args_of(tmp_path, dtype=dtype, quantization=quantization, model_impl="transformers", **settings)
     assert greedy(args, 16) == greedy(args, 16, threads=True)
 
 

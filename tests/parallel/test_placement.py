@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from place_experts import imbalance, loads_of, main
+from place_experts import loads_of, logged_loads, main
 from test_tensor_parallel import FIVE, WHOLE, args_of, greedy
 from tiny_families import save_tiny
 
 from attention_backends.toolchain import find_compiler
 from engine.errors import ConfigError
-from engine.models.placement import ExpertPlacement, balanced, read_placement, write_placement
+from engine.models.placement import ExpertPlacement, balanced, exchanges, imbalance, read_placement, write_placement
 from engine.resolve import resolve_here
 
 LAYERS = st.integers(1, 9).flatmap(
@@ -36,15 +36,29 @@ def test_every_rank_has_as_many_experts_and_work_apart_by_no_more_than_one_exper
         assert sorted(expert for each in own for expert in each) == list(range(len(of_layer)))
         assert max(map(len, own)) - min(map(len, own)) <= 1
         work = [sum(of_layer[expert] for expert in each) for each in own]
-        assert max(work) - min(work) <= max(of_layer)
+        assert max(work) - min(work) <= max(of_layer) + len(of_layer) * (sum(work) // (256 * size))
 
 
 def test_the_busiest_experts_do_not_meet() -> None:
     loads = [[100, 90, 3, 2, 1], [], [0, 0, 0, 0]]
-    assert balanced(loads, 2) == ExpertPlacement(((0, 1, 1, 1, 0), (), (0, 1, 0, 1)))
+    assert balanced(loads, 2) == ExpertPlacement(((1, 0, 0, 0, 1), (), (0, 0, 1, 1)))
     assert imbalance(balanced(loads, 2), loads, 2) < 1.05 < 1.9 < imbalance(ExpertPlacement(), loads, 2)
     with pytest.raises(ConfigError, match="2 experts are too few for 3 ranks"):
         balanced([[5, 5]], 3)
+
+
+def test_nothing_moves_for_little() -> None:
+    assert exchanges((0, 0, 1, 1), [1000, 1003, 1000, 1000], 2) == []
+    assert exchanges((0, 0, 1, 1), [1000, 1900, 1000, 100], 2) == [(0, 3)]
+    assert exchanges((1, 0, 0, 1), [1000, 1900, 1000, 100], 2) == [(1, 0)], "from where they are"
+    assert exchanges((0, 0, 0), [5, 5, 5], 1) == [] == exchanges((), [], 2)
+
+
+def test_loads_are_read_from_a_log() -> None:
+    told = "expert loads of replica %d: [[%d, 2], []]\n"
+    assert logged_loads("x\n" + told % (0, 1) + told % (1, 7) + "y") == [[7, 2], []]
+    with pytest.raises(SystemExit, match="no line 'expert loads of replica"):
+        logged_loads("x")
 
 
 def test_a_placement_is_read_as_it_was_written(tmp_path: Path) -> None:

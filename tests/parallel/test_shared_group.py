@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import draw_case, expected_rows, hash_of
+from rank_cases import draw_case, expected_deal, hash_of
 from rank_processes import Workers
 
 from engine.executor import kernels_ahead
@@ -47,11 +47,11 @@ def test_every_rank_gets_the_bits_of_plain_torch(workers: Workers, size: int, sl
 
 
 @pytest.mark.parametrize(("size", "slot_bytes"), [(2, 1 << 19), (3, 1 << 14), (4, 1)])
-def test_every_rank_gets_its_own_rows_of_a_sum(workers: Workers, size: int, slot_bytes: int) -> None:
-    first, count, most = 2000 * size, 40, (64, 700)
+def test_every_rank_gets_the_columns_that_are_for_it(workers: Workers, size: int, slot_bytes: int) -> None:
+    first, count, most = 3000 * size, 40, (64, 700)
     cases = [draw_case(seed, size, *most) for seed in range(first, first + count)]
-    found = workers.group(size, slot_bytes).all("run_rows_cases", first, count, *most)
-    assert found == [[hash_of(expected_rows(case, rank, size)) for case in cases] for rank in range(size)]
+    found = workers.group(size, slot_bytes).all("run_deal_cases", first, count, *most)
+    assert found == [[hash_of(expected_deal(case, rank)) for case in cases] for rank in range(size)]
 
 
 def test_thousands_of_collectives_do_not_meet_one_another(workers: Workers) -> None:
@@ -101,6 +101,8 @@ def test_a_rank_that_waits_long_leaves_its_core_to_others(workers: Workers) -> N
          ("all_reduce of \\[0, 4\\] float32", "all_reduce with a residual of \\[0, 4\\] float32")),
         ([("gather", 2, [3, 5]), ("gather", 2, [4, 4])],
          ("all_gather of \\[2, 3\\] float32 to 8 columns", "all_gather of \\[2, 4\\] float32 to 8 columns")),
+        ([("gather", 2, [4, 4]), ("deal", 2, [4, 4])],
+         ("all_gather of \\[2, 4\\] float32 to 8 columns", "all_to_all of \\[2, 4\\] float32 to 8 columns")),
     ],
 )  # fmt: skip
 def test_ranks_that_call_something_else_are_told_at_once(
@@ -208,6 +210,8 @@ def test_what_cannot_be_summed_is_refused(
 def test_what_cannot_be_gathered_is_refused(alone: SharedGroup, columns: list[int], words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
         alone.all_gather(torch.ones(2, 4), columns, alone.name)
+    with pytest.raises(RuntimeError, match=words):
+        alone.all_to_all(torch.ones(2, 4), columns, alone.name)
 
 
 def test_groups_of_one_name_are_found_by_names_of_their_own(alone: SharedGroup, native_cache: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_cases import draw_case, hash_of
+from rank_cases import draw_case, expected_deal, hash_of
 from rank_processes import Workers, connected
 
 from engine.parallel.socket_group import SocketGroup
@@ -35,6 +35,15 @@ def test_what_is_larger_than_a_piece_goes_in_several(workers: Workers) -> None:
 def _large(seed: int) -> bool:
     case = draw_case(seed, 3, 300, 5000)
     return case.rows * case.columns[0] * case.x_dtype.itemsize > 5 << 20
+
+
+@pytest.mark.parametrize(("size", "most_rows", "most_columns", "count"), [(2, 64, 700, 30), (3, 300, 5000, 5)])
+def test_every_rank_gets_the_columns_that_are_for_it(
+    workers: Workers, size: int, most_rows: int, most_columns: int, count: int
+) -> None:
+    cases = [draw_case(seed, size, most_rows, most_columns) for seed in range(count)]
+    found = workers.socket_group(size).all("run_deal_cases", 0, count, most_rows, most_columns)
+    assert found == [[hash_of(expected_deal(case, rank)) for case in cases] for rank in range(size)]
 
 
 def test_thousands_of_collectives_do_not_meet_one_another(workers: Workers) -> None:

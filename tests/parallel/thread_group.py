@@ -32,7 +32,7 @@ class ThreadGroup:
     def _met(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._meeting.parts[self.rank] = x
         self._meeting.barrier.wait(PATIENCE_S)
-        parts = [part for part in self._meeting.parts if part is not None]
+        parts = [part.clone() for part in self._meeting.parts if part is not None]  # which ranks may change then
         self._meeting.barrier.wait(PATIENCE_S)
         return parts
 
@@ -49,11 +49,8 @@ class ThreadGroup:
         assert x.shape[1] == columns[self.rank]
         return torch.cat(self._met(x), dim=1)
 
-    def reduce_rows(
-        self, x: torch.Tensor, rows: Sequence[int], residual: torch.Tensor | None, dtype: torch.dtype, group: str
-    ) -> torch.Tensor:
-        own = self.all_reduce(x, None, dtype, group).split(list(rows))[self.rank]
-        return own if residual is None else (residual.float() + own.float()).to(dtype)
+    def all_to_all(self, x: torch.Tensor, columns: Sequence[int], group: str) -> torch.Tensor:
+        return torch.cat([part.split(list(columns), dim=1)[self.rank] for part in self._met(x)], dim=1)
 
     def alone(self) -> AbstractContextManager[None]:
         raise NotImplementedError("nothing is compiled in these threads")

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
+from engine.kv_settings import KVEventsConfig
 from engine.parallel_config import ParallelConfig
 from engine.replicas import stop_watch as room
 from engine.replicas.client import ReplicatedClient
@@ -79,6 +80,17 @@ class Seen:
 
 def counted(prompt: int, count: int) -> list[int]:
     return [10 + (prompt + index) % 80 for index in range(count)]
+
+
+def test_replicas_whose_ports_there_are_not_are_refused_before_any_is_started_or_stopped() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:65533", replay_endpoint="tcp://*:5000")
+    config = msgspec.structs.replace(tiny_config(), parallel=ParallelConfig(data=2), kv_events=events)
+    client = ReplicatedClient(config)
+    with pytest.raises(ConfigError, match=r"endpoint 'tcp://\*:65533': ports are 1 to 65535"):
+        client.scale(4)
+    with pytest.raises(CoreDiedError, match="not started"):
+        client.scale(3)
+    client.close()
 
 
 def test_requests_are_spread_and_each_gets_its_tokens() -> None:
@@ -231,7 +243,9 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_stays_stopped_is_told_of_and_is_lost_where_another_one_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(room, "ALONE_LOOKS", 5)
     with replicas("SlowlyCounting") as client:
         seen = Seen()
@@ -240,6 +254,8 @@ def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypat
         os.kill(pids(client)[0], signal.SIGSTOP)
         seen.until_ended(client, {f"r{index}" for index in range(4)})
         assert client.replicas == [1]
+        warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+        assert len(warned) == 1 and "was stopped by a signal: others take over" in warned[0]
         os.kill(pids(client)[1], signal.SIGSTOP)  # the last one is the engine's own: it is not given up
         client.send(request("last", max_tokens=2))
         time.sleep(2.5)

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,18 +15,21 @@ import pytest
 import uvicorn
 from fake_servers import FakeServer
 
+from engine.limits import Limits
 from entrypoints.router import servers
 from entrypoints.router.app import Router
-from entrypoints.router.servers import Servers
+from entrypoints.router.servers import Server, Servers
 from entrypoints.serve import main
 
 BODY = {"prompt": "a b c", "max_tokens": 9, "stream_options": None, "n": 1, "temperature": 0.5}
+
+LIMITS = Limits(body_bytes=10_000, bodies_bytes=20_000)
 
 
 class Served:
     def __init__(self) -> None:
         self.prefill, self.decode, self.other = FakeServer(), FakeServer(), FakeServer()
-        self.router = Router([self.prefill.url], [self.decode.url, self.other.url], 10_000)
+        self.router = Router([self.prefill.url], [self.decode.url, self.other.url], LIMITS)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(self.router.app(), log_config=None, timeout_graceful_shutdown=1))
@@ -45,6 +49,13 @@ class Served:
         self._thread.join()
         for each in (self.prefill, self.decode, self.other):
             each.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -138,7 +149,17 @@ def test_a_decode_server_that_no_longer_answers_is_given_up(monkeypatch: pytest.
     try:
         served.decode.mode = served.other.mode = "stopped"
         answer = served.post({**BODY, "echo": True})
-        assert (answer.status_code, len(served.decoded)) in {(503, 1), (503, 2)}
+        assert (answer.status_code, len(served.decoded)) in {(502, 1), (503, 0)}
+    finally:
+        served.close()
+
+
+def test_nobody_waits_for_a_prefill_server_that_says_it_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CHECK_S", 0.1)
+    served = Served()
+    try:
+        served.prefill.mode = "hangs"
+        assert served.post(BODY).json()["text"] == "answer" and served.decoded == [BODY]
     finally:
         served.close()
 
@@ -172,6 +193,61 @@ def test_a_decode_server_that_is_gone_is_left_out(served: Served) -> None:
     metrics = httpx.get(f"{served.url}/metrics").text
     assert f'pageloom_router_server_up{{kind="decode",server="{served.other.url}"}} 0' in metrics
     served.decode, served.other = FakeServer(), FakeServer()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_what_a_server_may_have_done_is_not_asked_of_another(served: Served, path: str) -> None:
+    """Nor what ends a server: each request has one of each kind at most."""
+    more = FakeServer()
+    served.router.prefill.all.append(Server(more.url))
+    for each in (served.prefill, more, served.decode, served.other):
+        each.mode = "leaves"
+    assert served.post(BODY, path).status_code == 502
+    assert len(served.decoded) == 1
+    assert len(served.prefill.asked + more.asked) == (path == "/v1/completions")
+    more.close()
+
+
+def test_a_prefill_server_that_has_no_room_is_passed_over(served: Served) -> None:
+    busy = FakeServer()
+    busy.mode = "busy"
+    served.router.prefill.all.insert(0, Server(busy.url))
+    for _ in range(2):
+        assert served.post(BODY).json()["text"] == "answer"
+    assert len(served.prefill.asked) == served.router.two_hops == 2 and busy.asked
+    busy.close()
+
+
+def test_browsers_may_ask_what_they_may_send(served: Served) -> None:
+    answer = httpx.options(f"{served.url}/v1/chat/completions", headers={"origin": "http://page"}, timeout=20)
+    assert answer.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_bodies_are_bounded_together_and_the_longest_gives_way(served: Served) -> None:
+    """Whether it still comes or a prompt of its is computed; what is answered does not count."""
+    served.prefill.mode = "stopped"
+    answers: list[int] = []
+
+    def ask(size: int) -> None:
+        answers.append(served.post({"prompt": "x" * size}).status_code)
+
+    asking = [threading.Thread(target=ask, args=(size,)) for size in (9_500, 8_000)]
+    for number, thread in enumerate(asking, 1):
+        thread.start()
+        until(partial(lambda number: len(served.prefill.asked) == number, number))
+    third = threading.Thread(target=ask, args=(3_000,))
+    third.start()
+    until(lambda: answers == [503])
+    assert served.router.bodies._total < 12_000
+    served.prefill.goes_on.set()
+    for thread in (*asking, third):
+        thread.join()
+    assert answers == [503, 200, 200]
+    served.decode.mode = served.other.mode = "slow"
+    body = {"prompt": "x" * 5_000, "stream": True, "echo": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=20) as answer:
+        next(answer.iter_raw())
+        assert served.router.bodies._total == 0
 
 
 def test_errors_of_the_second_server_are_the_clients(served: Served) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from engine.config import SpeculationConfig
-from engine.runner.kernels.ngram import END, MOST_MATCHES, DraftKernels
+from engine.runner.kernels.ngram import DraftKernels
+from engine.runner.kernels.ngram_host import END, MOST_MATCHES
 
 STALE = 1
 """what stands in the table behind what is known; a token that matches others"""

@@ -14,8 +14,8 @@ from ngram_oracle import Case, check_ngram, expected_suffix, random_case
 
 from engine import draft_sources
 from engine.config import SpeculationConfig
-from engine.runner.kernels.ngram import END, SuffixKernels, cpu_draft_kernels, select_draft_kernels
-from engine.runner.kernels.ngram_host import HostDraftKernels
+from engine.runner.kernels.ngram import SuffixKernels, cpu_draft_kernels, select_draft_kernels
+from engine.runner.kernels.ngram_host import END, HostDraftKernels
 from engine.runner.kernels.ngram_native import ISAS, NativeDraftKernels
 
 HERE = Path(__file__).parent

@@ -30,7 +30,19 @@ PAGELOOM_INLINE void finish(vf sum, const uint16_t* residual, uint16_t* out) {
   store_rounded(out, last);
 }
 
-// The columns that are left, fewer than a vector: rows are as long as whole ones, residual and out are not.
+// The columns that are left, fewer than a vector.
+PAGELOOM_INLINE vf sum_some(const CombineProblem& p, int64_t token, int64_t at, int64_t left) {
+  vf sum{};
+  for (int64_t j = 0; j < p.top_k; ++j) {
+    const int32_t position = p.positions[token * p.top_k + j];
+    if (position < 0) continue;
+    uint16_t some[VW] = {};
+    memcpy(some, p.rows + position * p.row_stride + at, left * 2);
+    sum += splat(p.weights[token * p.top_k + j]) * load_bf16(some);
+  }
+  return sum;
+}
+
 PAGELOOM_INLINE void finish_some(vf sum, const uint16_t* residual, uint16_t* out, int64_t left) {
   uint16_t some[VW] = {}, whole[VW];
   if (residual != nullptr) memcpy(some, residual, left * 2);
@@ -52,14 +64,13 @@ void combine(const CombineProblem& p, int64_t token_begin, int64_t token_end) {
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) finish(sums[i], residual_at(at + i * VW), out + at + i * VW);
     }
-    for (; at < p.columns; at += VW) {
+    for (; at + VW <= p.columns; at += VW) {
       vf sum[1];
       sum_choices(p, token, next, at, sum);
-      if (at + VW <= p.columns)
-        finish(sum[0], residual_at(at), out + at);
-      else
-        finish_some(sum[0], residual_at(at), out + at, p.columns - at);
+      finish(sum[0], residual_at(at), out + at);
     }
+    if (const int64_t left = p.columns - at; left > 0)
+      finish_some(sum_some(p, token, at, left), residual_at(at), out + at, left);
   }
 }
 

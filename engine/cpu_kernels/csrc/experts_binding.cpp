@@ -5,6 +5,7 @@ namespace pageloom {
 namespace {
 
 constexpr const char* kExperts = "packed_experts";
+constexpr const char* kCombine = "combine_experts";
 constexpr const char* kRoute = "route";
 
 // Contiguous [tokens, columns] of a dtype on the CPU; columns < 0: any.
@@ -47,6 +48,31 @@ Tensor packed_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tens
   return out;
 }
 
+Tensor combine_experts(Tensor rows, Tensor positions, Tensor weights, std::optional<Tensor> residual, int64_t isa) {
+  PAGELOOM_CHECK(rows.dim() == 2, kCombine, ": rows must have two dimensions, not ", rows.dim());
+  const int64_t count = rows.size(0), hidden = rows.size(1), tokens = positions.size(0);
+  check_rows(rows, ScalarType::BFloat16, count, -1, kCombine, "rows must be contiguous bfloat16");
+  check_rows(positions, ScalarType::Int, tokens, -1, kCombine, "positions must be contiguous int32 [tokens, top_k]");
+  CombineProblem p{};
+  p.top_k = positions.size(1);
+  check_rows(weights, ScalarType::Float, tokens, p.top_k, kCombine, "weights must be contiguous float32 [tokens, top_k]");
+  p.columns = p.row_stride = p.out_stride = hidden;
+  p.positions = static_cast<const int32_t*>(positions.data_ptr());
+  for (int64_t i = 0; i < tokens * p.top_k; ++i)
+    PAGELOOM_CHECK(p.positions[i] >= -1 && p.positions[i] < count, kCombine, ": position ", p.positions[i],
+                   " is outside [-1, ", count, ")");
+  p.weights = static_cast<const float*>(weights.data_ptr());
+  p.rows = static_cast<const uint16_t*>(rows.data_ptr());
+  if (residual.has_value()) {
+    p.residual = rows_of(*residual, hidden, p.residual_stride, kCombine, "residual");
+    PAGELOOM_CHECK(residual->size(0) == tokens, kCombine, ": residual has ", residual->size(0), " rows, positions ", tokens);
+  }
+  Tensor out = new_output(tokens, hidden, false);
+  p.out = static_cast<uint16_t*>(out.data_ptr());
+  if (tokens > 0) run_combine(p, tokens, combine_rows_of(isa), lent_threads());
+  return out;
+}
+
 std::tuple<Tensor, Tensor> route(Tensor logits, int64_t kind, int64_t top_k, bool normalise, std::optional<Tensor> bias,
                                  int64_t groups, int64_t top_groups, double scale) {
   PAGELOOM_CHECK(on_cpu_of(logits, ScalarType::Float) && logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) <= 1),
@@ -67,6 +93,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "packed_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, int n_inner, "
       "int gate_up_format, int down_format, Tensor? gate_up_bias, Tensor? down_bias, Tensor? places, Tensor? residual, "
       "int gate, float limit, float alpha, int isa) -> Tensor");
+  m.define("combine_experts(Tensor rows, Tensor positions, Tensor weights, Tensor? residual, int isa) -> Tensor");
   m.define(
       "route(Tensor logits, int kind, int top_k, bool normalise, Tensor? bias, int groups, int top_groups, float scale) "
       "-> (Tensor, Tensor)");
@@ -74,6 +101,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<packed_experts>("packed_experts");
+  m.implement<combine_experts>("combine_experts");
   m.implement<route>("route");
 });
 

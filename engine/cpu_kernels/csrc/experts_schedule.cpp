@@ -128,6 +128,22 @@ void combine_tokens(Batch& b, int64_t begin, int64_t end) {
             begin, end);
 }
 
+struct Combine : Stage {
+  CombineProblem problem;
+  CombineRows rows = nullptr;
+};
+
+bool combine_some(Stage& stage, int64_t, Turn& turn) {
+  const Combine& combine = static_cast<Combine&>(stage);
+  for (int64_t begin; (begin = stage.next.fetch_add(kPrepareRows, std::memory_order_relaxed)) < stage.units;) {
+    const int64_t end = std::min(stage.units, begin + kPrepareRows);
+    combine.rows(combine.problem, begin, end);
+    stage.finish(end - begin);
+    if (!turn.pass()) return false;
+  }
+  return true;
+}
+
 // ---- products
 
 void compute_units(const Product& product, const Operand& operand, int64_t begin, int64_t end, void* scratch) {
@@ -280,6 +296,21 @@ void ExpertStages::add(int64_t index, std::vector<Stage*>& stages) {
     stages.push_back(&b.second);
     stages.push_back(&b.combine);
   }
+}
+
+void run_combine(const CombineProblem& problem, int64_t tokens, CombineRows rows, const Threads& threads) {
+  static thread_local Arena arena;
+  static_assert(std::is_trivially_destructible_v<Combine>);
+  Combine& combine = *new (arena.reserve(sizeof(Combine))) Combine{};
+  combine.problem = problem;
+  combine.rows = rows;
+  combine.units = tokens;
+  combine.workers = tokens * problem.top_k * problem.columns < kCombineElements
+                        ? 1
+                        : std::min(threads.count, ceil_div(tokens, kPrepareRows));
+  combine.work = combine_some;
+  Stage* const stage = &combine;
+  StageRun(&stage, 1).run(threads);
 }
 
 const char* run_experts(const ExpertsProblem& problem, const Threads& threads) {

@@ -83,6 +83,9 @@ class ExpertStages {
   char* rows_;
 };
 
+// The last stage alone, of rows that were made elsewhere, for `tokens` tokens.
+void run_combine(const CombineProblem& problem, int64_t tokens, CombineRows rows, const Threads& threads);
+
 // Null, or what is wrong with the ids: nothing that is read or written then depends on them.
 const char* run_experts(const ExpertsProblem& problem, const Threads& threads);
 

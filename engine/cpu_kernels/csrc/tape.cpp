@@ -54,19 +54,13 @@ void fill_in(ExpertsProblem& p, const TapeExperts& t, const Values& values, int6
   if (t.residual.value >= 0) p.residual = values.at(t.residual), p.residual_stride = values.stride(t.residual);
 }
 
-// Of one unit: whoever takes it waits for the other ranks, and this rank's other threads for him.
-struct SumStage : Stage {
+// Whoever takes it waits for the other ranks, and this rank's other threads for him.
+struct SumStage : SingleStage<SumStage> {
   NativeAllReduce function;
   void* group;
   NativeSumRows rows;
 
-  static bool sum(Stage& stage, int64_t, Turn&) {
-    auto& self = static_cast<SumStage&>(stage);
-    if (self.next.fetch_add(1, std::memory_order_relaxed) != 0) return true;
-    if (const char* error = self.function(self.group, self.rows)) self.error.store(error, std::memory_order_relaxed);
-    self.finish(1);
-    return true;
-  }
+  const char* once() { return function(group, rows); }
 };
 
 // Stages of a run's sums.
@@ -81,7 +75,6 @@ class SumStages {
     if (adds && rows > 1 && values.stride(sum.residual) != sum.columns) return "rows of a sum's residual lie apart";
     stage.function = sum.function, stage.group = sum.group;
     stage.rows = {values.at(sum.x), adds ? values.at(sum.residual) : nullptr, values.at(sum.out), rows, sum.columns};
-    stage.work = SumStage::sum, stage.units = 1;
     stages.push_back(&stage);
     return nullptr;
   }
@@ -116,7 +109,8 @@ const char* prepare(const TapeAttention& a, Shared& shared, int64_t rows, const 
   Stage* made[kNativeStages] = {};
   const char* error = a.functions->prepare(a.layer, step,
                                            {data(a.q), stride(a.q), data(a.k), stride(a.k), data(a.v), stride(a.v),
-                                            data(a.out), stride(a.out), rows},
+                                            data(a.out), stride(a.out), rows,
+                                            a.scratch.value < 0 ? nullptr : shared.values.at<float>(a.scratch)},
                                            threads, shared.runs, memory, made);
   memory += (a.functions->bytes + 63) / 64 * 64;
   for (Stage* stage : made)

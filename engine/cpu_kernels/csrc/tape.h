@@ -6,7 +6,7 @@
 #include "experts_schedule.h"
 #include "linear_schedule.h"
 #include "native_call.h"
-#include "native_sum.h"
+#include "native_group.h"
 
 namespace pageloom {
 
@@ -42,7 +42,7 @@ struct TapeAttention {
   const NativeAttention* functions;
   const void* layer;
   int64_t step;  // which of a run's steps it takes
-  Ref q, k, v, out;
+  Ref q, k, v, out, scratch;
 };
 
 enum class TapeKind : int64_t { kLayer = 0, kRoute = 1, kExperts = 2, kAttention = 3, kSum = 4 };

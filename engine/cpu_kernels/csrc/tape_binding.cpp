@@ -170,6 +170,7 @@ TapeAttention read_attention(Reader& r) {
   a.q = q.ref, a.k = k.ref;
   a.v = r.needed_ref(k.count);
   a.out = r.needed_ref(q.count);
+  a.scratch = r.columns(4).ref;
   PAGELOOM_CHECK(a.functions != nullptr, kMake, ": an attention without its functions");
   return a;
 }

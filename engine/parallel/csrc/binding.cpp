@@ -4,7 +4,7 @@
 #include <mutex>
 #include <numeric>
 
-#include "native_sum.h"
+#include "native_group.h"
 #include "shared_group.h"
 #include "socket_group.h"
 #include "torch_string.h"
@@ -60,6 +60,11 @@ uint32_t extent(int64_t size, const char* op) {
   return static_cast<uint32_t>(size);
 }
 
+Tag tag_of(Kind kind, ScalarType type, int64_t rows, int64_t columns, int64_t own_columns, const char* op) {
+  const auto number = static_cast<uint8_t>(type);
+  return {kind, number, number, 0, extent(rows, op), extent(columns, op), extent(own_columns, op)};
+}
+
 // Whether the calling thread's collectives are with nobody: a compiler tries code whose results nobody reads.
 thread_local bool is_alone = false;
 
@@ -108,71 +113,67 @@ Tensor all_reduce(Tensor x, std::optional<Tensor> residual, int32_t dtype, std::
   });
 }
 
-Tensor reduce_rows(Tensor x, std::vector<int64_t> rows, std::optional<Tensor> residual, int32_t dtype,
-                   std::string name) {
-  static constexpr const char* kOp = "reduce_rows";
+// Columns of every rank to all, or to each its own.
+Tensor exchange(Kind kind, const Tensor& x, const std::vector<int64_t>& columns, const std::string& name) {
+  const bool gathers = kind == Kind::kAllGather;
+  const char* const op = gathers ? "all_gather" : "all_to_all";
   const std::shared_ptr<Group> group = open_groups().find(name);
   return stopping_where_refused(*group, [&] {
-    const ScalarType type = x.scalar_type(), out_type = static_cast<ScalarType>(dtype);
-    ReduceRowsCall call{};
-    call.type = float_of(type, kOp);
-    call.out_type = float_of(out_type, kOp);
-    PAGELOOM_CHECK(type == ScalarType::Float || type == out_type, kOp, ": x must be float32, or of the result's dtype");
-    PAGELOOM_CHECK(static_cast<int64_t>(rows.size()) == group->size(), kOp, ": rows of ", rows.size(),
+    PAGELOOM_CHECK(static_cast<int64_t>(columns.size()) == group->size(), op, ": columns of ", columns.size(),
                    " ranks are given, of ", group->size(), " that there are");
-    int64_t total = 0, before = 0;
-    for (int64_t rank = 0; rank < group->size(); ++rank) {
-      extent(rows[rank], kOp);
-      if (rank == group->rank()) before = total;
-      total += rows[rank];
-    }
-    PAGELOOM_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(0) == total, kOp, ": x must be contiguous [", total,
-                   ", columns]");
-    const int64_t own = rows[group->rank()], columns = x.size(1);
-    if (residual.has_value()) {
-      PAGELOOM_CHECK(residual->on_cpu() && residual->scalar_type() == out_type && residual->dim() == 2 &&
-                         residual->size(0) == own && residual->size(1) == columns && residual->is_contiguous(),
-                     kOp, ": the residual must be contiguous [", own, ", ", columns, "] of the result's dtype");
-      call.residual = static_cast<const char*>(residual->data_ptr());
-    }
-    call.tag = {Kind::kReduceRows, static_cast<uint8_t>(type), static_cast<uint8_t>(out_type), 0, extent(total, kOp),
-                extent(columns, kOp), extent(columns, kOp)};
+    for (const int64_t each : columns) extent(each, op);
+    const int64_t own = columns[group->rank()], total = std::accumulate(columns.begin(), columns.end(), int64_t{0});
+    PAGELOOM_CHECK(x.dim() == 2 && x.size(1) == (gathers ? own : total), op, ": x of rank ", group->rank(),
+                   " must be [rows, ", gathers ? own : total, "]");
+    PAGELOOM_CHECK(x.size(1) <= 1 || x.stride(1) == 1, op, ": a row's columns must lie side by side");
+    const ScalarType type = x.scalar_type();
+    ColumnsCall call{.columns = columns};
+    call.element_size = x.element_size();
+    call.tag = tag_of(kind, type, x.size(0), total, own, op);
     call.x = static_cast<const char*>(x.data_ptr());
-    call.count = total * columns;
-    call.begin = before * columns;
-    call.end = (before + own) * columns;
-    Tensor out = Tensor::empty({own, columns}, out_type);
+    call.x_stride = x.stride(0) * call.element_size;
+    call.rows = x.size(0);
+    Tensor out = Tensor::empty({call.rows, gathers ? total : group->size() * own}, type);
     call.out = static_cast<char*>(out.data_ptr());
     if (is_alone) return zeros(std::move(out));
-    group->reduce_rows(call);
+    gathers ? group->all_gather(call) : group->all_to_all(call);
     return out;
   });
 }
 
 Tensor all_gather(Tensor x, std::vector<int64_t> columns, std::string name) {
-  static constexpr const char* kOp = "all_gather";
-  const std::shared_ptr<Group> group = open_groups().find(name);
-  return stopping_where_refused(*group, [&] {
-    PAGELOOM_CHECK(static_cast<int64_t>(columns.size()) == group->size(), kOp, ": columns of ", columns.size(),
-                   " ranks are given, of ", group->size(), " that there are");
-    for (const int64_t each : columns) extent(each, kOp);
-    PAGELOOM_CHECK(x.dim() == 2 && x.size(1) == columns[group->rank()], kOp, ": x of rank ", group->rank(),
-                   " must be [rows, ", columns[group->rank()], "]");
-    PAGELOOM_CHECK(x.size(1) <= 1 || x.stride(1) == 1, kOp, ": a row's columns must lie side by side");
-    const int64_t rows = x.size(0), total = std::accumulate(columns.begin(), columns.end(), int64_t{0});
-    GatherCall call{.columns = columns};
-    const ScalarType type = x.scalar_type();
-    call.element_size = x.element_size();
-    call.tag = {Kind::kAllGather, static_cast<uint8_t>(type), static_cast<uint8_t>(type), 0, extent(rows, kOp),
-                extent(total, kOp), extent(x.size(1), kOp)};
-    call.x = static_cast<const char*>(x.data_ptr());
-    call.x_stride = x.stride(0) * call.element_size;
-    call.rows = rows;
-    Tensor out = Tensor::empty({rows, total}, type);
-    call.out = static_cast<char*>(out.data_ptr());
-    if (is_alone) return zeros(std::move(out));
-    group->all_gather(call);
-    return out;
+  return exchange(Kind::kAllGather, x, columns, name);
+}
+
+Tensor all_to_all(Tensor x, std::vector<int64_t> columns, std::string name) {
+  return exchange(Kind::kAllToAll, x, columns, name);
+}
+
+template <class Call>
+const char* failure_of(Group& group, const Call& call) {
+  try {
+    call();
+    return nullptr;
+  } catch (const std::exception& error) {
+    group.failure = error.what();
+    return group.failure.c_str();
+  }
+}
+
+template <Kind kind>
+const char* exchange_rows(void* address, const NativeColumns& rows) {
+  auto& group = *static_cast<Group*>(address);
+  return failure_of(group, [&] {
+    const std::vector<int64_t> columns(rows.columns, rows.columns + group.size());
+    const int64_t own = columns[group.rank()], total = std::accumulate(columns.begin(), columns.end(), int64_t{0});
+    ColumnsCall call{.columns = columns};
+    call.element_size = rows.is_float ? 4 : 2;
+    call.tag = tag_of(kind, rows.is_float ? ScalarType::Float : ScalarType::BFloat16, rows.rows, total, own, "exchange");
+    call.x = static_cast<const char*>(rows.x);
+    call.x_stride = (kind == Kind::kAllGather ? own : total) * call.element_size;
+    call.out = static_cast<char*>(rows.out);
+    call.rows = rows.rows;
+    kind == Kind::kAllGather ? group.all_gather(call) : group.all_to_all(call);
   });
 }
 
@@ -188,19 +189,20 @@ const char* sum_rows(void* address, const NativeSumRows& rows) {
   call.residual = reinterpret_cast<const char*>(rows.residual);
   call.out = reinterpret_cast<char*>(rows.out);
   call.count = rows.rows * rows.columns;
-  try {
-    group.all_reduce(call);
-    return nullptr;
-  } catch (const std::exception& error) {
-    group.failure = error.what();
-    return group.failure.c_str();
-  }
+  return failure_of(group, [&] { group.all_reduce(call); });
 }
 
 // Addresses of a `NativeAllReduce` and of its group, which must stay open.
 std::vector<int64_t> native_all_reduce(std::string name) {
   constexpr NativeAllReduce kFunction = sum_rows;
   return {reinterpret_cast<int64_t>(kFunction), reinterpret_cast<int64_t>(open_groups().find(name).get())};
+}
+
+// Addresses of the `NativeExchange` that gathers, of that which deals, and of their group.
+std::vector<int64_t> native_exchange(std::string name) {
+  constexpr NativeExchange kGather = exchange_rows<Kind::kAllGather>, kDeal = exchange_rows<Kind::kAllToAll>;
+  return {reinterpret_cast<int64_t>(kGather), reinterpret_cast<int64_t>(kDeal),
+          reinterpret_cast<int64_t>(open_groups().find(name).get())};
 }
 
 void be_alone(bool alone) { is_alone = alone; }
@@ -223,7 +225,7 @@ void stop_memory(int64_t fd, std::string reason) { SharedMemory(static_cast<int>
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("all_reduce(Tensor x, Tensor? residual, ScalarType dtype, str group) -> Tensor");
   m.define("all_gather(Tensor x, int[] columns, str group) -> Tensor");
-  m.define("reduce_rows(Tensor x, int[] rows, Tensor? residual, ScalarType dtype, str group) -> Tensor");
+  m.define("all_to_all(Tensor x, int[] columns, str group) -> Tensor");
   m.define("open_group(int fd, str name, int rank, int size) -> int");
   m.define("open_socket_group(int[] sockets, str name, int rank) -> int");
   m.define("close_group(str name) -> ()");
@@ -231,12 +233,13 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define("stop_memory(int fd, str reason) -> ()");
   m.define("be_alone(bool alone) -> ()");
   m.define("native_all_reduce(str group) -> int[]");
+  m.define("native_exchange(str group) -> int[]");
 });
 
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<all_reduce>("all_reduce");
   m.implement<all_gather>("all_gather");
-  m.implement<reduce_rows>("reduce_rows");
+  m.implement<all_to_all>("all_to_all");
 });
 
 const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Operators& m) {
@@ -247,6 +250,7 @@ const Operators kAnywhere(PAGELOOM_NAMESPACE, "CompositeExplicitAutograd", [](Op
   m.implement<stop_memory>("stop_memory");
   m.implement<be_alone>("be_alone");
   m.implement<native_all_reduce>("native_all_reduce");
+  m.implement<native_exchange>("native_exchange");
 });
 
 }  // namespace

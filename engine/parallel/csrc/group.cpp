@@ -14,7 +14,7 @@ const char* name_of(Kind kind) {
     case Kind::kAllReduce: return "all_reduce";
     case Kind::kAllReduceAdd: return "all_reduce with a residual";
     case Kind::kAllGather: return "all_gather";
-    case Kind::kReduceRows: return "reduce_rows";
+    case Kind::kAllToAll: return "all_to_all";
   }
   return "nothing that is known";
 }
@@ -39,13 +39,11 @@ std::string describe(const Tag& tag) {
   std::ostringstream text;
   text << name_of(tag.kind) << " of [" << tag.rows << ", " << tag.own_columns << "] " << name_of(tag.type);
   if (tag.out_type != tag.type) text << " to " << name_of(tag.out_type);
-  if (tag.kind == Kind::kAllGather) text << " to " << tag.columns << " columns";
+  if (tag.kind == Kind::kAllGather || tag.kind == Kind::kAllToAll) text << " to " << tag.columns << " columns";
   return text.str();
 }
 
 }  // namespace
-
-void Group::reduce_rows(const ReduceRowsCall&) { throw std::runtime_error("reduce_rows is of ranks that share memory"); }
 
 const SumKernels& kernels_of_this_cpu() {
 #if defined(__x86_64__)

@@ -13,7 +13,7 @@ namespace pageloom {
 inline constexpr int64_t kMostReason = 1024;
 
 // Add: of a residual.
-enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3, kReduceRows = 4 };
+enum class Kind : uint8_t { kAllReduce = 1, kAllReduceAdd = 2, kAllGather = 3, kAllToAll = 4 };
 
 // What a rank has called. Types are torch's numbers.
 struct Tag {
@@ -37,21 +37,13 @@ struct ReduceCall {
   Float type, out_type;
 };
 
-struct ReduceRowsCall {
+// Of an all-gather a rank gives its own columns and has all; of an all-to-all it gives all ranks theirs, and has its own
+// of each rank, in order.
+struct ColumnsCall {
   Tag tag;
-  const char* x;         // [all rows, columns] of `type`
-  const char* residual;  // [own rows, columns] of `out_type`, or null
-  char* out;             // the same
-  int64_t count;         // elements of x
-  int64_t begin, end;    // of them this rank's
-  Float type, out_type;
-};
-
-struct GatherCall {
-  Tag tag;
-  const char* x;  // rows of columns[rank] elements, `x_stride` bytes apart
+  const char* x;  // rows, `x_stride` bytes apart
   int64_t x_stride;
-  char* out;  // rows of all columns, after one another
+  char* out;  // rows, after one another
   int64_t rows;
   int64_t element_size;
   const std::vector<int64_t>& columns;
@@ -69,9 +61,8 @@ class Group {
 
   // Throw std::runtime_error where the group is stopped, before or meanwhile; another call of another rank stops it.
   virtual void all_reduce(const ReduceCall& call) = 0;
-  virtual void all_gather(const GatherCall& call) = 0;
-  // Not every transport has it: throws, too, where it has not.
-  virtual void reduce_rows(const ReduceRowsCall& call);
+  virtual void all_gather(const ColumnsCall& call) = 0;
+  virtual void all_to_all(const ColumnsCall& call) = 0;
 
   // Where the last one that failed in native code says why.
   std::string failure;

@@ -70,6 +70,13 @@ void copy_to_slot(char* to, const char* from, int64_t bytes) {
 void copy_to_slot(char* to, const char* from, int64_t bytes) { memcpy(to, from, bytes); }
 #endif
 
+// Bytes [begin, end) of rows that lie `stride` apart, to a slot where they lie side by side.
+void rows_to_slot(const char* from, int64_t stride, int64_t row_bytes, int64_t begin, int64_t end, char* slot) {
+  if (begin >= end) return;
+  if (stride == row_bytes || end <= row_bytes) return copy_to_slot(slot, from + begin, end - begin);
+  copy_rows(from, stride, slot - begin, row_bytes, row_bytes, begin, end);
+}
+
 }  // namespace
 
 SharedGroup::SharedGroup(int fd, int64_t rank, int64_t size)
@@ -168,30 +175,7 @@ void SharedGroup::sum_slots(const ReduceCall& call, const char* own, int64_t at,
   kernels_.sum(parts_.data(), size(), call.type, residual, out, call.out_type, count);
 }
 
-// Every rank sums what is its own, and reads nothing else.
-void SharedGroup::reduce_rows(const ReduceRowsCall& call) {
-  const int64_t type_bytes = size_of(call.type), out_bytes = size_of(call.out_type);
-  constexpr int64_t kLine = 64;
-  const int64_t most = memory_.slot_bytes() / type_bytes;
-  for (int64_t at = 0; at == 0 || at < call.count; at += most) {
-    const int64_t end = std::min(at + most, call.count);
-    const int64_t own = std::clamp(call.begin, at, end), own_end = std::clamp(call.end, at, end);
-    const char* const x = call.x + at * type_bytes;
-    copy_to_slot(next_slot(), x, (own - at) * type_bytes);
-    const int64_t rest = (own_end - at) / kLine * kLine;  // elements; where a line of the caches begins
-    copy_to_slot(next_slot() + rest * type_bytes, x + rest * type_bytes, (end - at - rest) * type_bytes);
-    publish(call.tag);
-    wait_for_all(call.tag);
-    if (own == own_end) continue;
-    const int64_t to = (own - call.begin) * out_bytes;
-    for (int64_t rank = 0; rank < size(); ++rank)
-      parts_[rank] = (rank == rank_ ? x : slot_of(rank)) + (own - at) * type_bytes;
-    kernels_.sum(parts_.data(), size(), call.type, call.residual == nullptr ? nullptr : call.residual + to, call.out + to,
-                 call.out_type, own_end - own);
-  }
-}
-
-void SharedGroup::all_gather(const GatherCall& call) {
+void SharedGroup::all_gather(const ColumnsCall& call) {
   int64_t total = 0, widest = 0;  // bytes of a row
   for (const int64_t columns : call.columns) {
     total += columns * call.element_size;
@@ -204,12 +188,7 @@ void SharedGroup::all_gather(const GatherCall& call) {
       copy_rows(from, from_stride, to, to_stride, row, begin, end);
     };
     const int64_t own = call.columns[rank_] * call.element_size;
-    if (call.x_stride == own) {
-      const int64_t rest = call.rows * own - begin;
-      if (rest > 0) copy_to_slot(next_slot(), call.x + begin, std::min(memory_.slot_bytes(), rest));
-    } else {
-      copy(rank_, call.x, call.x_stride, next_slot() - begin, own);
-    }
+    rows_to_slot(call.x, call.x_stride, own, begin, std::min(begin + memory_.slot_bytes(), call.rows * own), next_slot());
     publish(call.tag);
     wait_for_all(call.tag, &call.columns);
     char* to = call.out;
@@ -218,6 +197,31 @@ void SharedGroup::all_gather(const GatherCall& call) {
       const bool here = rank == rank_;
       copy(rank, here ? call.x : slot_of(rank) - begin, here ? call.x_stride : row, to, total);
       to += row;
+    }
+  }
+}
+
+// A slot has a part for each rank, which alone reads it.
+void SharedGroup::all_to_all(const ColumnsCall& call) {
+  constexpr int64_t kLine = 64;
+  const int64_t part_bytes = memory_.slot_bytes() / size() / kLine * kLine;
+  const int64_t own = call.columns[rank_] * call.element_size, out_stride = size() * own;
+  const int64_t widest = *std::max_element(call.columns.begin(), call.columns.end()) * call.element_size;
+  for (int64_t begin = 0; begin == 0 || begin < call.rows * widest; begin += part_bytes) {
+    const char* own_x = call.x;
+    int64_t before = 0;
+    for (int64_t rank = 0; rank < size(); ++rank) {
+      const int64_t row = call.columns[rank] * call.element_size, end = std::min(begin + part_bytes, call.rows * row);
+      if (rank == rank_) own_x += before;
+      else rows_to_slot(call.x + before, call.x_stride, row, begin, end, next_slot() + rank * part_bytes);
+      before += row;
+    }
+    publish(call.tag);
+    wait_for_all(call.tag, &call.columns);
+    const int64_t end = std::min(begin + part_bytes, call.rows * own);
+    for (int64_t rank = 0; begin < end && rank < size(); ++rank) {
+      const char* const from = rank == rank_ ? own_x : slot_of(rank) + rank_ * part_bytes - begin;
+      copy_rows(from, rank == rank_ ? call.x_stride : own, call.out + rank * own, out_stride, own, begin, end);
     }
   }
 }

@@ -20,8 +20,8 @@ class SharedGroup final : public Group {
   int64_t size() const override { return memory_.size(); }
   void stop(const std::string& reason) override { memory_.stop(reason); }
   void all_reduce(const ReduceCall& call) override;
-  void all_gather(const GatherCall& call) override;
-  void reduce_rows(const ReduceRowsCall& call) override;
+  void all_gather(const ColumnsCall& call) override;
+  void all_to_all(const ColumnsCall& call) override;
 
  private:
   // Tells the others that this rank's part of the next round lies in its slot.

@@ -282,7 +282,7 @@ void SocketGroup::reduce_by_shares(const ReduceCall& call, int64_t begin, int64_
   kernels_.sum(&rounded, 1, call.out_type, call.residual + begin * out_bytes, out, call.out_type, count);
 }
 
-void SocketGroup::all_gather(const GatherCall& call) {
+void SocketGroup::all_gather(const ColumnsCall& call) {
   in_call([&] {
     int64_t total = 0, widest = 1;  // bytes of a row
     for (const int64_t columns : call.columns) {
@@ -309,6 +309,32 @@ void SocketGroup::all_gather(const GatherCall& call) {
         if (columns > 0) copy_rows(from, columns, to, total, columns, 0, rows * columns);
         to += columns;
       }
+    }
+  });
+}
+
+void SocketGroup::all_to_all(const ColumnsCall& call) {
+  in_call([&] {
+    std::vector<int64_t> starts = {0};  // of each rank's columns, in bytes
+    for (const int64_t columns : call.columns) starts.push_back(starts.back() + columns * call.element_size);
+    const auto width = [&](int64_t rank) { return starts[rank + 1] - starts[rank]; };
+    const int64_t own = width(rank_), most = std::max<int64_t>(kPieceBytes / std::max<int64_t>(starts.back(), 1), 1);
+    for (int64_t row = 0; row == 0 || row < call.rows; row += most) {
+      const int64_t rows = std::min(most, call.rows - row);
+      const char* const x = call.x + row * call.x_stride;
+      packed_.resize(rows * starts.back());
+      const auto packed = [&](int64_t rank) { return packed_.data() + rows * starts[rank]; };
+      for (int64_t rank = 0; rank < size(); ++rank)
+        if (width(rank) > 0)
+          copy_rows(x + starts[rank], call.x_stride, packed(rank), width(rank), width(rank), 0, rows * width(rank));
+      exchange(
+          call.tag, &call.columns,
+          [&](int64_t rank) { return std::pair{static_cast<const char*>(packed(rank)), rows * width(rank)}; },
+          [&](int64_t rank) { return std::pair{buffer_of(rank, rows * own), rows * own}; });
+      char* const out = call.out + row * size() * own;
+      for (int64_t rank = 0; own > 0 && rank < size(); ++rank)
+        copy_rows(rank == rank_ ? packed(rank) : peers_[rank].in_body, own, out + rank * own, size() * own, own, 0,
+                  rows * own);
     }
   });
 }

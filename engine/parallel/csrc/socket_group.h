@@ -25,7 +25,8 @@ class SocketGroup final : public Group {
   int64_t size() const override { return static_cast<int64_t>(peers_.size()); }
   void stop(const std::string& reason) override;
   void all_reduce(const ReduceCall& call) override;
-  void all_gather(const GatherCall& call) override;
+  void all_gather(const ColumnsCall& call) override;
+  void all_to_all(const ColumnsCall& call) override;
 
  private:
   enum FrameKind : uint32_t { kNumbers = 0x31'73'6c'70, kStop = 0x31'74'6c'70 };  // "pls1", "plt1"

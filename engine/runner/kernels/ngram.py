@@ -13,13 +13,9 @@ from typing import Protocol
 import torch
 
 from attention_backends.toolchain import BuildError
+from engine.runner.kernels.ngram_host import HostDraftKernels
 
 logger = logging.getLogger(__name__)
-
-END = -1
-"""no token: the end of a text"""
-MOST_MATCHES = 64
-"""places with the same tokens before them that `propose_suffix` looks at, the latest ones"""
 
 
 class DraftKernels(Protocol):
@@ -81,8 +77,6 @@ def select_draft_kernels(device: torch.device, cache_dir: Path | None = None) ->
 
 def cpu_draft_kernels(cache_dir: Path | None) -> SuffixKernels:
     """C++, built into `cache_dir`; NumPy where that is None or there is no compiler."""
-    from engine.runner.kernels.ngram_host import HostDraftKernels
-
     if cache_dir is not None:
         from engine.runner.kernels.ngram_native import NativeDraftKernels
 

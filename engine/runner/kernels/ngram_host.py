@@ -8,7 +8,11 @@ import numpy as np
 import torch
 
 from engine.lookup import matches
-from engine.runner.kernels.ngram import END, MOST_MATCHES
+
+END = -1
+"""no token: the end of a text"""
+MOST_MATCHES = 64
+"""places with the same tokens before them that `propose_suffix` looks at, the latest ones"""
 
 
 class HostDraftKernels:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
-if TYPE_CHECKING:
-    from entrypoints.server.errors import ErrorBody
+from entrypoints.server.error_shape import ErrorBody
 
 PREFIX = "/api"
 

@@ -12,7 +12,8 @@ from fastapi.routing import APIRoute
 
 from entrypoints.server.context import ServerContext
 from entrypoints.server.encoding import json_response
-from entrypoints.server.errors import describe, error_body
+from entrypoints.server.error_shape import error_body
+from entrypoints.server.errors import describe
 from entrypoints.server.fields import Body
 from entrypoints.server.ollama_api.embed import EmbedOneRequest, EmbedRequest, embed, embed_one
 from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words

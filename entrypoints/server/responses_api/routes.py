@@ -15,7 +15,8 @@ from engine.errors import InvalidRequestError
 from entrypoints.server.answers import Answers, joined
 from entrypoints.server.context import Place, ServerContext, last
 from entrypoints.server.encoding import json_response
-from entrypoints.server.errors import describe, error_body
+from entrypoints.server.error_shape import error_body
+from entrypoints.server.errors import describe
 from entrypoints.server.request_ids import request_id_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest

@@ -21,7 +21,8 @@ from engine.errors import InvalidRequestError
 from entrypoints.server.bodies import IN_PLACE_BYTES, Bodies, decode
 from entrypoints.server.caller import CALLER, Caller
 from entrypoints.server.context import ServerContext
-from entrypoints.server.errors import ErrorBody, describe, error_body, error_response, validation_body
+from entrypoints.server.error_shape import ErrorBody, error_body
+from entrypoints.server.errors import describe, error_response, validation_body
 from entrypoints.server.load import Load
 from entrypoints.server.request_ids import new_request_id
 from entrypoints.server.responses_api.builder import Event
