@@ -202,8 +202,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         _about(
             "prompts are computed for other engines, or taken from them, by vLLM's contract (CPU): kv_connector "
             "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, kv_sources, "
-            "kv_connector_extra_config (backends of NIXL), as "
-            """'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
+            """kv_connector_extra_config, as '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
         ),
     ] = {}
     override_generation_config: Annotated[

@@ -86,7 +86,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    parallel = parallel_of(args, model)
+    parallel = parallel_of(args, model, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -297,7 +297,9 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 
 
 def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
-    """Of a device; replicas on a CPU share one."""
+    """Of a device; replicas on a CPU share one, and ranks that others place may have one such each."""
+    if args.distributed_executor_backend in ("ray", "external_launcher"):
+        return _device_bytes(kind, machine) * args.tensor_parallel_size * args.pipeline_parallel_size
     return _device_bytes(kind, machine) // (args.data_parallel_size if kind == "cpu" else 1)
 
 

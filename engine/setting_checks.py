@@ -201,9 +201,10 @@ def check_launch(args: EngineArgs) -> None:
         return
     name = f"distributed_executor_backend={backend!r}"
     if ranks == 1:
-        raise ConfigError(f"{name} places ranks, and there is one: raise tensor_parallel_size, or leave it out")
-    if args.pipeline_parallel_size > 1:
-        raise ConfigError(f"{name}: stages are processes of one host; use 'mp', or tensor_parallel_size")
+        raise ConfigError(
+            f"{name} places ranks, and there is one: raise tensor_parallel_size or pipeline_parallel_size, or leave it "
+            "out"
+        )
     if args.data_parallel_size > 1:
         raise ConfigError(f"{name}: it places the ranks of one replica; use 'mp', or one engine for each replica")
     if args.distributed_timeout_seconds is not None and not 0 < args.distributed_timeout_seconds <= 86400:
