@@ -303,6 +303,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """bytes of host memory"""
     tell_front_end: bool = False
     """what the prefix cache stores and forgets (`StepOutputs.kv_events`)"""
+    pages_fd: int | None = None
+    """of a rank: what it keeps keys and values in (`kv_transfer/rank_caches.py`); None: memory of its own"""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,7 +37,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_ip: str = "127.0.0.1"
     """where others read pages; it is told them as `remote_host`"""
     kv_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """0: any, for it is told, too"""
+    """0: any, for it is told, too; a data-parallel rank adds its number"""
     kv_sources: tuple[str, ...] = ()
     """networks, addresses and names of other hosts that pages are taken from; requests say where their pages are"""
     kv_buffer_device: Literal["cpu"] = "cpu"

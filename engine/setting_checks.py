@@ -96,11 +96,23 @@ def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
         raise ConfigError(f"kv_transfer_config: {error}; it may have {fields}") from None
     if kind != "cpu":
         raise ConfigError("kv_transfer_config moves pages between CPUs so far: on a GPU it is not proven; leave it out")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(args, name) > 1:
             raise ConfigError(f"kv_transfer_config does not go together with {name} above 1 so far: leave one out")
-    if args.kv_events_config:
-        raise ConfigError("kv_transfer_config does not go together with kv_events_config so far: leave one out")
+    if args.distributed_executor_backend in ("ray", "external_launcher"):
+        raise ConfigError(
+            "kv_transfer_config: rank 0 reads the pages of ranks that it has started on its own host; leave out "
+            "distributed_executor_backend"
+        )
+    if args.enable_expert_parallel and args.data_parallel_size > 1:
+        raise ConfigError(
+            "kv_transfer_config: replicas with enable_expert_parallel move no pages so far: leave one out"
+        )
+    if config.kv_port + args.data_parallel_size - 1 > _MAX_PORT:
+        raise ConfigError(
+            f"kv_transfer_config: kv_port must be at most {_MAX_PORT + 1 - args.data_parallel_size}, for each of "
+            f"data_parallel_size ({args.data_parallel_size}) adds its rank; got {config.kv_port}"
+        )
     if args.enable_prefix_caching is False:
         raise ConfigError("kv_transfer_config needs the prefix cache, and enable_prefix_caching is off: leave one out")
     return config
@@ -111,7 +123,7 @@ def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
     swap_space = setting_bytes(args.swap_space, "swap_space")
     transfer = kv_transfer_of(args, kind)
     if not swap_space and transfer is not None and transfer.consumes:
-        swap_space = min(_LANDING_BYTES, machine.memory_bytes // 16)
+        swap_space = min(_LANDING_BYTES, machine.memory_bytes // 16 // args.data_parallel_size)
     if swap_space < 0:
         raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
     most = machine.memory_bytes // args.data_parallel_size

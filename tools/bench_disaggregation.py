@@ -1,8 +1,9 @@
 """What taking a prompt over from another engine costs, beside computing it.
 
-Pages: 16 MB between two processes, over shared memory and TCP, in milliseconds (the median of several; the host tier
-has been written to before). With ``--prefill URL --decode URL``, servers that run: seconds until the decode server's
-first token for prompts of that many tokens, taken over and computed there in turn. Prints JSON.
+Pages: one, and 16 MB, between two processes, over shared memory and TCP, in milliseconds (the median of several; the
+host tier has been written to before), and what both say of a link, for `engine-bench cluster`. With ``--prefill URL
+--decode URL``, servers that run: seconds until the decode server's first token for prompts of that many tokens, taken
+over and computed there in turn. Prints JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def source(pipe: Connection, page_bytes: int) -> None:
     exports = Exports("127.0.0.1", 0, 600.0, 10.0, _ignore)
     exports.attach(memory(page_bytes))
     pages = {index.to_bytes(32, "little"): index for index in range(SIZE // page_bytes)}
-    names = [exports.offer(index, pages) for index in range(4 * ROUNDS)]
+    names = [exports.offer(index, pages) for index in range(8 * ROUNDS)]
     pipe.send((exports.engine_id, exports.port, names))
     pipe.recv()
     exports.close()
@@ -54,26 +55,33 @@ def _ignore(news: News) -> None:
     pass
 
 
-def pages_ms(page_bytes: int) -> dict[str, dict[str, float]]:
+def pages_ms(page_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
     pipe, far = multiprocessing.Pipe()
     process = multiprocessing.Process(target=source, args=(far, page_bytes))
     process.start()
     engine_id, port, names = pipe.recv()
-    target, stagings, found = memory(page_bytes), Stagings(2), {}
-    pages = {index.to_bytes(32, "little"): index for index in range(SIZE // page_bytes)}
+    target, stagings = memory(page_bytes), Stagings(2)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    counts = {"one page": 1, "16 MB": SIZE // page_bytes}
     local_name = frames.local_name
     for transport in ("shared memory", "TCP"):
         found_by = local_name if transport == "shared memory" else nobody
         setattr(reader, "local_name", found_by)  # noqa: B010  # where the reader looks for it
-        took: list[float] = []
-        for _ in range(ROUNDS):
-            params = KVTransferParams(
-                remote_engine_id=engine_id, remote_request_id=names.pop(), remote_host="127.0.0.1", remote_port=port
-            )
-            began = time.perf_counter()
-            reader.fetch(params, pages, target, stagings, 10.0)
-            took.append(1000 * (time.perf_counter() - began))
-        found[transport] = {"p50": round(statistics.median(took), 2), "max": round(max(took), 2)}
+        found[transport] = {}
+        for size, count in counts.items():
+            pages = {index.to_bytes(32, "little"): index for index in range(count)}
+            took: list[float] = []
+            for _ in range(ROUNDS):
+                params = KVTransferParams(
+                    remote_engine_id=engine_id, remote_request_id=names.pop(), remote_host="127.0.0.1", remote_port=port
+                )
+                began = time.perf_counter()
+                reader.fetch(params, pages, target, stagings, 10.0)
+                took.append(1000 * (time.perf_counter() - began))
+            found[transport][size] = {"p50": round(statistics.median(took), 2), "max": round(max(took), 2)}
+        one, many = (found[transport][size]["p50"] for size in counts)
+        per_s = (counts["16 MB"] - 1) * page_bytes / 1e6 / max((many - one) / 1e3, 1e-9)
+        found[transport]["link"] = {"transfer_ms": one, "transfer_mb_per_s": round(per_s)}
     setattr(reader, "local_name", local_name)  # noqa: B010
     pipe.send(None)
     process.join()

@@ -21,6 +21,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
 from engine.kv_transfer.connector import EngineConnector
+from engine.kv_transfer.interface import Connector
 from engine.observability.step_profile import StepObserver
 from engine.reports import LoadReport, WarmUpReport
 from engine.scheduling.scheduler import Scheduler
@@ -44,24 +45,29 @@ def load_executor(name: str, config: EngineConfig, group_fd: int | None = None) 
 
 
 def build_core(
-    config: EngineConfig, executor: Executor, inbox: Inbox | None = None, observer: StepObserver | None = None
+    config: EngineConfig,
+    executor: Executor,
+    inbox: Inbox | None = None,
+    observer: StepObserver | None = None,
+    connector: Connector | None = None,
 ) -> tuple[CoreLoop, CoreReady]:
-    """Bring `executor` to the point where it can serve and put a scheduler before it.
+    """Bring `executor` to the point where it can serve and put a scheduler before it. `connector`: whoever moves pages
+    in place of the engine's own.
 
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
     its events cannot be published where they should be.
     """
     inbox, waits = (SimpleQueue(), True) if inbox is None else (inbox, False)
     reports = KVEventReports(config)
-    connector = None
+    own = None
     try:
-        if config.kv_transfer is not None:
-            connector = EngineConnector(config, inbox.put, waits)
+        if config.kv_transfer is not None and connector is None:
+            connector = own = EngineConnector(config, inbox.put, waits)
         return _build(config, executor, inbox, waits, observer, reports, connector)
     except BaseException:
         reports.close()
-        if connector is not None:
-            connector.close()
+        if own is not None:
+            own.close()
         raise
 
 
@@ -72,7 +78,7 @@ def _build(
     waits: bool,
     observer: StepObserver | None,
     reports: KVEventReports,
-    connector: EngineConnector | None,
+    connector: Connector | None,
 ) -> tuple[CoreLoop, CoreReady]:
     began = time.monotonic()
     load = executor.load()
@@ -93,14 +99,14 @@ def _build(
     # A core in its front end's thread waits for what it compiles, and for what it fetches.
     notify = None if waits else lambda grammar: inbox.put(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
-    if connector is not None:
+    if isinstance(connector, EngineConnector):
         if not isinstance(executor, HoldsPages):
             raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
         connector.attach(executor.kv_memory())
     rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector)
     in_flight = config.scheduler.steps_in_flight
-    ends = (lambda: None) if connector is None else connector.close
+    ends = connector.close if isinstance(connector, EngineConnector) else lambda: None
     loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps

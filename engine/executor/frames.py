@@ -69,7 +69,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
-    pass
+    block_bytes: list[int] = []
+    """of each cache, where rank 0 reads them, too (`CacheConfig.pages_fd`)"""
 
 
 class WarmedUp(msgspec.Struct, frozen=True, tag="warmed_up"):

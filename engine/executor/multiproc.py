@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.frames import (
     Allocate,
+    Allocated,
     Answer,
     Command,
     Frame,
@@ -28,18 +29,22 @@ from engine.executor.frames import (
     WorkerStart,
     encode_message,
 )
-from engine.executor.interface import CompileState, Executor
+from engine.executor.interface import CompileState, Executor, HoldsPages
 from engine.executor.rank import MakeExecutor, named
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
 from engine.executor.ranks import LocalRanks, Parts, Ranks, group_name, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
+from engine.kv_transfer.memory import KVMemory, Pages
+from engine.kv_transfer.rank_caches import shared_caches
 from engine.machine import main_memory
 from engine.observability.logs import child_mark
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult, encode_step
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from engine.parallel.group import OwnGroup
 
 logger = logging.getLogger(__name__)
@@ -76,6 +81,8 @@ class MultiprocExecutor:
         self._cause: str | None = None
         """of a worker's failure, from the thread that watches"""
         self._rank_0: Executor | None = None
+        self._others: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        """caches of the other ranks, on the device and in the host tier, where they are in this process' memory"""
         self._submitted = self._uncollected = 0
         self._watcher: Callable[[], None] = _nothing
         self._compile_failed = False
@@ -99,7 +106,14 @@ class MultiprocExecutor:
             raise
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        self._all_do(Allocate(num_blocks, num_host_blocks), lambda: self._local.allocate(num_blocks, num_host_blocks))
+        command = Allocate(num_blocks, num_host_blocks)
+        _, answers = self._all_do(command, lambda: self._local.allocate(num_blocks, num_host_blocks))
+        assert self._ranks is not None
+        told = [answer.block_bytes for answer in answers if isinstance(answer, Allocated)]
+        self._others = [
+            shared_caches(descriptor, block_bytes, num_blocks, num_host_blocks)
+            for descriptor, block_bytes in zip(self._ranks.caches, told, strict=False)
+        ]
 
     def warm_up(self) -> WarmUpReport:
         mine, answers = self._all_do(WarmUp(), self._local.warm_up)
@@ -160,6 +174,16 @@ class MultiprocExecutor:
 
     def team(self) -> Team | None:
         return self._local.team()
+
+    def kv_memory(self) -> KVMemory:
+        """See `HoldsPages`: a page has the parts of all ranks."""
+        assert isinstance(self._local, HoldsPages)
+        mine = self._local.kv_memory()
+        device, host = (
+            Pages([*own.parts, *(part for theirs in self._others for part in theirs[tier])])
+            for tier, own in enumerate((mine.device, mine.host))
+        )
+        return KVMemory(device, host, mine.layout)
 
     def close(self) -> None:
         """Steps in flight end with an error, the workers by themselves or by force; nothing is left."""

@@ -31,7 +31,7 @@ from engine.executor.frames import (
     WorkerStart,
     decode_command,
 )
-from engine.executor.interface import Executor
+from engine.executor.interface import Executor, HoldsPages
 from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
@@ -111,7 +111,7 @@ def _placed(start: WorkerStart, group: Group) -> Group:
 class Rank:
     def __init__(self, start: WorkerStart, link: DriverLink) -> None:
         self._link = link
-        config = start.config
+        config, self._pages_fd = start.config, start.config.cache.pages_fd
         make_executor = cast(MakeExecutor, named(start.executor))
         self._local = make_executor(config, _placed(start, _group(start)), self._receive_masks)
         self._ahead: deque[Frame] = deque()
@@ -191,12 +191,18 @@ class Rank:
                 self._link.tell(Loaded(self._local.load()))
             case Allocate():
                 self._local.allocate(command.num_blocks, command.num_host_blocks)
-                self._link.tell(Allocated())
+                self._link.tell(Allocated(self._block_bytes()))
             case WarmUp():
                 self._warm_up()
             case Close():
                 return False
         return True
+
+    def _block_bytes(self) -> list[int]:
+        if self._pages_fd is None:
+            return []
+        assert isinstance(self._local, HoldsPages)
+        return [part.shape[1] for part in self._local.kv_memory().device.parts]
 
     def _warm_up(self) -> None:
         report = self._local.warm_up()

@@ -15,6 +15,7 @@ from engine.executor.frames import WorkerStart
 from engine.executor.rank import GROUP_NAME, STAGES_NAME, MakeGroup, named, stage_group
 from engine.executor.worker_handle import WorkerHandle
 from engine.executor.worker_link import Handle
+from engine.kv_transfer.rank_caches import share
 from engine.parallel.stage_group import place_of_rank
 from engine.parallel.stage_link import StageLinks
 
@@ -42,6 +43,9 @@ class Parts(msgspec.Struct, frozen=True):
 
 class Ranks(Protocol):
     """All methods but `start` and `abort` are for the executor's thread."""
+
+    caches: list[int]
+    """what the others keep keys and values in, by rank from rank 1 on, where this process reads them; else empty"""
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
         """`starts` of all ranks but the driver's, without descriptors and with the configuration of all ranks. Workers
@@ -87,6 +91,7 @@ class LocalRanks:
         self._of_stages = [allocate(self._tensor, SLOT_BYTES) for _ in range(self._stages)] if several else []
         """kept open, so that every stage's parts can be woken"""
         self._own_parts: OwnGroup | None = None
+        self.caches = [share() for _ in range(1, self._size)] if config.kv_transfer is not None else []
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
         assert self._memory is not None
@@ -102,10 +107,16 @@ class LocalRanks:
                 after=after,
             )
             shared = (self._memory,) if of_stage < 0 else (self._memory, of_stage)
-            yield WorkerHandle(start, (*shared, *(before or ()), *(after or ())))
+            pages_fd = start.config.cache.pages_fd
+            pages = () if pages_fd is None else (pages_fd,)
+            yield WorkerHandle(start, (*shared, *pages, *(before or ()), *(after or ())))
 
     def config_of(self, rank: int) -> EngineConfig:
-        return rank_config(self._config, rank)
+        config = rank_config(self._config, rank)
+        if not rank or not self.caches:
+            return config
+        cache = msgspec.structs.replace(config.cache, pages_fd=self.caches[rank - 1])
+        return msgspec.structs.replace(config, cache=cache)
 
     def join(self) -> OwnGroup:
         assert self._memory is not None
@@ -138,6 +149,9 @@ class LocalRanks:
         if self._own_parts is not None:
             self._own_parts.close()
             self._own_parts = None
+        for memory in self.caches:
+            os.close(memory)
+        self.caches = []
         for links in self._links:
             links.close()
         self._links = []

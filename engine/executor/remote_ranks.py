@@ -74,6 +74,7 @@ class RemoteRanks:
         self._held = ExitStack()
         self._memory: int | None = None
         self._sums: dict[int, socket] = {}
+        self.caches: list[int] = []
         self._hosts = [boot_id()]
         try:
             self._held.callback(places.close)

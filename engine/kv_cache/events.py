@@ -68,8 +68,9 @@ class KVEventLog:
         events, self._events = self._events, []
         return events
 
-    def computed(self, chain: HashChain, group: int, new: list[int], tokens: Tokens[int]) -> None:
-        """Blocks of these indexes, in order, of a sequence with these tokens became findable on the device."""
+    def stored(self, chain: HashChain, group: int, new: list[int], tokens: Tokens[int], on_host: bool = False) -> None:
+        """Blocks of these indexes, in order, of a sequence with these tokens became findable in a tier that did not
+        take them from the other one."""
         size, digests, begin = self._block_size, chain.digests, 0
         for end in range(1, len(new) + 1):
             if end < len(new) and new[end] == new[end - 1] + 1:
@@ -77,7 +78,7 @@ class KVEventLog:
             first, last = new[begin], new[end - 1] + 1
             parent, salt = _before(chain, first)
             token_ids = list(tokens[first * size : last * size])
-            self._events.append(Stored(False, group, digests[first:last], parent, token_ids, salt))
+            self._events.append(Stored(on_host, group, digests[first:last], parent, token_ids, salt))
             begin = end
         if self._has_host:
             for index in new:

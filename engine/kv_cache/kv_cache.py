@@ -311,7 +311,19 @@ class KVCache:
             indexes = range(max(first, start), full)
             new = [index for index in indexes if pool.register(table[index], key_of(digests[index], group))]
             if new and self.events is not None:
-                self.events.computed(blocks.chain, group, new, tokens)
+                self.events.stored(blocks.chain, group, new, tokens)
+
+    def landed(self, blocks: SequenceBlocks, tokens: Tokens[int], pages: dict[bytes, int]) -> None:
+        """Blocks of the host tier, by what they are found by from now on, hold parts of the sequence's tokens;
+        before or after `free`."""
+        assert self.host is not None
+        new = {key for key, block in pages.items() if self.host.pool.register(block, key)}
+        if not new or self.events is None:
+            return
+        for group in range(self.num_groups):
+            names = enumerate(blocks.chain.digests)
+            indexes = [index for index, digest in names if key_of(digest, group) in new]
+            self.events.stored(blocks.chain, group, indexes, tokens, on_host=True)
 
     def trim(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """KV beyond as many tokens was that of wrong drafts: blocks that hold nothing else are given back."""

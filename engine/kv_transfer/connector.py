@@ -39,10 +39,9 @@ class EngineConnector:
         self._memory: KVMemory | None = None
         self._exports: Exports | None = None
         if config.kv_transfer.produces:
-            limits = config.limits
-            self._exports = Exports(
-                self._host, config.kv_transfer.kv_port, limits.kv_lease_s, limits.kv_fetch_s, inform
-            )
+            limits, port = config.limits, config.kv_transfer.kv_port
+            port += config.parallel.data_rank if port else 0
+            self._exports = Exports(self._host, port, limits.kv_lease_s, limits.kv_fetch_s, inform)
             logger.info("KV pages are read from %s:%d, and over shared memory", self._host, self._exports.port)
         self._consumes = config.kv_transfer.consumes
         self._stagings = Stagings(READERS)

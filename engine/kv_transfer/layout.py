@@ -13,7 +13,7 @@ _SAMPLES, _SAMPLE_BYTES = 9, 1 << 16
 
 
 def layout_of(config: EngineConfig, backend: str, shapes: list[tuple[int, ...]], windows: object) -> str:
-    """`backend`: of attention; `shapes`: of each layer's block in it; `windows`: of layer groups."""
+    """`backend`: of attention; `shapes`: of each layer's block in it, rank 0's; `windows`: of layer groups."""
     facts = (
         weights_of(config),
         config.model.dtype,
@@ -21,6 +21,7 @@ def layout_of(config: EngineConfig, backend: str, shapes: list[tuple[int, ...]],
         config.model.model_impl,
         config.cache.dtype,
         config.cache.block_size,
+        config.parallel.tensor,
         msgspec.json.encode(config.scheduler.speculation).decode() if _shares_pages(config) else "",
         backend,
         shapes,

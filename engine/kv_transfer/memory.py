@@ -13,20 +13,20 @@ class Pages:
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         """`parts`: uint8 [blocks, bytes of a block], of each cache tensor; no copies."""
-        self._parts = list(parts)
-        self.page_bytes = sum(int(part.shape[1]) for part in self._parts)
+        self.parts = list(parts)
+        self.page_bytes = sum(int(part.shape[1]) for part in self.parts)
 
     def pack(self, blocks: Sequence[int], into: np.ndarray) -> None:
         """`into`: uint8 [len(blocks) * page_bytes]."""
         index = np.asarray(blocks, dtype=np.intp)
-        for part, packed in zip(self._parts, self._views(into, len(blocks)), strict=True):
+        for part, packed in zip(self.parts, self._views(into, len(blocks)), strict=True):
             np.take(part, index, axis=0, out=packed, mode="clip")
 
     def unpack(self, blocks: Sequence[int], packed: np.ndarray) -> None:
         """As `pack`, the other way; blocks that follow each other at once."""
         ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
         runs = list(zip([0, *ends], [*ends, len(blocks)], strict=True))
-        for part, rows in zip(self._parts, self._views(packed, len(blocks)), strict=True):
+        for part, rows in zip(self.parts, self._views(packed, len(blocks)), strict=True):
             for start, end in runs:
                 part[blocks[start] : blocks[start] + end - start] = rows[start:end]
 
@@ -37,7 +37,7 @@ class Pages:
 
     def _views(self, packed: np.ndarray, count: int) -> list[np.ndarray]:
         views, start = [], 0
-        for part in self._parts:
+        for part in self.parts:
             size = part.shape[1]
             views.append(packed[start : start + count * size].reshape(count, size))
             start += count * size

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 from engine.child import is_stopped
 from engine.core.client import ProcessClient
 
+logger = logging.getLogger(__name__)
+
 LOOK_S = 0.2
 STOPPED_LOOKS = 3
 """looks in a row, rather than a time: where all of us were stopped and go on, time has passed for none of us"""
-
-
 ALONE_LOOKS = 50
 """where nobody waits for it but its own requests, which the others could compute"""
 
@@ -45,4 +46,12 @@ class StopWatch:
         if not self._together and len(self._looks) == len(clients):
             return None
         pids, most = [client.pid for client in clients], STOPPED_LOOKS if self._together else ALONE_LOOKS
+        for pid, looks in self._looks.items():
+            if looks == STOPPED_LOOKS < most:
+                logger.warning(
+                    "a replica (process %d) was stopped by a signal: others take over what it has in %.0f s, unless it "
+                    "goes on",
+                    pid,
+                    (most - looks) * LOOK_S,
+                )
         return next((pids.index(pid) for pid, looks in self._looks.items() if looks >= most), None)

@@ -44,7 +44,7 @@ from engine.runner.memory import device_memory, load_report
 from engine.runner.observed import ObservedProgram
 from engine.runner.paged_attention import PagedAttention
 from engine.runner.proposals import proposer_of
-from engine.runner.ranks import compiled_by_all, true_in_all
+from engine.runner.ranks import compiled_by_all, end_moves_together, true_in_all
 from engine.runner.request_table import RequestTable
 from engine.runner.results import PendingResult, ResultCopier, SampledStep
 from engine.runner.stages import PassingOn, example_inputs, groups_and_layers, samplers_of
@@ -81,6 +81,7 @@ class ModelRunner:
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
         self._model, self._group, self._exchange = parts.model, parts.group, parts.exchange
+        self._all_ranks = true_in_all(parts.group, device)
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
         """whose program `_run` is; None: the model itself runs"""
@@ -151,7 +152,8 @@ class ModelRunner:
         """Allocate the KV cache, and the host tier's."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading and measuring left behind is in no line of the ledger
-        self._attention.allocate(num_blocks, num_host_blocks, self._config.cache.block_size, self._device)
+        cache = self._config.cache
+        self._attention.allocate(num_blocks, num_host_blocks, cache.block_size, self._device, cache.pages_fd)
 
     def kv_memory(self) -> KVMemory:
         return self._attention.kv_memory(self._config)
@@ -266,6 +268,8 @@ class ModelRunner:
             if self._exchange is not None:
                 self._exchange.begin(plan.round, 0 if batch is None else batch.num_tokens)
             if batch is None:
+                if self._config.kv_transfer is not None:
+                    end_moves_together(plan, self._all_ranks)
                 step = SampledStep(plan.step_id, rows=(), sampled=None)
             else:
                 hidden = self._forward(plan, batch)
@@ -382,7 +386,7 @@ class ModelRunner:
             self._before_capture,
             lambda: device_memory(self._device)[1],
             first_bytes=2 * graph_activation_bytes(self._dispatcher, self._facts, self._dtype_bytes),
-            all_ranks=true_in_all(self._group, self._device),
+            all_ranks=self._all_ranks,
         )
 
     def _before_capture(self, route: Route, size: int) -> None:

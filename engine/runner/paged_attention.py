@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.kv_transfer.layout import layout_of
 from engine.kv_transfer.memory import KVMemory, Pages
+from engine.kv_transfer.rank_caches import shared_caches
 from engine.layer_groups import LayerGroup
 from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
@@ -117,15 +118,30 @@ class PagedAttention:
         """The backend's scratch memory."""
         return self.backend.workspace_bytes(max_num_seqs, self._layers, len(self._groups))
 
-    def allocate(self, num_blocks: int, num_host_blocks: int, block_size: int, device: torch.device) -> None:
-        """Allocate the caches, zeroed: what is never written must not be NaN where a kernel multiplies it by 0."""
+    def allocate(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        device: torch.device,
+        pages_fd: int | None = None,
+    ) -> None:
+        """Allocate the caches, zeroed: what is never written must not be NaN where a kernel multiplies it by 0.
+        `pages_fd`: what they are to lie in, on a CPU."""
         places, sizes = self._places(block_size)
-        self._kv_caches = [torch.zeros(num_blocks, size, dtype=self._dtype, device=device) for size in sizes]
-        self._host_caches = [
-            torch.empty(num_host_blocks, size, dtype=self._dtype, pin_memory=device.type == "cuda")
-            for size in sizes
-            if num_host_blocks
-        ]
+        if pages_fd is not None:
+            block_bytes = [size * self._dtype.itemsize for size in sizes]
+            self._kv_caches, self._host_caches = (
+                [torch.from_numpy(cache).view(self._dtype) for cache in caches]
+                for caches in shared_caches(pages_fd, block_bytes, num_blocks, num_host_blocks)
+            )
+        else:
+            self._kv_caches = [torch.zeros(num_blocks, size, dtype=self._dtype, device=device) for size in sizes]
+            self._host_caches = [
+                torch.empty(num_host_blocks, size, dtype=self._dtype, pin_memory=device.type == "cuda")
+                for size in sizes
+                if num_host_blocks
+            ]
         for layer, (cache, start) in places.items():
             shape = self._block_shape(layer, block_size)
             blocks = self._kv_caches[cache][:, start : start + math.prod(shape)]

@@ -9,6 +9,7 @@ import torch
 from compilation.interface import CompiledModel
 from engine.errors import EngineError
 from engine.parallel.group import Group
+from engine.step import StepPlan
 
 
 def compiled_by_all(compile: Callable[[], CompiledModel], group: Group | None, device: torch.device) -> CompiledModel:
@@ -32,6 +33,13 @@ def compiled_by_all(compile: Callable[[], CompiledModel], group: Group | None, d
 def true_in_all(group: Group | None, device: torch.device) -> Callable[[bool], bool] | None:
     """Which all ranks call, and learn whether it is true in each; None: there is only one."""
     return None if group is None else lambda mine: _count(mine, group, device) == group.size
+
+
+def end_moves_together(plan: StepPlan, all_ranks: Callable[[bool], bool] | None) -> None:
+    """Of a step without rows; the others end together, by their collectives. Who waits for the result may then write to
+    host blocks that the step has read, in the memory of every rank."""
+    if all_ranks is not None and (plan.swap_out or plan.swap_in):
+        all_ranks(True)
 
 
 def _count(mine: bool, group: Group, device: torch.device) -> int:

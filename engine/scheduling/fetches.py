@@ -117,8 +117,8 @@ class Fetches:
             self.fetched += 1
             self.size_bytes += done.size_bytes
             self.seconds += done.seconds
-            for key, block in fetch.pages.items():
-                host.pool.register(block, key)
+            first = fetch.samples[0]
+            self._kv.landed(first.blocks, first.tokens, fetch.pages)
         if not alive:
             self._give_back(done.number)
             return None

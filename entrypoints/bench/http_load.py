@@ -30,9 +30,13 @@ class LoadClient:
         self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._limit = asyncio.Semaphore(options.max_concurrency or 10**6)
 
-    async def run(self, client: httpx.AsyncClient, requests: list[BenchRequest], bar: tqdm[None]) -> Figures:
+    async def records(self, client: httpx.AsyncClient, requests: list[BenchRequest], bar: tqdm[None]) -> list[Record]:
+        """Of each request, in their order; those that failed say why."""
         start = time.perf_counter() + 0.05
-        records = await asyncio.gather(*(self._one(client, r, start, bar) for r in requests))
+        return await asyncio.gather(*(self._one(client, r, start, bar) for r in requests))
+
+    async def run(self, client: httpx.AsyncClient, requests: list[BenchRequest], bar: tqdm[None]) -> Figures:
+        records = await self.records(client, requests, bar)
         good = [r for r in records if r.error is None]
         if not good:
             raise EngineError(f"every request failed; the first: {records[0].error}")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_BATCHES, _DEFAULT_CONTEXTS, _DEFAULT_PROMPTS = [1, 16, 64], [128], [512, 2048]
 
-_PLOT_FORMATS = (".png", ".svg", ".pdf")
-
 
 def _counts(text: str) -> list[int]:
     values = [int(item) for item in text.split(",") if item.strip()]
@@ -78,15 +76,12 @@ def check(options: argparse.Namespace) -> None:
     for name, needed, because in unused:
         if not needed:
             refuse_without_effect(options.parser, options, {name}, because)
-    for file in (options.json, options.plot):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file.parent} is not a directory: {file} could not be written")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"{options.json.parent} is not a directory: {options.json} could not be written")
     if options.plot is not None:
-        from entrypoints.bench.profile_plot import require_matplotlib
+        from entrypoints.bench.profile_plot import check_plot
 
-        if options.plot.suffix not in _PLOT_FORMATS:
-            raise ValueError(f"--plot ends in one of {', '.join(_PLOT_FORMATS)}, got {options.plot.name!r}")
-        require_matplotlib()
+        check_plot(options.plot)
 
 
 def profile(options: argparse.Namespace) -> list[dict[str, object]]:

@@ -44,6 +44,18 @@ _LABEL_FROM = 0.055
 """share of a bar from which a part's share is written into it"""
 
 
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_plot(file: Path) -> None:
+    """Raises ValueError for a file that could not be drawn, and with what to install where matplotlib is missing."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file.parent} is not a directory: {file} could not be written")
+    if file.suffix not in _FORMATS:
+        raise ValueError(f"--plot ends in one of {', '.join(_FORMATS)}, got {file.name!r}")
+    require_matplotlib()
+
+
 def require_matplotlib() -> None:
     """Raises ValueError with what to install."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -53,7 +65,7 @@ def require_matplotlib() -> None:
 def draw(cases: Sequence[CaseFigures], ceilings: Ceilings, path: Path) -> None:
     """Write the picture; the format follows the file's suffix. Raises ValueError without matplotlib."""
     require_matplotlib()
-    figure = _matplotlib("figure").Figure(figsize=(11.5, 1.7 + 0.86 * len(cases)), dpi=150, layout="constrained")
+    figure = matplotlib_module("figure").Figure(figsize=(11.5, 1.7 + 0.86 * len(cases)), dpi=150, layout="constrained")
     axes: Any = figure.add_subplot()
     colours = _colours(cases)
     for index, case in enumerate(cases):
@@ -72,7 +84,7 @@ def draw(cases: Sequence[CaseFigures], ceilings: Ceilings, path: Path) -> None:
     figure.savefig(path)
 
 
-def _matplotlib(module: str) -> Any:
+def matplotlib_module(module: str) -> Any:
     """By name, because the types of an optional library are not there to be checked where it is not installed."""
     return importlib.import_module(f"matplotlib.{module}")
 
@@ -106,7 +118,7 @@ def _frame(axes: Any, cases: Sequence[CaseFigures]) -> None:
     axes.set_ylim(len(cases) - 0.4, -0.5)
     axes.set_yticks(range(len(cases)), [textwrap.fill(case.case, 18) for case in cases], fontsize=9)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-    axes.xaxis.set_major_formatter(_matplotlib("ticker").PercentFormatter(1.0))
+    axes.xaxis.set_major_formatter(matplotlib_module("ticker").PercentFormatter(1.0))
     axes.set_xlabel("share of the step's time (thick: spent; thin: the floor of the same parts)", fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
@@ -116,7 +128,7 @@ def _frame(axes: Any, cases: Sequence[CaseFigures]) -> None:
 
 
 def _legend(figure: Any, axes: Any, colours: dict[str, str]) -> None:
-    patch, line = _matplotlib("patches").Patch, _matplotlib("lines").Line2D
+    patch, line = matplotlib_module("patches").Patch, matplotlib_module("lines").Line2D
     handles = [patch(color=colour, label=textwrap.fill(name, 34)) for name, colour in colours.items()]
     handles.append(line([], [], color="black", linewidth=1.6, label="floor of the whole step"))
     figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.7)

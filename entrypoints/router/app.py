@@ -131,12 +131,10 @@ class Router:
         for server in self.prefill.in_order():
             try:
                 with server.answering(about_tokens(body)):
-                    answer = await _unless_gone(
-                        server,
-                        self.client.post(
-                            _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
-                        ),
+                    work = self.client.post(
+                        _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
                     )
+                    answer = await _unless(server.unwell.wait(), work, httpx.ReadTimeout("it makes no progress"))
             except httpx.HTTPError as error:
                 server.failed()
                 logger.warning("prefill server %s: %r", server.url, error)

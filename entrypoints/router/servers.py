@@ -29,6 +29,8 @@ class Server:
         self.failures = 0
         self.gone = asyncio.Event()
         """it has not told its health for so long that nobody waits for it any more"""
+        self.unwell = asyncio.Event()
+        """the same, or it says itself that it makes no progress: who can do without its answer does"""
         self._missed = 0
 
     def told_health(self, lives: bool | None) -> None:
@@ -41,6 +43,9 @@ class Server:
             self.gone.set()
         elif lives:
             self.gone.clear()
+            self.unwell.clear()
+        if lives is False or self.gone.is_set():
+            self.unwell.set()
 
     @contextmanager
     def answering(self, tokens: int) -> Iterator[None]:

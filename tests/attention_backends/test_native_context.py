@@ -16,16 +16,10 @@ from paged_case import PADDING, Case
 from attention_backends.cpu import CpuBackend
 from attention_backends.interface import AttentionSpec, NativeLayer
 from attention_backends.reference import ReferenceBackend
-from attention_backends.toolchain import find_compiler
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.sharding import Shard, keys_of, queries_of
 from engine.parallel.shared_memory import SharedGroup, allocate
 from engine.runner.context import ContextGroup
-
-pytestmark = [
-    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
-    pytest.mark.timeout(120),
-]
 
 BF16 = torch.bfloat16
 LENGTHS = [(1, 300), (1, 33), (37, 37), (5, 261), (1, 1), (40, 90), (2, 2)]

@@ -26,8 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
 
 
-def engine(path: Path, role: str, **more: Any) -> LLM:
-    config = {"kv_connector": "NixlConnector", "kv_role": role}
+def engine(path: Path, role: str, port: int = 0, **more: Any) -> LLM:
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": port}
     return LLM(str(path), kv_transfer_config=config, swap_space="16MiB", **{**SETTINGS, **more})
 
 
@@ -73,7 +73,9 @@ def test_pages_and_tokens_are_those_of_one_engine(
     save_tiny(family, tmp_path)
     rolls = random.Random(3)
     prompts = [[rolls.randrange(3, 90) for _ in range(length)] for length in (5, 17, 64, 65, 333)]
-    alone, source, target = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_both"), engine(tmp_path, "kv_both")
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    alone, source = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_both")
+    target = engine(tmp_path, "kv_both", kv_events_config=events)
     for prompt in prompts:
         first = generate(source, prompt, with_transfer(GREEDY, ASKED, max_tokens=1))
         params = first.kv_transfer_params
@@ -140,6 +142,8 @@ def test_what_this_engine_does_not_do_is_refused_by_name(tmp_path: Path) -> None
             config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **more}
             LLM(str(tmp_path), kv_transfer_config=config, **SETTINGS)
     config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    for setting in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"enable_prefix_caching": False}):
+    for setting in ({"pipeline_parallel_size": 2}, {"enable_prefix_caching": False}):
         with pytest.raises(ConfigError, match=next(iter(setting))):
             LLM(str(tmp_path), kv_transfer_config=config, **{**SETTINGS, **setting})
+    with pytest.raises(ConfigError, match="kv_port must be at most 65534"):
+        LLM(str(tmp_path), kv_transfer_config={**config, "kv_port": 65535}, data_parallel_size=2, **SETTINGS)

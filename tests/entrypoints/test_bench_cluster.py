@@ -9,48 +9,23 @@ import msgspec
 import numpy as np
 import pytest
 from scripted_server import save_model
+from virtual_clusters import REPORT, costs, given
 
 from engine.config import EngineConfig, make_args
 from engine.errors import ConfigError, EngineError
 from engine.models.description import describe
 from engine.replicas.router import Router
-from engine.reports import LoadReport
 from engine.resolve import resolve_here
 from engine.step import Rows, ScheduledRow
 from entrypoints.bench.cli import main
 from entrypoints.bench.cluster.costs import StepCosts, StepWork, fit, read_costs
+from entrypoints.bench.cluster.layouts import Layout
 from entrypoints.bench.cluster.outcome import Outcome, for_all, mean_of
 from entrypoints.bench.cluster.routers import TakingTurns
 from entrypoints.bench.cluster.search import fewest
-from entrypoints.bench.cluster.simulate import Cluster
+from entrypoints.bench.cluster.simulate import replicated
 from entrypoints.bench.cluster.stages import Stages, stages_of
 from entrypoints.bench.cluster.traffic import Arrival, Traffic, arrivals, check
-
-MIB = 1 << 20
-REPORT = LoadReport(
-    weight_bytes=MIB,
-    activation_bytes=MIB,
-    workspace_bytes=MIB,
-    block_bytes=1024,
-    device_bytes_total=1 << 33,
-    device_bytes_free=1 << 33,
-    attention_backend="virtual",
-)
-
-
-def costs(token_s: float = 0.001, step_s: float = 0.01, **each: float) -> StepCosts:
-    """`step_s`, and `token_s` for each token."""
-    return StepCosts(
-        source="made up",
-        model="tiny",
-        max_num_batched_tokens=4096,
-        knots=[1, 1001],
-        at_knots_s=[step_s + token_s, step_s + 1001 * token_s],
-        each_s={"sampled": 0.0, "decode_context": 0.0, "prompt_pairs": 0.0, **each},
-        error=0.0,
-        steps=100,
-        report=REPORT,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(model: Path) -> EngineConfig:
     return resolve_here(make_args(str(model), {"device": "cpu", "max_num_batched_tokens": 256}))[1]
-
-
-def given(config: EngineConfig, rate: float, seconds: float = 6.0, seed: int = 0, **changes: int) -> list[Arrival]:
-    traffic = Traffic(rate=rate, **{"input_len": 40, "output_len": 8, **changes})
-    check(traffic, config.model.max_model_len)
-    return arrivals(traffic, seconds, seed, config.model.vocab_size)
 
 
 def test_what_a_step_has_to_do() -> None:
@@ -101,7 +70,7 @@ def test_no_amount_is_negative_and_few_steps_are_too_few() -> None:
 
 def test_one_request_takes_its_steps(config: EngineConfig) -> None:
     [arrival] = given(config, rate=1e-9, seconds=0.0, output_len=8)
-    seen = Cluster(config, costs(), 1, Router(16)).run([arrival])
+    seen = replicated(config, costs(), 1, Router(16)).run([arrival])
     assert seen.ttft_p50 == pytest.approx(0.01 + 0.04)
     assert seen.tpot_p50 == pytest.approx(0.01 + 0.001)
     assert seen.seconds == pytest.approx(0.05 + 7 * 0.011)
@@ -114,14 +83,14 @@ def test_stages_compute_side_by_side_what_is_in_different_steps(model: Path, con
     staged = resolve_here(make_args(str(model), settings))[1]
     halves = Stages((0.5, 0.5))
     [alone] = given(config, rate=1e-9, seconds=0.0, output_len=9)
-    seen = Cluster(staged, costs(), 1, Router(16), halves).run([alone])
+    seen = replicated(staged, costs(), 1, Router(16), halves).run([alone])
     assert (seen.ttft_p50, seen.tpot_p50) == (pytest.approx(0.05), pytest.approx(0.011))
     pair = [alone, Arrival(0.0, msgspec.structs.replace(alone.message, request_id="second"))]
-    seen = Cluster(staged, costs(), 1, Router(16), halves).run(pair)
+    seen = replicated(staged, costs(), 1, Router(16), halves).run(pair)
     assert seen.tpot_p90 == pytest.approx(0.011, rel=0.1)
-    assert Cluster(config, costs(), 1, Router(16)).run(pair).tpot_p50 == pytest.approx(0.012, rel=0.05)
+    assert replicated(config, costs(), 1, Router(16)).run(pair).tpot_p50 == pytest.approx(0.012, rel=0.05)
     busy = given(config, rate=80.0)
-    both, one = (Cluster(staged, costs(), 1, Router(16), each).run(busy) for each in (halves, Stages((1.0, 0.0))))
+    both, one = (replicated(staged, costs(), 1, Router(16), each).run(busy) for each in (halves, Stages((1.0, 0.0))))
     assert both.tokens_per_s > 1.7 * one.tokens_per_s
 
 
@@ -141,7 +110,7 @@ def test_a_cell_stands_for_all(config: EngineConfig) -> None:
 
     def run(replicas: int, share: float) -> Outcome:
         requests = arrivals(traffic.of_some(share), 20.0, 0, config.model.vocab_size)
-        return for_all(Cluster(config, costs(), replicas, Router(16)).run(requests), 12, 1)
+        return for_all(replicated(config, costs(), replicas, Router(16)).run(requests), Layout(12))
 
     whole, cell = run(12, 1.0), run(4, 1 / 3)
     assert cell.replicas == whole.replicas == 12
@@ -150,7 +119,7 @@ def test_a_cell_stands_for_all(config: EngineConfig) -> None:
 
 
 def test_nothing_depends_on_anything_but_the_seed(config: EngineConfig) -> None:
-    runs = [Cluster(config, costs(), 3, Router(16)).run(given(config, rate=40.0, seed=seed)) for seed in (0, 0, 1)]
+    runs = [replicated(config, costs(), 3, Router(16)).run(given(config, rate=40.0, seed=seed)) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
     together = mean_of(runs)
     assert together.ttft_p50 == pytest.approx(sum(run.ttft_p50 for run in runs) / 3)
@@ -158,7 +127,7 @@ def test_nothing_depends_on_anything_but_the_seed(config: EngineConfig) -> None:
 
 
 def test_more_replicas_are_faster_and_evenly_loaded(config: EngineConfig) -> None:
-    runs = {size: Cluster(config, costs(), size, Router(16)).run(given(config, rate=60.0)) for size in (1, 2, 4)}
+    runs = {size: replicated(config, costs(), size, Router(16)).run(given(config, rate=60.0)) for size in (1, 2, 4)}
     assert runs[1].ttft_p90 > 3 * runs[2].ttft_p90 > 3 * runs[4].ttft_p90
     assert runs[4].load_max_over_mean < 1.1
 
@@ -168,8 +137,8 @@ def test_the_router_finds_prefixes_that_taking_turns_does_not(config: EngineConf
     small = msgspec.structs.replace(config.cache, kv_cache_memory=100 * 1024)
     of_little = msgspec.structs.replace(config, cache=small)
     heads = given(config, rate=15.0, seconds=40.0, input_len=160, heads=16, head_tokens=128)
-    routed = Cluster(of_little, costs(), 2, Router(16)).run(heads)
-    in_turn = Cluster(of_little, costs(), 2, TakingTurns(16)).run(heads)
+    routed = replicated(of_little, costs(), 2, Router(16)).run(heads)
+    in_turn = replicated(of_little, costs(), 2, TakingTurns(16)).run(heads)
     assert routed.hits > in_turn.hits + 0.1
     assert routed.ttft_p90 < in_turn.ttft_p90
     assert routed.load_max_over_mean < 1.2
@@ -177,8 +146,8 @@ def test_the_router_finds_prefixes_that_taking_turns_does_not(config: EngineConf
 
 def test_a_lost_replicas_requests_are_computed_by_the_others(config: EngineConfig) -> None:
     requests = given(config, rate=40.0, seconds=8.0)
-    whole = Cluster(config, costs(), 2, Router(16)).run(requests)
-    less = Cluster(config, costs(), 2, Router(16)).run(requests, lose_at_s=3.0)
+    whole = replicated(config, costs(), 2, Router(16)).run(requests)
+    less = replicated(config, costs(), 2, Router(16)).run(requests, lose_at_s=3.0)
     assert less.requests == whole.requests == len(requests)
     assert less.ttft_p90 > whole.ttft_p90
 
@@ -188,11 +157,11 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
 
     def run(size: int):  # type: ignore[no-untyped-def]
         sizes.append(size)
-        return Cluster(config, costs(), size, Router(16)).run(given(config, rate=100.0, seconds=1.0))
+        return replicated(config, costs(), size, Router(16)).run(given(config, rate=100.0, seconds=1.0))
 
     found = fewest(run, lambda seen: seen.replicas >= 5, 64)
-    assert (sizes, [seen.replicas for seen in found]) == ([1, 2, 4, 8, 6, 5], [1, 2, 4, 5])
-    with pytest.raises(ConfigError, match="not even 2 replicas hold"):
+    assert (sizes, [size for size, _ in found]) == ([1, 2, 4, 8, 6, 5], [1, 2, 4, 5])
+    with pytest.raises(ConfigError, match="not even 2 hold"):
         fewest(run, lambda seen: False, 2)
 
     def refuses(size: int) -> Outcome:
@@ -200,8 +169,8 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
             raise EngineError("4096 sequences wait already")
         return run(size)
 
-    assert [seen.replicas for seen in fewest(refuses, lambda seen: True, 64)] == [3]
-    with pytest.raises(ConfigError, match="not even 2 replicas hold: 4096 sequences wait"):
+    assert [size for size, _ in fewest(refuses, lambda seen: True, 64)] == [3]
+    with pytest.raises(ConfigError, match="not even 2 hold: 4096 sequences wait"):
         fewest(refuses, lambda seen: True, 2)
 
 
@@ -225,7 +194,7 @@ def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, 
     file = tmp_path / "costs.json"
     settings = ["--device", "cpu", "--compile", "none", "--threads", "1", "--max-num-batched-tokens", "256"]
     settings += ["--max-num-seqs", "8", "--kv-cache-memory", "8MiB", "--load-format", "dummy"]
-    assert main(["step-costs", str(model), "--out", str(file), "--rounds", "1", *settings]) == 0
+    assert main(["step-costs", str(model), "--out", str(file), "--most-error", "9", *settings]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
     assert found["steps"] > 100 and found["knots"][-1] <= 256
     traffic = ["--rate", "200", "--seconds", "2", "--seeds", "2", "--input-len", "32", "--output-len", "8"]
@@ -244,7 +213,6 @@ def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, 
     for wrong in (
         ["--replicas", "65"],
         ["--cell", "2", "--lose-at", "1"],
-        ["--layouts", "1x2", "--ttft", "1"],
         ["--replicas", "1", "--lose-at", "1"],
     ):
         with pytest.raises(SystemExit):

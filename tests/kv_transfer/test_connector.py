@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from queue import SimpleQueue
@@ -56,6 +57,25 @@ def test_sources_that_are_slow_hold_up_other_fetches_no_longer_than_one_may_take
     finally:
         go_on.set()
         reads.close()
+
+
+def test_replicas_listen_beside_each_other_and_each_names_itself() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = min(int(probe.getsockname()[1]), 65000)
+    config = tiny_config()
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", kv_port=port)
+    gives = []
+    for rank in range(2):
+        parallel = msgspec.structs.replace(config.parallel, data=2, data_rank=rank)
+        replica = msgspec.structs.replace(config, kv_transfer=transfer, parallel=parallel)
+        gives.append(EngineConnector(replica, lambda _: None))
+    try:
+        assert [each.offer(1, {}).remote_port for each in gives] == [port, port + 1]
+        assert len({each.offer(2, {}).remote_engine_id for each in gives}) == 2
+    finally:
+        for each in gives:
+            each.close()
 
 
 def test_a_place_that_the_setting_does_not_name_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:

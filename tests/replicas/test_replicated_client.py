@@ -243,7 +243,9 @@ def test_a_stopped_replica_gets_nothing_more_and_all_stopped_are_told_of() -> No
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_stays_stopped_is_told_of_and_is_lost_where_another_one_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(room, "ALONE_LOOKS", 5)
     with replicas("SlowlyCounting") as client:
         seen = Seen()
@@ -252,6 +254,8 @@ def test_a_replica_that_stays_stopped_is_lost_where_another_one_serves(monkeypat
         os.kill(pids(client)[0], signal.SIGSTOP)
         seen.until_ended(client, {f"r{index}" for index in range(4)})
         assert client.replicas == [1]
+        warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+        assert len(warned) == 1 and "was stopped by a signal: others take over" in warned[0]
         os.kill(pids(client)[1], signal.SIGSTOP)  # the last one is the engine's own: it is not given up
         client.send(request("last", max_tokens=2))
         time.sleep(2.5)

@@ -13,8 +13,8 @@ _STATUS = {"refuses": 400, "fails": 500, "busy": 503}
 
 class FakeServer:
     """`mode`: "well"; "refuses", "fails" or is "busy", with a status; "leaves" in the middle of an answer; "nothing" is
-    handed over; "slow": a part of a stream every 0.02 s; "stopped": nothing is answered any more, its health neither.
-    """
+    handed over; "slow": a part of a stream every 0.02 s; "stopped": nothing is answered any more, its health neither;
+    "hangs": its health says so."""
 
     def __init__(self) -> None:
         self.mode = "well"
@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.outer.goes_on.wait(60)
             self.close_connection = True
             return
-        self._answer(200, {"path": self.path})
+        self._answer(503 if self.outer.mode == "hangs" else 200, {"path": self.path})
 
     def do_OPTIONS(self) -> None:
         self.send_response(200)
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.outer.asked.append(body)
         self.outer.headers.append({name.lower(): value for name, value in self.headers.items()})
-        if self.outer.mode == "stopped":
+        if self.outer.mode in ("stopped", "hangs"):
             self.outer.goes_on.wait(60)
             self.close_connection = True
         elif self.outer.mode in _STATUS:

@@ -154,6 +154,16 @@ def test_a_decode_server_that_no_longer_answers_is_given_up(monkeypatch: pytest.
         served.close()
 
 
+def test_nobody_waits_for_a_prefill_server_that_says_it_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CHECK_S", 0.1)
+    served = Served()
+    try:
+        served.prefill.mode = "hangs"
+        assert served.post(BODY).json()["text"] == "answer" and served.decoded == [BODY]
+    finally:
+        served.close()
+
+
 def test_a_stream_of_a_server_that_no_longer_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "CHECK_S", 0.1)
     served = Served()

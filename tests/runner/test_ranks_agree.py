@@ -13,7 +13,8 @@ from thread_group import ThreadGroup, in_ranks
 
 from compilation.interface import CompiledModel, CompileReport
 from engine.errors import EngineError
-from engine.runner.ranks import compiled_by_all
+from engine.runner.ranks import compiled_by_all, end_moves_together
+from engine.step import StepPlan
 
 CPU = torch.device("cpu")
 MADE = CompiledModel(run=lambda *inputs: inputs[0], report=CompileReport(0, 0, 0, 0, 0.0))
@@ -41,3 +42,18 @@ def test_no_rank_has_pieces_where_one_could_not_compile() -> None:
         "no compiler here",
         "1 of the other ranks could not compile",
     ]
+
+
+def test_a_step_that_moves_blocks_alone_ends_in_all_ranks() -> None:
+    asked: list[bool] = []
+
+    def all_ranks(mine: bool) -> bool:
+        asked.append(mine)
+        return True
+
+    end_moves_together(StepPlan(step_id=0), all_ranks)
+    end_moves_together(StepPlan(step_id=1, swap_in=[(0, 1)]), None)
+    assert asked == [], "nothing is moved, or there is nobody else"
+    end_moves_together(StepPlan(step_id=2, swap_in=[(0, 1)]), all_ranks)
+    end_moves_together(StepPlan(step_id=3, swap_out=[(0, 1)]), all_ranks)
+    assert asked == [True, True]

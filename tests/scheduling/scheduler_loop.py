@@ -65,9 +65,8 @@ class Loop:
             row_tokens=stages[1],
         )
         self.depth, self.stages = depth, stages[0]
-        self.kv = KVCache(
-            num_blocks, block_size, caching, windows, max(budget, (depth + 1) * (1 + drafts)), num_host_blocks
-        )
+        longest, told = max(budget, (depth + 1) * (1 + drafts)), connector is not None
+        self.kv = KVCache(num_blocks, block_size, caching, windows, longest, num_host_blocks, told)
         self.grammars = ToyGrammars()
         self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector)
         self.executor = ReplayingExecutor(

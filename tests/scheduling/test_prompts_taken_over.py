@@ -6,6 +6,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from index_mirror import IndexMirror, index_of
 from replaying_executor import generate
 from scheduler_loop import Loop
 
@@ -177,6 +178,7 @@ def play(seed: int, requests: int) -> None:
     waiting: dict[str, list[int]] = {}
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()
+    mirrors = {loop: IndexMirror(loop.kv.block_size) for loop in (source, target)}
     started = 0
     while started < requests or waiting or source.scheduler.has_work or target.scheduler.has_work or link.asked:
         for loop in (source, target):
@@ -200,6 +202,11 @@ def play(seed: int, requests: int) -> None:
             link.expire(random.choice(sorted(link.offered)))
         if link.asked and random.random() < 0.4:
             link.deliver(random.randrange(len(link.asked)), breaks=random.random() < 0.2)
+        for loop, mirror in mirrors.items():
+            assert loop.kv.events is not None
+            mirror.follow(loop.kv.events.take())
+            tiers = (loop.kv.pool, loop.kv.host.pool if loop.kv.host is not None else None)
+            assert all(pool is None or mirror.names(bool(i)) == index_of(pool) for i, pool in enumerate(tiers))
     while link.offered:
         link.expire(next(iter(link.offered)))
     for name, prompt in prompts.items():

@@ -18,8 +18,8 @@ from engine.errors import ConfigError
 from engine.reports import LoadReport
 from engine.step import Rows
 
-KNOTS = (1, 4, 16, 64, 256, 1024, 4096)
-"""tokens; of those only what was measured counts"""
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+"""tokens; of those only what was measured counts. Close where kernels are others for few rows than for many"""
 LINEAR = ("sampled", "decode_context", "prompt_pairs")
 FEWEST_STEPS = 50
 _HELD_OUT = 5
@@ -65,6 +65,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """that were measured"""
     report: LoadReport
     """of the executor: what memory it leaves for keys and values"""
+    swap_block_s: float = 0.0
+    """a block to the host tier and back; 0: there was none"""
 
     def seconds(self, work: StepWork) -> float:
         return self.seconds_of_layers(work) + self.seconds_of_sampled(work)
@@ -89,7 +91,14 @@ def read_costs(text: bytes, name: str) -> StepCosts:
 
 
 def fit(
-    works: Sequence[StepWork], seconds: Sequence[float], *, source: str, model: str, budget: int, report: LoadReport
+    works: Sequence[StepWork],
+    seconds: Sequence[float],
+    *,
+    source: str,
+    model: str,
+    budget: int,
+    report: LoadReport,
+    swap_block_s: float = 0.0,
 ) -> StepCosts:
     """Least squares of relative errors, with no amount below 0. Raises ConfigError for too few steps."""
     if len(works) < FEWEST_STEPS:
@@ -112,6 +121,7 @@ def fit(
         error=float(error),
         steps=len(works),
         report=report,
+        swap_block_s=swap_block_s,
     )
 
 

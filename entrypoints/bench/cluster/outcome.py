@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from engine.core.wire import StepOutputs, each_delta
 from engine.errors import EngineError
+from entrypoints.bench.cluster.layouts import Layout
 from entrypoints.bench.cluster.traffic import Arrival
 
 
@@ -19,6 +21,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     replicas: float
     stages: float = 1.0
     """of each replica"""
+    prefill: float = 0.0
+    """servers that compute prompts for the replicas"""
     requests: float
     seconds: float
     """from the first arrival to the last token"""
@@ -34,6 +38,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """of tokens that each replica computed"""
     spread: dict[str, float] = {}
     """standard deviations over seeds"""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A request, on any clock."""
+
+    arrived_s: float
+    first_s: float
+    """its first token"""
+    ended_s: float
+    tokens: int
 
 
 class Seen:
@@ -61,33 +75,41 @@ class Seen:
             if delta.finish_reason is not None:
                 self._ended[name] = now
 
-    def outcome(self, replicas: int, loads: Sequence[int], hits: float) -> Outcome:
-        """When nothing is left. `loads`: of each replica."""
-        ttft = [self._first[name] - at for name, at in self._arrived.items()]
-        several = {name: tokens for name, tokens in self._tokens.items() if tokens > 1}
-        tpot = [(self._ended[name] - self._first[name]) / (tokens - 1) for name, tokens in several.items()]
-        seconds = max(self._ended.values()) - min(self._arrived.values())
-        return Outcome(
-            replicas=replicas,
-            requests=len(self._arrived),
-            seconds=seconds,
-            tokens_per_s=sum(self._tokens.values()) / seconds,
-            ttft_p50=float(np.percentile(ttft, 50)),
-            ttft_p90=float(np.percentile(ttft, 90)),
-            tpot_p50=float(np.percentile(tpot, 50)) if tpot else 0.0,
-            tpot_p90=float(np.percentile(tpot, 90)) if tpot else 0.0,
-            hits=hits,
-            load_max_over_mean=max(loads) / max(statistics.mean(loads), 1e-9),
-        )
+    def outcome(self, loads: Sequence[int], hits: float) -> Outcome:
+        """When nothing is left."""
+        served = [
+            Served(at, self._first[name], self._ended[name], self._tokens[name]) for name, at in self._arrived.items()
+        ]
+        return outcome_of(served, loads, hits)
 
 
-def for_all(outcome: Outcome, replicas: int, stages: int) -> Outcome:
-    """Of so many replicas, of which those that were simulated are some, with their share of the traffic."""
-    more = replicas / outcome.replicas
+def outcome_of(served: Sequence[Served], loads: Sequence[int], hits: float) -> Outcome:
+    """`loads`: of each replica, prefill servers among them."""
+    ttft = [each.first_s - each.arrived_s for each in served]
+    tpot = [(each.ended_s - each.first_s) / (each.tokens - 1) for each in served if each.tokens > 1]
+    seconds = max(each.ended_s for each in served) - min(each.arrived_s for each in served)
+    return Outcome(
+        replicas=len(loads),
+        requests=len(served),
+        seconds=seconds,
+        tokens_per_s=sum(each.tokens for each in served) / seconds,
+        ttft_p50=float(np.percentile(ttft, 50)),
+        ttft_p90=float(np.percentile(ttft, 90)),
+        tpot_p50=float(np.percentile(tpot, 50)) if tpot else 0.0,
+        tpot_p90=float(np.percentile(tpot, 90)) if tpot else 0.0,
+        hits=hits,
+        load_max_over_mean=max(loads) / max(statistics.mean(loads), 1e-9),
+    )
+
+
+def for_all(outcome: Outcome, layout: Layout) -> Outcome:
+    """Of a layout, of which those that were simulated are some, with their share of the traffic."""
+    more = layout.servers / outcome.replicas
     return msgspec.structs.replace(
         outcome,
-        replicas=replicas,
-        stages=stages,
+        replicas=layout.replicas,
+        stages=layout.stages,
+        prefill=layout.prefill,
         requests=outcome.requests * more,
         tokens_per_s=outcome.tokens_per_s * more,
     )
@@ -99,3 +121,13 @@ def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
     values = {name: [float(getattr(each, name)) for each in outcomes] for name in names}
     spread = {name: round(statistics.stdev(each), 6) for name, each in values.items() if len(each) > 1}
     return Outcome(**{name: statistics.mean(each) for name, each in values.items()}, spread=spread)
+
+
+def ranked_alike(simulated: Sequence[Outcome], real: Sequence[Outcome], name: str) -> tuple[int, int]:
+    """Of how many pairs of the same runs both say which has less of `name`, and how many pairs there are."""
+    pairs = list(itertools.combinations(range(len(real)), 2))
+    less = [
+        [getattr(each[first], name) < getattr(each[second], name) for first, second in pairs]
+        for each in (simulated, real)
+    ]
+    return sum(ours == theirs for ours, theirs in zip(*less, strict=True)), len(pairs)

@@ -41,4 +41,4 @@ async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival]) -> Outco
         seen.take_in(outputs, time.monotonic() - began)
         stats = [*client.stats_of_each().values()]
     await sending
-    return seen.outcome(len(stats), *loads_and_hits(stats))
+    return seen.outcome(*loads_and_hits(stats))

@@ -1,4 +1,4 @@
-"""The fewest replicas that do."""
+"""The fewest that do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from engine.errors import ConfigError, EngineError
 from entrypoints.bench.cluster.outcome import Outcome
 
 
-def fewest(run: Callable[[int], Outcome], holds: Callable[[Outcome], bool], most: int) -> list[Outcome]:
-    """What was run, by the number of replicas, up to the fewest that hold. Raises ConfigError where `most` do not.
+def fewest(run: Callable[[int], Outcome], holds: Callable[[Outcome], bool], most: int) -> list[tuple[int, Outcome]]:
+    """What was run, by how many there are, up to the fewest that hold. Raises ConfigError where `most` do not.
 
-    More replicas are taken to be better: doubled until they hold, then halved in between.
+    More are taken to be better: doubled until they hold, then halved in between.
     """
     seen: dict[int, Outcome] = {}
     failed: dict[int, EngineError] = {}
@@ -29,9 +29,9 @@ def fewest(run: Callable[[int], Outcome], holds: Callable[[Outcome], bool], most
     low, high = 0, 1
     while not does(high):
         if high == most:
-            raise ConfigError(f"not even {most} replicas hold: {seen.get(most) or failed[most]}")
+            raise ConfigError(f"not even {most} hold: {seen.get(most) or failed[most]}")
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if does(middle) else (middle, high)
-    return [seen[size] for size in sorted(seen) if size <= high]
+    return [(size, seen[size]) for size in sorted(seen) if size <= high]

@@ -35,7 +35,7 @@ class VirtualExecutor:
         """There is room."""
 
     def warm_up(self) -> WarmUpReport:
-        return WarmUpReport()
+        return WarmUpReport(swap_block_s=self._costs.swap_block_s)
 
     def compile_state(self) -> CompileState:
         return "done"
@@ -44,7 +44,7 @@ class VirtualExecutor:
         changed()
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
-        end = self.now
+        end = self.now + (len(plan.swap_in) + len(plan.swap_out)) * self._costs.swap_block_s / 2
         for index, seconds in enumerate(self._stages.seconds(self._costs, StepWork.of(plan.rows))):
             end = self._free_at[index] = max(end, self._free_at[index]) + seconds
         self._steps.append((plan, end))
@@ -91,7 +91,9 @@ class NotingExecutor:
         self._executor.allocate(num_blocks, num_host_blocks)
 
     def warm_up(self) -> WarmUpReport:
-        return self._executor.warm_up()
+        report = self._executor.warm_up()
+        self.swap_block_s = report.swap_block_s
+        return report
 
     def compile_state(self) -> CompileState:
         return self._executor.compile_state()

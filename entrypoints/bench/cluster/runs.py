@@ -1,0 +1,97 @@
+"""A layout's runs, one for each seed: on the virtual clock, and on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.config import EngineArgs, EngineConfig
+from engine.errors import ConfigError
+from engine.models.description import ModelDescription
+from engine.resolve import resolve_here
+from entrypoints.bench.cluster.apart import apart_args, prefill_apart
+from entrypoints.bench.cluster.costs import StepCosts
+from entrypoints.bench.cluster.layouts import Layout
+from entrypoints.bench.cluster.outcome import Outcome, for_all, mean_of
+from entrypoints.bench.cluster.real import run_really
+from entrypoints.bench.cluster.real_apart import run_really_apart
+from entrypoints.bench.cluster.routers import ROUTERS
+from entrypoints.bench.cluster.simulate import Cluster, replicated
+from entrypoints.bench.cluster.stages import stages_of
+from entrypoints.bench.cluster.traffic import Arrival, Traffic, arrivals, check
+from entrypoints.bench.cluster.transfers import Link
+
+_WARM_UP_SEED = 1 << 20
+"""no run's"""
+
+
+class Runs:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        args: EngineArgs,
+        costs: StepCosts,
+        traffic: Traffic,
+        layouts: Sequence[Layout],
+    ) -> None:
+        """Raises ConfigError for what none of `layouts` can be run with."""
+        self._options, self._args, self._costs, self._traffic = options, args, costs, traffic
+        self._resolved = {each.stages: self._resolve(args, each.stages) for each in layouts}
+        self._apart: list[EngineConfig] = []
+        if any(each.prefill for each in layouts):
+            self._apart = [self._resolve(role, 1)[1] for role in apart_args(args)]
+
+    def simulated(self, layout: Layout, times: int = 1) -> Outcome:
+        """`times`: so many of it."""
+        options, layout = self._options, layout.times(times)
+        cell = min(options.cell or layout.servers, layout.servers)
+        share = self._traffic.of_some(cell / layout.servers)
+
+        def run(seed: int) -> Outcome:
+            lose_at = options.lose_at if layout.servers > 1 else None
+            return self._cluster(layout, cell).run(self._given(share, seed), lose_at)
+
+        return self._mean(layout, run)
+
+    def real(self, layout: Layout) -> Outcome:
+        def run(seed: int) -> Outcome:
+            given = self._given(self._traffic, seed)
+            if layout.prefill:
+                warm_up = self._given(self._traffic, _WARM_UP_SEED)[:1]
+                model = self._resolved[1][1].model.served_name
+                return run_really_apart(self._args, model, layout, given, warm_up)
+            config = self._resolved[layout.stages][1]
+            parallel = msgspec.structs.replace(config.parallel, data=layout.replicas)
+            of_all = msgspec.structs.replace(config, parallel=parallel)
+            return run_really(of_all, ROUTERS[self._options.router](config.cache.block_size), given)
+
+        return self._mean(layout, run)
+
+    def _cluster(self, layout: Layout, cell: int) -> Cluster:
+        options = self._options
+        if layout.prefill:
+            link = Link(options.transfer_ms / 1e3, options.transfer_mb_per_s * 1e6)
+            prefill, decode = self._apart
+            return prefill_apart(prefill, decode, self._costs, layout, link)
+        model, config = self._resolved[layout.stages]
+        router = ROUTERS[options.router](config.cache.block_size)
+        return replicated(config, self._costs, cell, router, stages_of(model.spec, layout.stages))
+
+    def _resolve(self, args: EngineArgs, stages: int) -> tuple[ModelDescription, EngineConfig]:
+        model, config = resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages))
+        measured, wanted = self._costs.max_num_batched_tokens, config.scheduler.max_num_batched_tokens
+        if measured < wanted:
+            raise ConfigError(
+                f"max_num_batched_tokens ({wanted}) exceeds the {measured} that the step costs were measured for"
+            )
+        check(self._traffic, config.model.max_model_len)
+        return model, config
+
+    def _given(self, traffic: Traffic, seed: int) -> list[Arrival]:
+        [config, *_] = [config for _, config in self._resolved.values()]
+        return arrivals(traffic, self._options.seconds, seed, config.model.vocab_size)
+
+    def _mean(self, layout: Layout, run: Callable[[int], Outcome]) -> Outcome:
+        return mean_of([for_all(run(seed), layout) for seed in range(self._options.seeds)])

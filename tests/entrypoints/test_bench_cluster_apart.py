@@ -1,0 +1,204 @@
+"""Prefill apart from decode on a virtual clock: what can be worked out by hand, leases that end, what is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from scripted_server import save_model
+from virtual_clusters import REPORT, costs, given
+
+from engine.config import EngineArgs, EngineConfig, make_args
+from engine.core.wire import AddRequest
+from engine.resolve import resolve_here
+from engine.step import RowParams
+from entrypoints.bench.cli import main
+from entrypoints.bench.cluster.apart import TwoHops, apart_args, prefill_apart
+from entrypoints.bench.cluster.clock import Clock
+from entrypoints.bench.cluster.layouts import Layout, layout
+from entrypoints.bench.cluster.outcome import Outcome, ranked_alike
+from entrypoints.bench.cluster.simulate import Cluster
+from entrypoints.bench.cluster.stages import Stages
+from entrypoints.bench.cluster.traffic import Arrival
+from entrypoints.bench.cluster.transfers import Link, Transfers
+from entrypoints.bench.cluster.virtual_core import VirtualCore
+
+LINK = Link(latency_s=0.002, bytes_per_s=2 * REPORT.block_bytes / 0.003)
+"""5 ms for two blocks"""
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> EngineArgs:
+    model = save_model(tmp_path_factory.mktemp("apart") / "tiny")
+    return make_args(str(model), {"device": "cpu", "max_num_batched_tokens": 256, "swap_space": "8MiB"})
+
+
+@pytest.fixture(scope="module")
+def configs(args: EngineArgs) -> tuple[EngineConfig, EngineConfig]:
+    prefill, decode = (resolve_here(each)[1] for each in apart_args(args))
+    return prefill, decode
+
+
+def run(
+    configs: tuple[EngineConfig, EngineConfig], requests: list[Arrival], of: str = "1P+1D", **link: float
+) -> Outcome:
+    made = prefill_apart(*configs, costs(), layout(of), msgspec.structs.replace(LINK, **link))
+    return made.run(requests)
+
+
+def one(prompt: int, output: int = 8) -> list[Arrival]:
+    message = AddRequest(
+        request_id="alone",
+        prompt_token_ids=[*range(prompt)],
+        params=RowParams(seed=0, temperature=0.0),
+        max_tokens=output,
+    )
+    return [Arrival(0.0, message)]
+
+
+def test_layouts_are_read_and_written() -> None:
+    for text, found in (("4x2", Layout(4, 2)), ("3x1", Layout(3)), ("1P+2D", Layout(2, prefill=1))):
+        assert layout(text) == found and str(found) == text
+    assert layout("3") == Layout(3)
+    assert [layout(text).devices for text in ("4x2", "1P+2D")] == [8, 3]
+    assert str(layout("1P+2D").times(3)) == "3P+6D"
+    for text in ("0x1", "2x", "1P", "1P+0D", "P+D", "2x2P+1D", ""):
+        with pytest.raises(ValueError, match="is no layout, as 4x2"):
+            layout(text)
+
+
+def test_one_request_passes_both_servers(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    """40 tokens at one, two blocks of 16 over the link, and the last 8 at the other."""
+    seen = run(configs, one(40))
+    assert seen.ttft_p50 == pytest.approx(0.01 + 0.04 + 0.005 + 0.01 + 0.008)
+    assert seen.tpot_p50 == pytest.approx(0.011)
+    assert seen.load_max_over_mean == pytest.approx((40 + 1) / ((40 + 1 + 8 + 8) / 2))
+
+
+def test_a_prompt_of_no_whole_block_is_computed_twice(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    assert run(configs, one(16)).ttft_p50 == pytest.approx(2 * (0.01 + 0.016))
+
+
+def test_pages_that_come_too_late_are_computed(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    prefill, decode = configs
+    limits = msgspec.structs.replace(decode.limits, kv_lease_s=0.05)
+    late = msgspec.structs.replace(decode, limits=limits)
+    requests = given(prefill, rate=300.0, seconds=0.1)
+    slow = msgspec.structs.replace(LINK, latency_s=0.5)
+    made = prefill_apart(prefill, late, costs(), layout("1P+1D"), slow)
+    seen = made.run(requests)
+    assert seen.requests == len(requests) > 8
+    assert seen.load_max_over_mean < run(configs, requests).load_max_over_mean  # of both, and not of one
+
+
+def _parts(configs: tuple[EngineConfig, EngineConfig]) -> tuple[Clock, list[VirtualCore]]:
+    clock = Clock()
+    transfers = Transfers(clock, LINK, configs[1].limits, REPORT.block_bytes)
+    return clock, [VirtualCore(each, costs(), Stages(), clock, transfers.connect) for each in configs]
+
+
+def test_every_lease_ends(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    clock, cores = _parts(configs)
+    requests = given(configs[0], rate=30.0, seconds=3.0)
+    Cluster(clock, TwoHops(cores[:1], cores[1:])).run(requests)
+    prefill, decode = (core.stats for core in cores)
+    assert (decode.kv_fetches, decode.kv_fetch_failures) == (len(requests), 0)
+    assert (prefill.kv_leases_expired, prefill.kv_leases_gave_way, decode.kv_blocks_used) == (0, 0, 0)
+    assert prefill.kv_leases == 0
+
+
+def test_a_lost_prefill_server_is_done_without(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    requests = given(configs[0], rate=10.0, seconds=6.0)
+    whole = run(configs, requests)
+    made = prefill_apart(*configs, costs(), layout("1P+1D"), LINK)
+    less = made.run(requests, lose_at_s=3.0)
+    assert less.requests == whole.requests
+    assert less.tpot_p90 > whole.tpot_p90
+
+
+def test_prompts_hold_up_nobody_who_decodes(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    requests = given(configs[0], rate=6.0, seconds=5.0, input_len=120, output_len=30)
+    two = [run(configs, requests, "2P+1D") for _ in range(2)]
+    one_each = run(configs, requests)
+    assert one_each.tpot_p90 < 0.02 and two[0].ttft_p90 < one_each.ttft_p90
+    assert two[0] == two[1]
+
+
+def outcome(ttft_p90: float) -> Outcome:
+    names = [name for name in Outcome.__struct_fields__ if name not in ("ttft_p90", "spread")]
+    return Outcome(ttft_p90=ttft_p90, spread={"ttft_p90": 0.1}, **dict.fromkeys(names, 0.0))
+
+
+def test_pairs_that_are_ranked_alike() -> None:
+    simulated, real = ([outcome(seconds) for seconds in each] for each in ((1.0, 2.0, 3.0), (1.0, 3.0, 2.0)))
+    assert ranked_alike(simulated, real, "ttft_p90") == (2, 3)
+
+
+def test_layouts_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from entrypoints.bench.cluster.plot import draw
+
+    told = [("simulated", Layout(2)), ("simulated", Layout(1, prefill=1)), ("real", Layout(2))]
+    draw([(*each, outcome(0.4)) for each in told], {"ttft_p90": 0.5, "tpot_p90": None}, tmp_path / "layouts.svg")
+    assert (tmp_path / "layouts.svg").read_text().count("<svg") == 1
+
+
+SETTINGS = ["--device", "cpu", "--max-num-batched-tokens", "256", "--threads", "1", "--compile", "none"]
+SETTINGS += ["--load-format", "dummy", "--swap-space", "8MiB", "--kv-cache-memory", "8MiB"]
+TRAFFIC = ["--rate", "20", "--seconds", "2", "--seeds", "1", "--input-len", "40", "--output-len", "8"]
+OVER = ["--transfer-ms", "2", "--transfer-mb-per-s", "1000"]
+
+
+def _command(args: EngineArgs, folder: Path, *more: str) -> list[str]:
+    (folder / "costs.json").write_bytes(msgspec.json.encode(costs()))
+    return ["cluster", args.model, "--costs", str(folder / "costs.json"), *TRAFFIC, *SETTINGS, *more]
+
+
+def test_layouts_of_all_kinds_on_the_command_line(
+    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_command(args, tmp_path, "--layouts", "2x1,1P+1D", *OVER)) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(each["layout"], each["prefill"], each["replicas"]) for each in results] == [("2x1", 0, 2), ("1P+1D", 1, 1)]
+    search = ["--layouts", "1x1,1P+1D", *OVER, "--rate", "40", "--seconds", "1", "--ttft", "0.5", "--tpot", "0.04"]
+    assert main(_command(args, tmp_path, *search)) == 0
+    out = capsys.readouterr().out
+    assert "fewest devices: " in out and "P+" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--layouts", "1P+1D"], "need --transfer-ms"),
+        (["--layouts", "1P+1D", *OVER, "--cell", "2"], "leave layouts as 1P"),
+        (["--layouts", "2x1", *OVER], "--transfer-ms is of layouts as 1P"),
+        (["--layouts", "1P"], "'1P' is no layout"),
+        (["--layouts", "1P+1D", *OVER[2:], "--transfer-ms", "0"], "must be positive, got 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    given: list[str], problem: str, args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(_command(args, tmp_path, *given))
+    assert problem in capsys.readouterr().err
+
+
+def test_step_costs_that_fit_poorly_are_no_table(
+    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    measured = ["step-costs", args.model, "--out", str(file), "--most-error", "0.000001", *SETTINGS]
+    assert main([*measured, "--max-num-seqs", "4"]) == 1
+    assert "and --most-error is 0.0001 %" in capsys.readouterr().err
+    assert not file.exists()
+
+
+@pytest.mark.exhaustive
+def test_real_servers_beside_virtual_ones(args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_command(args, tmp_path, "--layouts", "1P+1D", *OVER, "--real")) == 0
+    simulated, real = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert real["requests"] == simulated["requests"]
+    assert real["load_max_over_mean"] == pytest.approx(simulated["load_max_over_mean"], rel=0.01)
