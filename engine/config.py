@@ -199,8 +199,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         dict[str, object],
         _about(
             "prompts are computed for other engines, or taken from them, by vLLM's contract (CPU): kv_connector "
-            "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, as "
-            """'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
+            "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, kv_sources, "
+            """kv_connector_extra_config, as '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
         ),
     ] = {}
     override_generation_config: Annotated[
@@ -237,8 +237,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
-        """To a parser or a group: every setting, the model's name too; the attributes are `LLM`'s keywords, None where
-        not set. Returns it."""
+        """To a parser or a group: every setting and the model, as `LLM`'s keywords, None where not set. Returns it."""
         add_options(parser, cls, prefix="")
         parser.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name")
         parser.add_argument("--served-model-name")
