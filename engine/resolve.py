@@ -297,8 +297,9 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 
 
 def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
-    """Of a device; replicas on a CPU share one."""
-    return _device_bytes(kind, machine) // (args.data_parallel_size if kind == "cpu" else 1)
+    """Replicas on a CPU share its memory; on GPUs each rank has one."""
+    memory, ranks = _device_bytes(kind, machine), args.tensor_parallel_size * args.pipeline_parallel_size
+    return memory // args.data_parallel_size if kind == "cpu" else memory * ranks
 
 
 _LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0, "gguf": 0.25, "stored": 0.5}
