@@ -12,7 +12,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.stages import Stage, check_stages, part_of
-from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig
+from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig, launch_of
 
 if TYPE_CHECKING:
     from engine.machine import Machine
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.models.spec import DecoderSpec
 
 
-def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
+def parallel_of(args: EngineArgs, model: ModelDescription, machine: Machine) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     _check(args, model, experts)
@@ -29,6 +29,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
         raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
     backend = args.distributed_executor_backend
+    is_launched = backend == "external_launcher" and machine.launcher
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
@@ -37,6 +38,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
         experts=experts,
         eplb=eplb_of(args),
         backend="mp" if backend == "uni" else backend,
+        launch=launch_of(machine.launcher) if is_launched else None,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )

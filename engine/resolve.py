@@ -86,7 +86,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    parallel = parallel_of(args, model)
+    parallel = parallel_of(args, model, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -297,9 +297,10 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 
 
 def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
-    """Replicas on a CPU share its memory; on GPUs each rank has one."""
+    """Replicas on a CPU share its memory; ranks on GPUs have one each, and those that others place may."""
     memory, ranks = _device_bytes(kind, machine), args.tensor_parallel_size * args.pipeline_parallel_size
-    return memory // args.data_parallel_size if kind == "cpu" else memory * ranks
+    apart = kind == "cuda" or args.distributed_executor_backend in ("ray", "external_launcher")
+    return memory * ranks if apart else memory // args.data_parallel_size
 
 
 _LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0, "gguf": 0.25, "stored": 0.5}

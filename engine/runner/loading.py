@@ -253,7 +253,7 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
     slots, most_tokens = config.scheduler.steps_in_flight, config.scheduler.max_num_batched_tokens
 
     def link(end: LinkEnd | None) -> StateLink | None:
-        return None if end is None else StateLink(end, slots, most_tokens, whole.hidden_size, dtype)
+        return None if end is None else end.open(slots, most_tokens, whole.hidden_size, dtype)
 
     _, shard, _ = _place(config, group)
     kept = (whole if shard is None else sharded(whole, shard)).facts.kept
