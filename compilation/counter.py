@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 
-from torch._dynamo.utils import counters
-
 _COUNTED = (
     ("frames", "total"),  # frames that Dynamo began to trace
     ("inductor", "fxgraph_cache_miss"),  # graphs that Inductor compiled
@@ -63,5 +61,7 @@ class CompileCounter:
         self._listens = True
 
     def _now(self) -> dict[tuple[str, str], int]:
-        found = {(group, name): int(counters[group][name]) for group, name in _COUNTED}
+        # Not imported to be asked: that takes a second. Another thread may be in the middle of it.
+        counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+        found = {(group, name): int(counters.get(group, {}).get(name, 0)) for group, name in _COUNTED}
         return {**found, _TRITON: self._triton.count}

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from compilation.behind import check_stop
-from compilation.bounded import Bounded
 from compilation.errors import CompileError
 from compilation.interface import PieceFunction
 from compilation.split import Piece, storage_of
@@ -92,6 +91,8 @@ def compile_piece(piece: Piece, options: dict[str, object], artifact: Path, larg
 
 def _compile_bounded(piece: Piece, options: dict[str, object], largest: int) -> Any:
     """None where that is not possible: code for any number of tokens is slower, but serves."""
+    from compilation.bounded import Bounded
+
     bounded = Bounded(piece.module, largest)
     try:
         compiled = _compile(bounded.module, options)

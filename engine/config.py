@@ -201,8 +201,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         dict[str, object],
         _about(
             "prompts are computed for other engines, or taken from them, by vLLM's contract (CPU): kv_connector "
-            "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, as "
-            """'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
+            "(NixlConnector), kv_role (kv_producer, kv_consumer, kv_both), kv_ip, kv_port, kv_sources, "
+            """kv_connector_extra_config, as '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
         ),
     ] = {}
     override_generation_config: Annotated[

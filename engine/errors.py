@@ -52,6 +52,13 @@ class ShutDownError(CoreDiedError):
     """Somebody shut the engine down: nothing has failed."""
 
 
+class RankLostError(EngineError):
+    """A rank's connection to another one has ended. Who watches the ranks says why, within `RANK_GRACE_S`."""
+
+
+RANK_GRACE_S = 3.0
+
+
 class RequestFailedError(EngineError):
     """One request failed inside the core (for example NaN logits); others go on."""
 

@@ -27,11 +27,17 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     topic: str = ""
 
 
+class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`."""
+
+    backends: Annotated[tuple[Literal["UCX"], ...], msgspec.Meta(min_length=1, max_length=1)]
+
+
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prefill apart from decode. Names are vLLM's."""
 
     kv_connector: Literal["NixlConnector"]
-    """whose contract is kept: `kv_transfer_params`; the transports are the engine's own"""
+    """whose contract is kept: `kv_transfer_params`"""
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     """computes prompts for others, takes them from others, or both"""
     kv_ip: str = "127.0.0.1"
@@ -40,6 +46,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """0: any, for it is told, too; a data-parallel rank adds its number"""
     kv_sources: tuple[str, ...] = ()
     """networks, addresses and names of other hosts that pages are taken from; requests say where their pages are"""
+    kv_connector_extra_config: NixlConfig | None = None
+    """pages go by NIXL; None: by the engine's own transports"""
     kv_buffer_device: Literal["cpu"] = "cpu"
     kv_load_failure_policy: Literal["recompute"] = "recompute"
 

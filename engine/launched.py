@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.config import EngineArgs
-from engine.parallel_config import JOIN_TIMEOUT_S
+from engine.machine import launcher_variables
+from engine.parallel_config import JOIN_TIMEOUT_S, launch_of
 from engine.setting_checks import check_launch
 
 
@@ -15,6 +16,7 @@ def leave_unless_first(args: EngineArgs) -> None:
     from engine.executor.torchrun import serve_as_rank
 
     check_launch(args)
-    status = serve_as_rank(args.tensor_parallel_size, args.distributed_timeout_seconds or JOIN_TIMEOUT_S)
+    ranks, timeout_s = args.tensor_parallel_size * args.pipeline_parallel_size, args.distributed_timeout_seconds
+    status = serve_as_rank(launch_of(launcher_variables()), ranks, timeout_s or JOIN_TIMEOUT_S)
     if status is not None:
         raise SystemExit(status)

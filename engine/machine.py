@@ -13,6 +13,7 @@ import psutil
 
 from engine.config import Device
 from engine.cuda_versions import driver_problem, driver_version, runtime_version
+from engine.parallel_config import LAUNCHER_VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """absolute; caches live below it"""
     working_directory: str
     """absolute; relative paths of the settings are taken from here"""
+    launcher: dict[str, str] = {}
+    """torchrun's variables, as far as they are set"""
 
 
 def probe_machine(device: Device = "auto") -> Machine:
@@ -54,7 +57,13 @@ def probe_machine(device: Device = "auto") -> Machine:
         cuda_problem=problem,
         home=str(Path.home()),
         working_directory=str(Path.cwd()),
+        launcher=launcher_variables(),
     )
+
+
+def launcher_variables() -> dict[str, str]:
+    """See `Machine.launcher`."""
+    return {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
 
 
 def _physical_cores() -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.models.placement import ExpertPlacement
 
 ExecutorBackend = Literal["mp", "ray", "external_launcher", "uni"]
@@ -13,6 +15,53 @@ RayPlacement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Ray's names"""
 
 JOIN_TIMEOUT_S = 300.0
+
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (*_NEEDED, "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What torchrun says to each of its processes."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    """None: nobody knows who is on the same node"""
+    master: tuple[str, int]
+    has_store: bool
+    """torchrun's own, at `master`; else rank 0 is to open it"""
+    restarts: int
+
+    @property
+    def key(self) -> str:
+        """Under which rank 0 says where it is."""
+        return f"pageloom/{self.restarts}/driver"
+
+    @property
+    def node(self) -> str:
+        """See `AgentTask.node`: its first rank."""
+        return str(self.rank - (self.local_rank or 0))
+
+
+def launch_of(variables: Mapping[str, str]) -> Launch:
+    """Of `LAUNCHER_VARIABLES`. Raises `ConfigError` where it was not torchrun that started this process."""
+    if missing := [name for name in _NEEDED if name not in variables]:
+        raise ConfigError(
+            "distributed_executor_backend='external_launcher' is for programs that torchrun starts: "
+            f"{', '.join(missing)} is not set"
+        )
+    try:
+        rank, size, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local = variables.get("LOCAL_RANK")
+        local_rank, restarts = (
+            None if local is None else int(local),
+            int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except ValueError as error:
+        raise ConfigError(f"torchrun's variables (RANK, WORLD_SIZE, MASTER_PORT ...) are no numbers: {error}") from None
+    has_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, size, local_rank, (variables["MASTER_ADDR"], port), has_store, restarts)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +80,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int = 1
     """ranks, each with its part of every matrix"""
     pipeline: int = 1
-    """stages, each with its layers; this or `tensor` is 1"""
+    """stages, each with its layers, computed by `tensor` ranks"""
     data: int = 1
     """replicas, each with the whole model, or all but others' experts"""
     data_rank: int = 0
@@ -44,6 +93,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """experts move between replicas; None: they stay"""
     backend: Literal["mp", "ray", "external_launcher"] = "mp"
     """who starts the ranks"""
+    launch: Launch | None = None
+    """of `external_launcher`: how this process was started; None: not by it"""
     ray_placement: RayPlacement = "PACK"
     timeout_s: float = JOIN_TIMEOUT_S
     """how long ranks that others start may take to join"""

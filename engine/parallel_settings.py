@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,16 +11,17 @@ from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
-from engine.models.stages import check_stages
-from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig
+from engine.models.stages import Stage, check_stages, part_of
+from engine.parallel_config import JOIN_TIMEOUT_S, EplbConfig, ParallelConfig, launch_of
 
 if TYPE_CHECKING:
+    from engine.machine import Machine
     from engine.models.description import ModelDescription
     from engine.models.facts import ModelFacts
     from engine.models.spec import DecoderSpec
 
 
-def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
+def parallel_of(args: EngineArgs, model: ModelDescription, machine: Machine) -> ParallelConfig:
     """Raises ConfigError or UnsupportedModelError where the model cannot be divided so."""
     experts = ExpertPlacement() if args.enable_expert_parallel else None
     _check(args, model, experts)
@@ -27,6 +29,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
     if args.decode_context_parallel_size > 1 and not model.facts.keeps_kv:
         raise UnsupportedModelError("decode_context_parallel_size: an encoder keeps no keys and values to divide")
     backend = args.distributed_executor_backend
+    is_launched = backend == "external_launcher" and machine.launcher
     return ParallelConfig(
         tensor=args.tensor_parallel_size,
         pipeline=args.pipeline_parallel_size,
@@ -35,6 +38,7 @@ def parallel_of(args: EngineArgs, model: ModelDescription) -> ParallelConfig:
         experts=experts,
         eplb=eplb_of(args),
         backend="mp" if backend == "uni" else backend,
+        launch=launch_of(machine.launcher) if is_launched else None,
         ray_placement=args.ray_placement_strategy or "PACK",
         timeout_s=JOIN_TIMEOUT_S if args.distributed_timeout_seconds is None else args.distributed_timeout_seconds,
     )
@@ -93,6 +97,30 @@ def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> E
     parallel = msgspec.structs.replace(config.parallel, experts=experts)
     _check(args, model, experts)
     return msgspec.structs.replace(config, parallel=parallel)
+
+
+def crowded(config: EngineConfig, machine: Machine) -> str | None:
+    """What to tell a user whose compute threads are more than the cores of a host that has all of them; None: they are
+    not."""
+    parallel, threads = config.parallel, config.device.threads
+    all_threads = threads * parallel.ranks * parallel.data
+    if config.device.kind != "cpu" or parallel.backend != "mp" or all_threads <= machine.physical_cores:
+        return None
+    return (
+        f"threads ({threads}) of each of {parallel.ranks} ranks and {parallel.data} replicas are {all_threads} compute "
+        f"threads for {machine.physical_cores} cores, and wait for each other: lower --threads, or the number of ranks"
+    )
+
+
+def rank_specs(spec: DecoderSpec, config: EngineConfig) -> list[tuple[Stage, int, DecoderSpec]]:
+    """Of one replica (its stage, its part, what it computes), stage by stage. Raises what `part_of` raises."""
+    parallel = config.parallel
+    found = []
+    for index, part in product(range(parallel.pipeline), range(parallel.tensor)):
+        stage = Stage(index, parallel.pipeline)
+        shard = None if parallel.tensor == 1 else Shard(part, parallel.tensor, parallel.experts)
+        found.append((stage, part, part_of(spec, shard, None if parallel.pipeline == 1 else stage)))
+    return found
 
 
 def held_by_one(spec: DecoderSpec, args: EngineArgs) -> DecoderSpec:

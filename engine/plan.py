@@ -26,12 +26,15 @@ from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token
 from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
 from engine.layer_groups import with_layers_behind
 from engine.machine import Machine, main_memory, probe_machine
+from engine.model_plan import ModelPlan, RankPlan
 from engine.models.description import ModelDescription, describe
 from engine.models.drafts import DraftDescription, describe_draft
+from engine.models.facts import ModelFacts
 from engine.models.gguf_header import read_gguf_header
-from engine.models.stages import stage_layers
+from engine.models.spec import DecoderSpec
+from engine.models.stages import layers_of, stage_layers
 from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
-from engine.parallel_settings import held_by_one
+from engine.parallel_settings import crowded, held_by_one, rank_specs
 from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
@@ -52,59 +55,6 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
     {"quantization": "int4"},
     {"quantization": "int4", "kv_cache_dtype": "int8"},
 )
-
-
-class ModelPlan(msgspec.Struct, kw_only=True):
-    """Bytes, but where a name says otherwise. What could not be found out is None."""
-
-    model: str
-    device: str
-    fits: bool = False
-    problems: list[str] = []
-    """why not"""
-    advice: list[str] = []
-    """settings, as options of engine-serve, each of which would make it fit"""
-    file_bytes: int
-    """of the weights on disk, or on the hub"""
-    download_bytes: int = 0
-    """of all that is not here yet"""
-    disk_place: str | None = None
-    disk_free: int | None = None
-    memory_total: int
-    memory_free: int
-    dtype: str | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    weight_bytes: int | None = None
-    kv_bytes_per_token: int | None = None
-    kv_cache_bytes: int | None = None
-    num_blocks: int | None = None
-    block_size: int | None = None
-    max_model_len: int | None = None
-    """tokens of the longest sequence"""
-    sequences: float | None = None
-    """of that length, that the KV cache holds"""
-    table: str = ""
-    """the memory ledger"""
-
-    def text(self) -> str:
-        size = human(self.file_bytes)
-        if self.download_bytes:
-            size += f", {human(self.download_bytes)} of it and its texts to be fetched"
-            size += f" to {self.disk_place}, which has {human(self.disk_free or 0)} free"
-        lines = [f"{self.model} on {self.device}", f"files: {size}"]
-        if self.table:
-            lines += [
-                f"weights as {self.quantization if self.quantization != 'none' else self.dtype}, KV cache as "
-                f"{self.kv_cache_dtype}, {human(self.kv_bytes_per_token or 0)} a token; longest sequence "
-                f"{self.max_model_len} tokens",
-                self.table,
-            ]
-        if self.device != "cpu":
-            lines.append("CUDA graphs and the workspace of attention come on top")
-        lines += [f"it does not fit: {problem}" for problem in self.problems]
-        lines += [f"it would with {advice}" for advice in self.advice]
-        return "\n".join(lines if self.problems else [*lines, "it fits"])
 
 
 class _Files(msgspec.Struct):
@@ -139,7 +89,9 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
         local = replace(local, model=files.path)
         fit = _Fit(local, machine, total, free_bytes, plan.file_bytes if missing else None)
         try:
-            _enter(plan, *fit.of(local))
+            _enter(plan, *(found := fit.of(local)))
+            plan.ranks, plan.replicas = fit.ranks(found[0]), found[0].parallel.data
+            plan.warnings += filter(None, [crowded(found[0], machine)])
         except ConfigError as error:
             plan.weight_bytes = fit.weights(local.dtype, local.quantization)
             plan.problems.append(f"{error} (its weights alone: {human(plan.weight_bytes)})")
@@ -193,13 +145,18 @@ class _Fit:
         return config, ledger, sizes
 
     def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:
-        scheduler, length, facts = config.scheduler, config.model.max_model_len, self._model.facts
-        dtype_bytes = DTYPE_BYTES[config.model.dtype]
+        scheduler, length, dtype_bytes = config.scheduler, config.model.max_model_len, DTYPE_BYTES[config.model.dtype]
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
-        weights = self.weights(config.model.dtype, config.model.quantization)
-        activations = estimate_activation_bytes(
-            facts, dtype_bytes, scheduler.max_num_batched_tokens, scheduler.max_sampled
-        )
+        ranks = self.ranks(config)
+        weights, activations = self.weights(config.model.dtype, config.model.quantization), self._activations(config)
+        workspace = estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length))
+        block_bytes = sizes.block_bytes
+        if ranks:
+            of_all = sum if config.device.kind == "cpu" else max  # GPUs have a memory each
+            weights = of_all(rank.weight_bytes for rank in ranks)
+            activations = of_all(rank.activation_bytes for rank in ranks)
+            workspace = of_all([workspace] * len(ranks))
+            block_bytes = block_bytes if of_all is sum else -(-block_bytes // len(ranks))
         groups = sizes.groups
         if self._draft is not None:
             groups = with_layers_behind(groups, self._model.facts.num_layers, self._draft.spec.num_layers)
@@ -207,16 +164,42 @@ class _Fit:
         return LoadReport(
             weight_bytes=weights,
             activation_bytes=activations,
-            workspace_bytes=estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length)),
-            block_bytes=sizes.block_bytes,
+            workspace_bytes=workspace,
+            block_bytes=block_bytes,
             windows=tuple(group.window for group in groups),
             device_bytes_total=self._total,
             device_bytes_free=self._free,
             attention_backend="",
         )
 
-    def weights(self, dtype: str, quantization: str) -> int:
-        """Their bytes, under settings ("auto" among them) or as they were resolved."""
+    def ranks(self, config: EngineConfig) -> list[RankPlan]:
+        """Where there are several; of a model that runs through the library's module nothing is told."""
+        spec = self._model.spec
+        if spec is None or config.parallel.ranks == 1:
+            return []
+        found = []
+        for stage, part, own in rank_specs(spec, config):
+            layers = layers_of(spec, stage)
+            found.append(
+                RankPlan(
+                    stage=stage.index,
+                    part=part,
+                    layers=(layers.first, layers.end),
+                    weight_bytes=self.weights(config.model.dtype, config.model.quantization, own),
+                    activation_bytes=self._activations(config, own.facts, stage.is_last),
+                )
+            )
+        return found
+
+    def _activations(self, config: EngineConfig, facts: ModelFacts | None = None, makes_logits: bool = True) -> int:
+        scheduler = config.scheduler
+        samples = scheduler.max_sampled if makes_logits else 0
+        size, tokens = DTYPE_BYTES[config.model.dtype], scheduler.max_num_batched_tokens
+        return estimate_activation_bytes(facts or self._model.facts, size, tokens, samples)
+
+    def weights(self, dtype: str, quantization: str, part: DecoderSpec | None = None) -> int:
+        """Their bytes, under settings ("auto" among them) or as they were resolved. `part`: what a rank has; of weights
+        that run as they are stored as large a share as of the numbers."""
         on_cpu = self._args.device == "cpu" or not self._machine.cuda
         place: Place | None = "cpu" if on_cpu else "gpu"
         if dtype not in ("auto", "bfloat16") and (on_cpu or dtype != "float16"):
@@ -225,14 +208,21 @@ class _Fit:
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
         as_stored = keeps_stored(quantization, self._model)
         if as_stored and place is not None and self._header is not None:
-            return gguf_weight_bytes(self._header.tensors, self._model.spec, place)
+            return self._share(part, gguf_weight_bytes(self._header.tensors, self._model.spec, place))
         if as_stored and place is not None and self._model.quantized is not None:
             if self._absent_bytes is not None:
-                return self._absent_bytes  # nearly, unless no kernel multiplies what they hold
-            return stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec, place)
+                return self._share(part, self._absent_bytes)  # nearly, unless no kernel multiplies what they hold
+            stored = stored_weight_bytes(self._model.path, self._model.quantized, self._model.spec, place)
+            return self._share(part, stored)
         kinds: dict[str, Quantization] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         kind = kinds.get(quantization, "none")
-        return weight_bytes(held_by_one(self._model.spec, self._args), DTYPE_BYTES.get(dtype, 2), kind, place)
+        held = held_by_one(self._model.spec, self._args) if part is None else part
+        return weight_bytes(held, DTYPE_BYTES.get(dtype, 2), kind, place)
+
+    def _share(self, part: DecoderSpec | None, stored: int) -> int:
+        if part is None or self._model.spec is None:
+            return stored
+        return stored * weight_bytes(part, 2, "none", None) // weight_bytes(self._model.spec, 2, "none", None)
 
     def advice(self) -> list[str]:
         """What would make it fit: one setting, or the longest context with or without another quantization."""

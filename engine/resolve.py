@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import check_library, facts_of_one, parallel_of, placed
+from engine.parallel_settings import check_library, crowded, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
@@ -86,7 +86,7 @@ def resolve(
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
     kind = check_settings(args, machine)
-    parallel = parallel_of(args, model)
+    parallel = parallel_of(args, model, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     if not 0 <= args.max_logprobs <= vocab_size:
@@ -140,7 +140,8 @@ def resolve(
 
 def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     """Bring the model here, read its description and this machine, and resolve: the one impure step between a door and
-    its engine. Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut."""
+    its engine. Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut, and of
+    more threads than cores."""
     from engine.models.description import describe
     from engine.models.drafts import check_length, describe_draft
 
@@ -157,7 +158,8 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     config = placed(config, args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
-    if (warning := shortened_context(args, description, config, None if draft is None else draft.facts)) is not None:
+    cut = shortened_context(args, description, config, None if draft is None else draft.facts)
+    for warning in filter(None, (cut, crowded(config, machine))):
         logger.warning("%s", warning)
     return description, config
 
@@ -295,7 +297,9 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 
 
 def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
-    """Of a device; replicas on a CPU share one."""
+    """Of a device; replicas on a CPU share one, and ranks that others place may have one such each."""
+    if args.distributed_executor_backend in ("ray", "external_launcher"):
+        return _device_bytes(kind, machine) * args.tensor_parallel_size * args.pipeline_parallel_size
     return _device_bytes(kind, machine) // (args.data_parallel_size if kind == "cpu" else 1)
 
 

@@ -108,14 +108,19 @@ def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
         raise ConfigError(
             "kv_transfer_config: replicas with enable_expert_parallel move no pages so far: leave one out"
         )
-    if config.kv_port + args.data_parallel_size - 1 > _MAX_PORT:
-        raise ConfigError(
-            f"kv_transfer_config: kv_port must be at most {_MAX_PORT + 1 - args.data_parallel_size}, for each of "
-            f"data_parallel_size ({args.data_parallel_size}) adds its rank; got {config.kv_port}"
-        )
+    check_transfer_port(config, args.data_parallel_size)
     if args.enable_prefix_caching is False:
         raise ConfigError("kv_transfer_config needs the prefix cache, and enable_prefix_caching is off: leave one out")
     return config
+
+
+def check_transfer_port(config: KVTransferConfig, replicas: int) -> None:
+    """Each replica adds its rank: there must be such ports. Raises `ConfigError`."""
+    if (most := _MAX_PORT + 1 - replicas) < config.kv_port:
+        raise ConfigError(
+            f"kv_transfer_config: kv_port must be at most {most}, for each of data_parallel_size ({replicas}) adds its "
+            f"rank; got {config.kv_port}"
+        )
 
 
 def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
@@ -196,9 +201,10 @@ def check_launch(args: EngineArgs) -> None:
         return
     name = f"distributed_executor_backend={backend!r}"
     if ranks == 1:
-        raise ConfigError(f"{name} places ranks, and there is one: raise tensor_parallel_size, or leave it out")
-    if args.pipeline_parallel_size > 1:
-        raise ConfigError(f"{name}: stages are processes of one host; use 'mp', or tensor_parallel_size")
+        raise ConfigError(
+            f"{name} places ranks, and there is one: raise tensor_parallel_size or pipeline_parallel_size, or leave it "
+            "out"
+        )
     if args.data_parallel_size > 1:
         raise ConfigError(f"{name}: it places the ranks of one replica; use 'mp', or one engine for each replica")
     if args.distributed_timeout_seconds is not None and not 0 < args.distributed_timeout_seconds <= 86400:

@@ -1,14 +1,15 @@
 """What taking a prompt over from another engine costs, beside computing it.
 
-Pages: one, and 16 MB, between two processes, over shared memory and TCP, in milliseconds (the median of several; the
-host tier has been written to before), and what both say of a link, for `engine-bench cluster`. With ``--prefill URL
---decode URL``, servers that run: seconds until the decode server's first token for prompts of that many tokens, taken
-over and computed there in turn. Prints JSON.
+Pages: one, and 16 MB, between two processes, over shared memory, TCP and (where it is installed) NIXL, in milliseconds
+(the median of several; the host tier has been written to before), and what each says of a link, for `engine-bench
+cluster`. With ``--prefill URL --decode URL``, servers that run: seconds until the decode server's first token for
+prompts of that many tokens, taken over and computed there in turn. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import random
@@ -24,8 +25,9 @@ from engine.kv_transfer import frames, reader
 from engine.kv_transfer.exports import Exports
 from engine.kv_transfer.interface import News
 from engine.kv_transfer.memory import KVMemory, Pages
+from engine.kv_transfer.nixl_agent import NixlAgent
 from engine.kv_transfer.params import KVTransferParams
-from engine.kv_transfer.staging import Stagings
+from engine.kv_transfer.staging import Staging, Stagings
 
 SIZE, PARTS, ROUNDS = 16 << 20, 30, 15
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -41,8 +43,12 @@ def memory(page_bytes: int) -> KVMemory:
     return KVMemory(device, host, "bench")
 
 
+def nixl(name: str) -> NixlAgent | None:
+    return None if importlib.util.find_spec("nixl") is None else NixlAgent(name, ("UCX",))
+
+
 def source(pipe: Connection, page_bytes: int) -> None:
-    exports = Exports("127.0.0.1", 0, 600.0, 10.0, _ignore)
+    exports = Exports("127.0.0.1", 0, 600.0, 10.0, _ignore, nixl("source"))
     exports.attach(memory(page_bytes))
     pages = {index.to_bytes(32, "little"): index for index in range(SIZE // page_bytes)}
     names = [exports.offer(index, pages) for index in range(8 * ROUNDS)]
@@ -57,16 +63,17 @@ def _ignore(news: News) -> None:
 
 def pages_ms(page_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
     pipe, far = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=source, args=(far, page_bytes))
+    process = multiprocessing.get_context("spawn").Process(target=source, args=(far, page_bytes))
     process.start()
     engine_id, port, names = pipe.recv()
-    target, stagings = memory(page_bytes), Stagings(2)
+    agent, target = nixl("reader"), memory(page_bytes)
     found: dict[str, dict[str, dict[str, float]]] = {}
     counts = {"one page": 1, "16 MB": SIZE // page_bytes}
     local_name = frames.local_name
-    for transport in ("shared memory", "TCP"):
-        found_by = local_name if transport == "shared memory" else nobody
+    for transport in ("shared memory", "TCP", *(("NIXL",) if agent else ())):
+        found_by = nobody if transport == "TCP" else local_name
         setattr(reader, "local_name", found_by)  # noqa: B010  # where the reader looks for it
+        stagings = Stagings(2, agent.memory) if agent and transport == "NIXL" else Stagings(2, Staging)
         found[transport] = {}
         for size, count in counts.items():
             pages = {index.to_bytes(32, "little"): index for index in range(count)}

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from serving import free_port  # type: ignore[import-not-found]  # of the tests
 from tiny_families import save_tiny  # type: ignore[import-not-found]  # of the tests
 
-HANG_S = 60.0
+HANG_S, START_S = 60.0, 300.0
 PROBE_S = 0.5
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp": ("-tp", "2"),
@@ -100,11 +100,11 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
-def until(condition: object, what: str) -> None:
+def until(condition: object, what: str, limit_s: float = HANG_S) -> None:
     assert callable(condition)
     began = time.monotonic()
     while not condition():
-        if time.monotonic() - began > HANG_S:
+        if time.monotonic() - began > limit_s:
             raise TimeoutError(what)
         time.sleep(0.005)
 
@@ -124,8 +124,10 @@ class Site:
         self.layout, self.counts = layout, Counter[str]()
         self._asking = False
         self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
         for server in self.servers:
-            until(lambda server=server: server.is_well(5), f"{layout}: it does not start")
+            until(lambda server=server: server.is_well(5), f"{self.layout}: it does not start", START_S)
             server.processes()
 
     def begin(self) -> None:
@@ -215,14 +217,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as model:
         save_tiny("Llama", Path(model))
         for index, layout in enumerate(layouts):
-            site = None
-            for _ in range((asked.rounds + index) // len(layouts)):
-                site = site or Site(layout, model)
-                if not site.round(random, told):
+            rounds = (asked.rounds + index) // len(layouts)
+            while rounds:
+                site = Site(layout, model)
+                try:
+                    site.start()
+                    goes_on = True
+                    while rounds and goes_on:
+                        rounds -= 1
+                        goes_on = site.round(random, told)
+                finally:
                     left += site.close()
-                    counts, site = counts + site.counts, None
-            if site is not None:
-                left += site.close()
                 counts += site.counts
             print(layout, dict(counts), file=sys.stderr, flush=True)
     every = [seconds for each in told.values() for seconds in each]

@@ -1,9 +1,10 @@
-"""A prefill server, a decode server and a router, each a process: they are killed and stopped, and requests are left,
-at random moments of requests.
+"""A prefill server, a decode server and a router, each a process: clients ask all the time and leave at random moments,
+while the servers are killed, stopped and started again.
 
-What the router answers must be the tokens of one engine, as long as the decode server lives; in the end neither server
-holds a block. Prints JSON. Usage: ``python tools/kill_transfers.py [--rounds 30] [--seed 0]`` (a model of random
-weights, written to a temporary folder).
+What the router answers must be the tokens of one engine, as long as the decode server lives. After every tenth kill,
+and in the end, clients wait until neither server holds a block. Prints JSON. Usage: ``python tools/kill_transfers.py
+[--kills 20] [--seed 0] [--nixl]`` (a model of random weights, written to a temporary folder). A kill takes as long as a
+server's start; some hundred requests are left meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -29,7 +31,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 
 from tiny_families import save_tiny  # type: ignore[import-not-found]  # of the tests
 
-MODES = ("nothing", "kill prefill", "stop prefill", "kill decode", "leave", "leave", "leave", "nothing")
+MODES = ("kill prefill", "kill decode", "kill prefill", "kill decode", "stop prefill")
+CLIENTS, PROMPTS, SETTLED_EVERY = 2, 24, 10
 LIMITS = ("--limit", "kv_fetch_s=1", "--limit", "kv_lease_s=3")
 
 
@@ -75,54 +78,120 @@ class Process:
         self.popen.wait()
 
 
+class Clients:
+    """Ask the router, each for a prompt at a time; half of them leave. Salts make sure that pages travel."""
+
+    def __init__(self, router: str, expected: dict[tuple[int, ...], str], seed: int) -> None:
+        self._url, self._expected = router, expected
+        self._go, self._end = threading.Event(), threading.Event()
+        self._busy = [threading.Lock() for _ in range(CLIENTS)]
+        self.decode_lives, self.decode_lost = True, 0
+        """set by who kills it"""
+        self.counts, self.wrong = Counter[str](), list[str]()
+        self._threads = [threading.Thread(target=self._run, args=(i, Random(seed + i))) for i in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def go(self) -> None:
+        self._go.set()
+
+    def pause(self) -> None:
+        """Returns when all have ended what they had begun."""
+        self._go.clear()
+        for lock in self._busy:
+            with lock:
+                pass
+
+    def close(self) -> None:
+        self._end.set()
+        self._go.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, index: int, random: Random) -> None:
+        with httpx.Client(base_url=self._url, limits=httpx.Limits(max_keepalive_connections=0)) as http:
+            while not self._end.is_set():
+                self._go.wait()
+                with self._busy[index]:
+                    if self._go.is_set() and not self._end.is_set():
+                        self._ask(http, random)
+
+    def _ask(self, http: httpx.Client, random: Random) -> None:
+        prompt, leaves = random.choice(list(self._expected)), random.random() < 0.5
+        sure, lost = self.decode_lives, self.decode_lost
+        answer, why = None, ""
+        try:
+            seconds = random.random() * 0.4 if leaves else 120
+            answer = http.post("/v1/completions", json=_body(prompt, uuid.uuid4().hex), timeout=seconds)
+        except httpx.TimeoutException as error:
+            if leaves:
+                self.counts["left"] += 1
+                return
+            why = repr(error)
+        except httpx.HTTPError as error:  # an answer that ends amid it
+            why = repr(error)
+        well = answer is not None and answer.status_code == 200
+        if answer is not None and well and answer.json()["choices"][0]["text"] == self._expected[prompt]:
+            self.counts["right"] += 1
+        elif not well and not (sure and lost == self.decode_lost):
+            self.counts["lost with the decode server"] += 1
+            time.sleep(0.2)
+        else:
+            self.wrong.append(why if answer is None else answer.text)
+
+
 class Chaos:
-    def __init__(self, model: str, random: Random) -> None:
+    def __init__(self, model: str, random: Random, nixl: bool) -> None:
         self.random, self.counts = random, Counter[str]()
-        shared = (model, "--compile", "none", "--threads", "1", "--max-model-len", "512", *LIMITS)
+        self.settled, self.fetched, self.failed = 0, 0.0, 0.0
+        shared = [model, "--compile", "none", "--threads", "1", "--max-model-len", "512", *LIMITS]
+        if nixl:
+            shared += ["--kv-transfer-config", '{"kv_connector_extra_config": {"backends": ["UCX"]}}']
         self.prefill = Process("--role", "prefill", *shared)
         self.decode = Process("--role", "decode", "--swap-space", "64MiB", *shared)
         self.prefill.wait_ready()
         self.decode.wait_ready()
         self.router = Process("--role", "router", "--prefill", self.prefill.url, "--decode", self.decode.url)
         self.router.wait_ready()
+        prompts = [tuple(random.randrange(3, 90) for _ in range(random.randrange(20, 400))) for _ in range(PROMPTS)]
+        self.clients = Clients(
+            self.router.url, {each: self._alone(each) for each in prompts}, random.randrange(1 << 30)
+        )
+
+    def _alone(self, prompt: tuple[int, ...]) -> str:
+        answer = httpx.post(f"{self.decode.url}/v1/completions", json=_body(prompt, "alone"), timeout=60)
+        return str(answer.json()["choices"][0]["text"])
 
     def round(self, mode: str) -> None:
-        prompt = [self.random.randrange(3, 90) for _ in range(self.random.randrange(20, 400))]
-        body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-        answered: list[httpx.Response | Exception] = []
-        asking = threading.Thread(target=self._ask, args=(body, mode == "leave", answered))
-        asking.start()
-        time.sleep(self.random.random() * 0.3)
+        """Clients ask meanwhile."""
+        what, whom = mode.split()
+        server = self.prefill if whom == "prefill" else self.decode
         core = self.random.random() < 0.5
-        if mode == "kill prefill":
-            self.prefill.kill(core)
-        elif mode == "kill decode":
-            self.decode.kill(core)
-        elif mode == "stop prefill":
-            stopped = self.prefill.core() if core else self.prefill.popen.pid
+        time.sleep(self.random.random())
+        if what == "stop":
+            stopped = server.core() if core else server.popen.pid
             os.kill(stopped, signal.SIGSTOP)
-            time.sleep(5 if not core else 2)
+            time.sleep(2)
             os.kill(stopped, signal.SIGCONT)
-        asking.join()
-        for server in (self.prefill, self.decode):
-            if server.popen.poll() is not None:
-                server.start()
-                server.wait_ready()
-        (found,) = answered
+        else:
+            if server is self.decode:
+                self._count_fetches()
+                self.clients.decode_lives = False
+                self.clients.decode_lost += 1
+            server.kill(core)
+            server.start()
+            server.wait_ready()
+            self.clients.decode_lives = True
         self.counts[mode] += 1
-        if mode == "leave" or (mode == "kill decode" and not _well(found)):
-            return
-        assert isinstance(found, httpx.Response) and found.status_code == 200, (mode, found)
-        alone = httpx.post(f"{self.decode.url}/v1/completions", json={**body, "cache_salt": "alone"}, timeout=60)
-        assert found.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"], mode
-        self.counts["right"] += 1
 
-    def _ask(self, body: dict[str, object], leaves: bool, answered: list[httpx.Response | Exception]) -> None:
-        seconds = self.random.random() * 0.3 + 0.01 if leaves else 120
-        try:
-            answered.append(httpx.post(f"{self.router.url}/v1/completions", json=body, timeout=seconds))
-        except httpx.HTTPError as error:
-            answered.append(error)
+    def settle(self) -> None:
+        """Raises `AssertionError` where a block is held that nobody asked for, or an answer was wrong."""
+        self.clients.pause()
+        held = self.left()
+        assert not any(held.values()), (held, self.told())
+        assert not self.clients.wrong, (self.clients.wrong, self.told())
+        self.settled += 1
+        self.clients.go()
 
     def left(self) -> dict[str, float]:
         """What the servers hold when nobody asks them anything."""
@@ -136,34 +205,47 @@ class Chaos:
                 return held
             time.sleep(0.2)
 
+    def _count_fetches(self) -> None:
+        """Before a decode server is killed, which knows them."""
+        self.fetched += self.decode.metric("pageloom_kv_fetches_total")
+        self.failed += self.decode.metric("pageloom_kv_fetch_failures_total")
+
+    def told(self) -> dict[str, object]:
+        self._count_fetches()
+        fetches = {"came": self.fetched, "failed": self.failed}
+        return {**self.counts, "clients": self.clients.counts, "fetches": fetches, "no block left": self.settled}
+
     def close(self) -> None:
+        self.clients.close()
         for process in (self.router, self.prefill, self.decode):
             process.close()
 
 
-def _well(found: httpx.Response | Exception) -> bool:
-    return isinstance(found, httpx.Response) and found.status_code == 200
+def _body(prompt: tuple[int, ...], salt: str) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nixl", action="store_true", help="pages by NIXL")
     asked = parser.parse_args()
-    random = Random(asked.seed)
+    random, began = Random(asked.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         save_tiny("Llama", Path(folder))
-        chaos = Chaos(folder, random)
+        chaos = Chaos(folder, random, asked.nixl)
         try:
-            for _ in range(asked.rounds):
+            chaos.clients.go()
+            for index in range(asked.kills):
                 chaos.round(random.choice(MODES))
-            left = chaos.left()
-            fetched = chaos.decode.metric("pageloom_kv_fetches_total")
-            failed = chaos.decode.metric("pageloom_kv_fetch_failures_total")
+                if index % SETTLED_EVERY == SETTLED_EVERY - 1:
+                    chaos.settle()
+            chaos.settle()
+            told = chaos.told()
         finally:
             chaos.close()
-    told = {"rounds": asked.rounds, "counts": dict(chaos.counts), "left": left}
-    print(json.dumps({**told, "since the last start": {"fetched": fetched, "failed": failed}}))
+    print(json.dumps({**told, "seconds": round(time.monotonic() - began)}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from attention_backends.op import ATTENTION_OP
@@ -331,6 +330,8 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _equal(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     return bool(statically_known_true(one == other))
 
 

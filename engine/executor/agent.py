@@ -19,9 +19,22 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import EngineError, in_words
-from engine.executor.agent_frames import VERSION, AgentStream, Ended, Hello, Spawn, Spawned, Stopped
+from engine.executor.agent_frames import (
+    VERSION,
+    AgentStream,
+    Ended,
+    Hello,
+    Memory,
+    Share,
+    Shared,
+    Spawn,
+    Spawned,
+    Stopped,
+)
 from engine.executor.connections import Address, Listener, Purpose, connect, own_host
+from engine.executor.frames import RankEnds, StreamKind
 from engine.executor.worker_handle import WorkerProcess
+from engine.parallel.group_memory import SLOT_BYTES, allocate
 
 T = TypeVar("T")
 
@@ -38,6 +51,8 @@ class AgentTask(msgspec.Struct, frozen=True):
     """hexadecimal"""
     timeout_s: float
     """how long others are waited for"""
+    node: str
+    """where it runs: ranks of one node see each other's processes, and may share memory"""
 
 
 def boot_id() -> str:
@@ -55,9 +70,9 @@ def serve_rank(task: AgentTask) -> Ended:
         stream = connect(task.driver, secret, Purpose("agent", task.rank), task.timeout_s)
         held.callback(stream.close)
         driver = AgentStream(stream)
-        driver.tell(Hello(VERSION, boot_id(), (stream.getsockname()[0], listener.port)))
+        driver.tell(Hello(VERSION, boot_id(), task.node, (stream.getsockname()[0], listener.port)))
         try:
-            spawn = _until(driver, driver.of_driver)
+            spawn = _until(driver, lambda: _spawn(driver, held))
             worker = _start(task, driver, listener, spawn)
         except _DriverLeftError as error:
             return Ended(str(error))
@@ -93,41 +108,68 @@ def _until(driver: AgentStream, found: Callable[[], T | None]) -> T:
     return what
 
 
-def _start(task: AgentTask, driver: AgentStream, listener: Listener, spawn: Spawn) -> WorkerProcess:
-    secret, rank = bytes.fromhex(task.secret), task.rank
-    with ExitStack() as held:  # until the worker has them
-        frames = held.enter_context(connect(task.driver, secret, Purpose("frames", rank), task.timeout_s))
-        descriptors, start = [frames.fileno()], spawn.start
-        start = msgspec.structs.replace(start, driver_pid=os.getpid(), socket_fd=frames.fileno())
-        if spawn.memory is not None:
-            memory = os.open("/proc/{}/fd/{}".format(*spawn.memory), os.O_RDWR | os.O_CLOEXEC)
+def _spawn(driver: AgentStream, held: ExitStack) -> Spawn | None:
+    """The driver's order, once it has come; what it asks for before is done."""
+    match driver.of_driver():
+        case Share(ranks=ranks):
+            memory = allocate(ranks, SLOT_BYTES)
             held.callback(os.close, memory)
-            descriptors.append(memory)
-            start = msgspec.structs.replace(start, group_fd=memory)
-        else:
-            streams = {rank_of: held.enter_context(each) for rank_of, each in _peers(task, driver, listener, spawn)}
-            numbers = {other: stream.fileno() for other, stream in streams.items()}
-            descriptors += numbers.values()
-            start = msgspec.structs.replace(start, peers=tuple(numbers.get(i, -1) for i in range(start.size)))
-        worker = WorkerProcess(start, descriptors)
+            driver.tell(Shared((os.getpid(), memory)))
+            return None
+        case order:
+            return order
+
+
+def _start(task: AgentTask, driver: AgentStream, listener: Listener, spawn: Spawn) -> WorkerProcess:
+    with ExitStack() as held:  # until the worker has them
+        purpose = Purpose("frames", task.rank)
+        frames = held.enter_context(connect(task.driver, bytes.fromhex(task.secret), purpose, task.timeout_s))
+        streams: dict[StreamKind, dict[int, int]] = {}
+        for (kind, rank), stream in _streams(task, driver, listener, spawn).items():
+            streams.setdefault(kind, {})[rank] = held.enter_context(stream).fileno()
+        memory, parts_memory = (_opened(each, held) for each in (spawn.memory, spawn.parts_memory))
+        ends = RankEnds(memory=memory, parts_memory=parts_memory, streams=streams)
+        start = msgspec.structs.replace(spawn.start, driver_pid=os.getpid(), socket_fd=frames.fileno(), ends=ends)
+        worker = WorkerProcess(start, [frames.fileno(), *ends.descriptors()])
     driver.tell(Spawned(worker.pid))
     return worker
 
 
-def _peers(task: AgentTask, driver: AgentStream, listener: Listener, spawn: Spawn) -> list[tuple[int, socket]]:
-    """By rank: those below are called, those above call."""
+def _opened(memory: Memory | None, held: ExitStack) -> int:
+    if memory is None:
+        return -1
+    descriptor = os.open("/proc/{}/fd/{}".format(*memory), os.O_RDWR | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    return descriptor
+
+
+_Streams = dict[tuple[StreamKind, int], socket]
+
+
+def _streams(task: AgentTask, driver: AgentStream, listener: Listener, spawn: Spawn) -> _Streams:
+    """By what they are for, and the rank at the other end."""
     secret, deadline = bytes.fromhex(task.secret), time.monotonic() + task.timeout_s
-    own = Purpose("sums", task.rank)
-    found = {rank: connect(spawn.peers[rank], secret, own, task.timeout_s) for rank in range(task.rank)}
+    found: _Streams = {}
+    for each in spawn.streams:
+        if each.rank < task.rank:
+            own = Purpose(each.kind, task.rank)
+            found[each.kind, each.rank] = connect(each.address, secret, own, task.timeout_s)
+    missing = {(each.kind, each.rank) for each in spawn.streams} - set(found)
 
-    def all_there() -> dict[int, socket] | None:
+    def all_there() -> _Streams | None:
         while (joined := listener.next(0)) is not None:
-            found[joined.purpose.rank] = joined.stream
-        if time.monotonic() > deadline:
-            raise EngineError(f"of {spawn.start.size - 1} other ranks {len(found)} came within {task.timeout_s:g} s")
-        return found if len(found) == spawn.start.size - 1 else None
+            purpose = joined.purpose
+            if purpose.kind == "agent" or purpose.kind == "frames" or (purpose.kind, purpose.rank) not in missing:
+                joined.stream.close()
+                continue
+            missing.remove((purpose.kind, purpose.rank))
+            found[purpose.kind, purpose.rank] = joined.stream
+        if missing and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted({rank for _, rank in missing})))
+            raise EngineError(f"ranks {ranks} did not reach rank {task.rank} within {task.timeout_s:g} s")
+        return None if missing else found
 
-    return list(_until(driver, all_there).items())
+    return _until(driver, all_there)
 
 
 def _watch(driver: AgentStream, worker: WorkerProcess) -> Ended:

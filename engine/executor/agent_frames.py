@@ -9,12 +9,16 @@ import msgspec
 
 from engine.errors import EngineError
 from engine.executor.connections import Address
-from engine.executor.frames import Frame, FrameBuffer, Kind, WorkerStart
+from engine.executor.frames import Frame, FrameBuffer, Kind, StreamKind, WorkerStart
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 """of these messages, of the streams' and of the numbers that ranks exchange"""
+
+
+Memory = tuple[int, int]
+"""(process, its descriptor) of memory that ranks of one node share"""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -23,8 +27,29 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int
     host: str
     """which machine it is: the kernel's boot id"""
+    node: str
+    """as `AgentTask.node`"""
     address: Address
     """where other ranks' agents reach it"""
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Make memory for so many ranks of this node; answered by `Shared`."""
+
+    ranks: int
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    memory: Memory
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """To another rank."""
+
+    kind: StreamKind
+    rank: int
+    address: Address
+    """of its agent, or the driver"""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
@@ -32,10 +57,12 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
 
     start: WorkerStart
     """but for its descriptors"""
-    peers: tuple[Address, ...] = ()
-    """of the agents, by rank; the first is the driver's own. (): ranks share memory"""
-    memory: tuple[int, int] | None = None
-    """(process, its descriptor) of the memory that ranks of the driver's host share"""
+    streams: tuple[Stream, ...] = ()
+    """those that it is to have: of two ranks, the one with the larger number calls"""
+    memory: Memory | None = None
+    """of all ranks"""
+    parts_memory: Memory | None = None
+    """of those that compute a stage together"""
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
@@ -56,10 +83,11 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """the rank was asked to leave"""
 
 
-FromAgent = Hello | Spawned | Stopped | Ended
+FromAgent = Hello | Shared | Spawned | Stopped | Ended
+FromDriver = Share | Spawn
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
-_SPAWN: msgspec.msgpack.Decoder[Spawn] = msgspec.msgpack.Decoder(Spawn)
+_FROM_DRIVER: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
 
 
 class AgentStream:
@@ -74,7 +102,7 @@ class AgentStream:
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def tell(self, message: FromAgent | Spawn) -> None:
+    def tell(self, message: FromAgent | FromDriver) -> None:
         """Raises OSError where the other end has gone."""
         self.socket.sendall(Frame(Kind.MESSAGE, 0, _ENCODER.encode(message)).encode())
 
@@ -97,9 +125,9 @@ class AgentStream:
         frame = self._frames.next()
         return None if frame is None else _decoded(_FROM_AGENT, frame)
 
-    def of_driver(self) -> Spawn | None:
+    def of_driver(self) -> FromDriver | None:
         frame = self._frames.next()
-        return None if frame is None else _decoded(_SPAWN, frame)
+        return None if frame is None else _decoded(_FROM_DRIVER, frame)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], frame: Frame) -> T:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from engine.errors import EngineError
+from engine.executor.frames import StreamKind
 
 Address = tuple[str, int]
 HANDSHAKE_S = 10.0
@@ -35,7 +36,7 @@ _MOST_WAITING = 64
 class Purpose(msgspec.Struct, frozen=True):
     """What a stream is for, and of which rank's host it comes."""
 
-    kind: Literal["agent", "frames", "sums"]
+    kind: Literal["agent", "frames"] | StreamKind
     rank: int
 
 
@@ -132,7 +133,7 @@ def connect(address: Address, secret: bytes, purpose: Purpose, timeout_s: float)
     return stream
 
 
-def watch_for_loss(stream: socket.socket) -> None:
+def _watch_for_loss(stream: socket.socket) -> None:
     """From now on it ends with an error once the other host has not answered for `LOST_MS`; what is sent goes out at
     once."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,6 +141,14 @@ def watch_for_loss(stream: socket.socket) -> None:
     for option, value in _PROBES:
         stream.setsockopt(socket.IPPROTO_TCP, option, value)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+
+
+def _begin(stream: socket.socket, purpose: Purpose) -> None:
+    """After the handshake. Who computes does not read: where the buffers are full meanwhile, the kernel would count
+    that as silence. Whether the host is there, the agent's stream tells, which is always read."""
+    stream.settimeout(None)
+    if purpose.kind != "agent":
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def own_host(address: Address) -> str:
@@ -153,7 +162,7 @@ def own_host(address: Address) -> str:
 def _introduce(stream: socket.socket, secret: bytes, purpose: Purpose) -> None:
     deadline = time.monotonic() + HANDSHAKE_S
     stream.settimeout(HANDSHAKE_S)
-    watch_for_loss(stream)
+    _watch_for_loss(stream)
     told, own = msgspec.msgpack.encode(purpose), secrets.token_bytes(_NONCE)
     stream.sendall(_MAGIC + own + _LENGTH.pack(len(told)) + told)
     theirs = _receive(stream, _NONCE, deadline)
@@ -162,13 +171,13 @@ def _introduce(stream: socket.socket, secret: bytes, purpose: Purpose) -> None:
     stream.sendall(_proof(secret, b"caller", theirs, own, told))
     if _receive(stream, 1, deadline) != b"k":
         raise EOFError("it refused")
-    stream.settimeout(None)
+    _begin(stream, purpose)
 
 
 def _admitted(stream: socket.socket, secret: bytes) -> Purpose | None:
     deadline = time.monotonic() + HANDSHAKE_S
     stream.settimeout(HANDSHAKE_S)
-    watch_for_loss(stream)
+    _watch_for_loss(stream)
     if not hmac.compare_digest(_receive(stream, len(_MAGIC), deadline), _MAGIC):
         return None
     theirs, own = _receive(stream, _NONCE, deadline), secrets.token_bytes(_NONCE)
@@ -179,7 +188,7 @@ def _admitted(stream: socket.socket, secret: bytes) -> Purpose | None:
         return None
     purpose = msgspec.msgpack.decode(told, type=Purpose)
     stream.sendall(b"k")
-    stream.settimeout(None)
+    _begin(stream, purpose)
     return purpose
 
 

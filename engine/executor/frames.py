@@ -8,13 +8,36 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
 from engine.reports import LoadReport, WarmUpReport
+
+StreamKind = Literal["sums", "parts", "states"]
+"""between all ranks, those that compute a stage together, and a stage and the next one"""
+
+
+class RankEnds(msgspec.Struct, frozen=True, kw_only=True):
+    """The descriptors by which a rank reaches the others."""
+
+    memory: int = -1
+    """of all ranks; -1: they have streams"""
+    parts_memory: int = -1
+    """of those that compute a stage together; -1: they have streams, or there is nobody else"""
+    before: tuple[int, int] | None = None
+    after: tuple[int, int] | None = None
+    """`SharedEnd`s of a rank that computes a stage: where states come from, and go to"""
+    streams: dict[StreamKind, dict[int, int]] = {}
+    """by the rank at the other end"""
+
+    def descriptors(self) -> list[int]:
+        """All of them."""
+        found = [self.memory, self.parts_memory, *(self.before or ()), *(self.after or ())]
+        found += [each for of_kind in self.streams.values() for each in of_kind.values()]
+        return [each for each in found if each >= 0]
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,23 +46,14 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """its own: the device and the cores are those of its rank"""
     rank: int
-    size: int
     driver_pid: int
     socket_fd: int
-    group_fd: int
-    """the memory that the group's ranks share; -1: they have sockets"""
-    peers: tuple[int, ...] = ()
-    """the sockets to all ranks, -1 at its own place"""
-    group_name: str
+    ends: RankEnds = RankEnds()
     make_group: str
-    """"module:callable": a `rank.MakeGroup`, or a `rank.MakeSocketGroup`"""
+    make_socket_group: str
+    """"module:callable": a `joining.MakeGroup` and a `joining.MakeSocketGroup`"""
     executor: str
     """"module:callable": a `rank.MakeExecutor`"""
-    parts_fd: int = -1
-    """as `group_fd`, of those that compute a stage together; -1: there is nobody else"""
-    before: tuple[int, int] | None = None
-    after: tuple[int, int] | None = None
-    """`LinkEnd`s of a rank that computes a stage: where states come from, and go to"""
     log_level: int
     log_mark: str = ""
     """as `CoreStart.log_mark`"""

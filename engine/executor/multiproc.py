@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import RANK_GRACE_S, EngineError, RankLostError
 from engine.executor.frames import (
     Allocate,
     Allocated,
@@ -30,9 +31,10 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.interface import CompileState, Executor, HoldsPages
-from engine.executor.rank import MakeExecutor, named
+from engine.executor.joining import named
+from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
-from engine.executor.ranks import LocalRanks, Parts, Ranks, group_name, parts_for
+from engine.executor.ranks import LocalRanks, Parts, Ranks, parts_for
 from engine.executor.team import Team
 from engine.executor.worker_watch import WorkerWatch
 from engine.kv_transfer.memory import KVMemory, Pages
@@ -97,7 +99,7 @@ class MultiprocExecutor:
             ranks = self._ranks = self._make_ranks(self._config, self._parts)
             group = self._start_group(ranks)
             make_executor = cast(MakeExecutor, named(self._parts.executor))
-            self._rank_0 = make_executor(ranks.config_of(0), ranks.placed(group), None)
+            self._rank_0 = make_executor(ranks.config_of(0), group, None)
             mine, answers = self._all_do(Load(), self._local.load)
             reports = [mine, *(answer.report for answer in answers if isinstance(answer, Loaded))]
             return group_load_report(self._config.device.kind, reports, memory, ranks.hosts())
@@ -142,7 +144,7 @@ class MultiprocExecutor:
         try:
             result = self._local.collect()
         except Exception as error:
-            if (failure := workers.failure) is not None:
+            if (failure := _cause(error, workers)) is not None:
                 raise failure from error
             raise
         finally:
@@ -193,7 +195,9 @@ class MultiprocExecutor:
         if self._workers is not None:
             self._workers.ask_to_leave()
         if self._group is not None:
-            self._abort("the executor is closed")  # nobody waits in a collective for somebody who has left
+            self._abort(
+                "the executor is closed", is_lost=False
+            )  # nobody waits in a collective for somebody who has left
         if self._rank_0 is not None:
             self._rank_0.close()
         if self._workers is not None:
@@ -215,25 +219,23 @@ class MultiprocExecutor:
         self._workers = WorkerWatch(range(1, self._size), lambda: ranks.start(starts), self._worker_failed)
         self._group = ranks.join()
         if self._cause is not None:  # it came before there was a group
-            self._abort(self._cause)
+            self._abort(self._cause, is_lost=True)
         return self._group
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, reason: str, is_lost: bool) -> None:
         if self._group is not None:
             self._group.abort(reason)
         if self._ranks is not None:
-            self._ranks.abort(reason)
+            self._ranks.abort(reason, is_lost)
 
     def _start(self, rank: int) -> WorkerStart:
         return WorkerStart(
             config=self._config,
             rank=rank,
-            size=self._size,
             driver_pid=os.getpid(),
             socket_fd=-1,
-            group_fd=-1,
-            group_name=group_name(self._config),
             make_group=self._parts.make_group,
+            make_socket_group=self._parts.make_socket_group,
             executor=self._parts.executor,
             log_level=logger.getEffectiveLevel(),
             log_mark=child_mark(),
@@ -247,7 +249,7 @@ class MultiprocExecutor:
         try:
             mine = local()
         except Exception as error:
-            if (failure := workers.failure) is not None:
+            if (failure := _cause(error, workers)) is not None:
                 raise failure from error
             raise
         finally:
@@ -257,7 +259,7 @@ class MultiprocExecutor:
     def _worker_failed(self, cause: str) -> None:
         """From the thread that watches."""
         self._cause = cause
-        self._abort(cause)
+        self._abort(cause, is_lost=True)
         self._watcher()  # who asks for the state is told
 
     def _serving(self) -> WorkerWatch:
@@ -271,6 +273,14 @@ class MultiprocExecutor:
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise EngineError("the executor is closed")
+
+
+def _cause(error: Exception, workers: WorkerWatch) -> EngineError | None:
+    """The failure of a worker behind an error of this rank, which may come a moment later."""
+    deadline = time.monotonic() + (RANK_GRACE_S if isinstance(error, RankLostError) else 0)
+    while (failure := workers.failure) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return failure
 
 
 def _nothing() -> None:

@@ -7,13 +7,11 @@ launches them, and this one takes the next plan meanwhile. Results are dropped: 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.config import EngineConfig
@@ -32,16 +30,13 @@ from engine.executor.frames import (
     decode_command,
 )
 from engine.executor.interface import Executor, HoldsPages
+from engine.executor.joining import join, named
 from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:
-    from engine.parallel.group import Group, OwnGroup  # a worker tells what fails before it imports torch
+    from engine.parallel.group import Group  # a worker tells what fails before it imports torch
 
-MakeGroup = Callable[[int, str, int, int, Path], "OwnGroup"]
-"""(descriptor of what they share, name, rank, size, cache directory)"""
-MakeSocketGroup = Callable[[Sequence[int], str, int, Path], "OwnGroup"]
-"""(sockets to the ranks, which are the group's from then on, name, rank, cache directory)"""
 MakeExecutor = Callable[[EngineConfig, "Group", Callable[[], StepMasks] | None], Executor]
 """(configuration of the rank, its group, what waits for a step's masks; None: `sample` brings them in time)"""
 
@@ -54,66 +49,16 @@ class StageExecutor(Executor, Protocol):
         ...
 
 
-GROUP_NAME = "tensor"
-"""of those that compute parts of the same matrices: the same in all ranks and at every start, because compiled pieces
-call collectives by it (a process's second group has a number behind it)"""
-STAGES_NAME = "stages"
-"""of all ranks, where there are stages"""
-
-
-def stage_group(
-    config: EngineConfig,
-    rank: int,
-    group: Group,
-    parts: Group | None,
-    before: tuple[int, int] | None,
-    after: tuple[int, int] | None,
-) -> Group:
-    """As a rank's executor sees it; `before`, `after`: `LinkEnd`s."""
-    from engine.parallel.stage_group import StageGroup, place_of_rank
-    from engine.parallel.stage_link import LinkEnd
-
-    ends = (None if end is None else LinkEnd(*end) for end in (before, after))
-    stage, _ = place_of_rank(rank, config.parallel.pipeline, config.parallel.tensor)
-    return StageGroup(group, parts, stage, *ends)
-
-
-def named(name: str) -> object:
-    """What "module:callable" stands for."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _group(start: WorkerStart) -> OwnGroup:
-    cache_dir = Path(start.config.compile.cache_dir)
-    if start.peers:
-        make_socket_group = cast(MakeSocketGroup, named(start.make_group))
-        return make_socket_group(start.peers, start.group_name, start.rank, cache_dir)
-    make_group = cast(MakeGroup, named(start.make_group))
-    group = make_group(start.group_fd, start.group_name, start.rank, start.size, cache_dir)
-    os.close(start.group_fd)
-    return group
-
-
-def _placed(start: WorkerStart, group: Group) -> Group:
-    parallel = start.config.parallel
-    if parallel.pipeline == 1:
-        return group
-    parts = None
-    if start.parts_fd >= 0:
-        make_group = cast(MakeGroup, named(start.make_group))
-        cache_dir = Path(start.config.compile.cache_dir)
-        parts = make_group(start.parts_fd, GROUP_NAME, start.rank % parallel.tensor, parallel.tensor, cache_dir)
-        os.close(start.parts_fd)
-    return stage_group(start.config, start.rank, group, parts, start.before, start.after)
-
-
 class Rank:
     def __init__(self, start: WorkerStart, link: DriverLink) -> None:
         self._link = link
         config, self._pages_fd = start.config, start.config.cache.pages_fd
         make_executor = cast(MakeExecutor, named(start.executor))
-        self._local = make_executor(config, _placed(start, _group(start)), self._receive_masks)
+        group = join(config, start.rank, start.ends, start)
+        for memory in (start.ends.memory, start.ends.parts_memory):
+            if memory >= 0:
+                os.close(memory)
+        self._local = make_executor(config, group, self._receive_masks)
         self._ahead: deque[Frame] = deque()
         """plans that came before the masks of an earlier one"""
         self._home = threading.get_ident()

@@ -11,8 +11,8 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.executor.cores import share_of_cores
-from engine.executor.frames import WorkerStart
-from engine.executor.rank import GROUP_NAME, STAGES_NAME, MakeGroup, named, stage_group
+from engine.executor.frames import RankEnds, WorkerStart
+from engine.executor.joining import join, named
 from engine.executor.worker_handle import WorkerHandle
 from engine.executor.worker_link import Handle
 from engine.kv_transfer.rank_caches import share
@@ -22,7 +22,7 @@ from engine.parallel.stage_link import StageLinks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.parallel.group import Group, OwnGroup
+    from engine.parallel.group import OwnGroup
 from engine.parallel.group_memory import SLOT_BYTES
 
 
@@ -34,9 +34,9 @@ class Parts(msgspec.Struct, frozen=True):
     allocate: str = "engine.parallel.shared_memory:allocate"
     """called with (ranks, slot bytes); the descriptor of what ranks of one host share"""
     make_group: str = "engine.parallel.shared_memory:SharedGroup"
-    """`rank.MakeGroup`: of those"""
+    """`joining.MakeGroup`: of those"""
     make_socket_group: str = "engine.parallel.socket_group:SocketGroup"
-    """`rank.MakeSocketGroup`: of ranks that share none"""
+    """`joining.MakeSocketGroup`: of ranks that share none"""
     abort: str = "engine.parallel.shared_memory:abort"
     """called with (that descriptor, reason, cache directory) by who is no rank of the group"""
 
@@ -60,16 +60,13 @@ class Ranks(Protocol):
         """The driver's own place in the group, after `start`."""
         ...
 
-    def placed(self, group: Group) -> Group:
-        """The same as rank 0's executor sees it."""
-        ...
-
     def hosts(self) -> list[str]:
         """By rank, which machine each is on: those of one share its memory."""
         ...
 
-    def abort(self, reason: str) -> None:
-        """From any thread: whoever waits for another rank otherwise than in a collective is woken."""
+    def abort(self, reason: str, is_lost: bool) -> None:
+        """From any thread, once a rank is lost (`is_lost`) or the driver leaves: whoever waits for another rank in
+        something else than a collective of the driver's own group does so no more."""
         ...
 
     def close(self) -> None:
@@ -90,26 +87,14 @@ class LocalRanks:
         several = self._stages > 1 and self._tensor > 1
         self._of_stages = [allocate(self._tensor, SLOT_BYTES) for _ in range(self._stages)] if several else []
         """kept open, so that every stage's parts can be woken"""
-        self._own_parts: OwnGroup | None = None
         self.caches = [share() for _ in range(1, self._size)] if config.kv_transfer is not None else []
 
     def start(self, starts: Sequence[WorkerStart]) -> Iterator[Handle]:
-        assert self._memory is not None
         for start in starts:
-            before, after = self._ends(start.rank)
-            of_stage = self._of_stages[start.rank // self._tensor] if self._of_stages else -1
-            start = msgspec.structs.replace(
-                start,
-                config=self.config_of(start.rank),
-                group_fd=self._memory,
-                parts_fd=of_stage,
-                before=before,
-                after=after,
-            )
-            shared = (self._memory,) if of_stage < 0 else (self._memory, of_stage)
-            pages_fd = start.config.cache.pages_fd
-            pages = () if pages_fd is None else (pages_fd,)
-            yield WorkerHandle(start, (*shared, *pages, *(before or ()), *(after or ())))
+            ends, config = self._ends(start.rank), self.config_of(start.rank)
+            pages = () if config.cache.pages_fd is None else (config.cache.pages_fd,)
+            start = msgspec.structs.replace(start, config=config, ends=ends)
+            yield WorkerHandle(start, (*ends.descriptors(), *pages))
 
     def config_of(self, rank: int) -> EngineConfig:
         config = rank_config(self._config, rank)
@@ -119,36 +104,25 @@ class LocalRanks:
         return msgspec.structs.replace(config, cache=cache)
 
     def join(self) -> OwnGroup:
-        assert self._memory is not None
-        make_group = cast(MakeGroup, named(self._parts.make_group))
-        group = make_group(self._memory, group_name(self._config), 0, self._size, self._cache_dir)
-        if self._of_stages:
-            self._own_parts = make_group(self._of_stages[0], GROUP_NAME, 0, self._tensor, self._cache_dir)
+        group = join(self._config, 0, self._ends(0), self._parts)
         self._close_memory()
         return group
-
-    def placed(self, group: Group) -> Group:
-        return stage_group(self._config, 0, group, self._own_parts, *self._ends(0)) if self._links else group
 
     def hosts(self) -> list[str]:
         return ["here"] * self._size
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, is_lost: bool) -> None:
         for links in self._links:
             links.abort()
-        if self._own_parts is not None:
+        for memory in self._of_stages if self._memory is None else []:  # before all have joined, nobody waits there
             abort = cast("Callable[[int, str, Path], None]", named(self._parts.abort))
-            for memory in self._of_stages:
-                abort(memory, reason, self._cache_dir)
+            abort(memory, reason, self._cache_dir)
 
     def close(self) -> None:
         self._close_memory()
         for memory in self._of_stages:
             os.close(memory)
         self._of_stages = []
-        if self._own_parts is not None:
-            self._own_parts.close()
-            self._own_parts = None
         for memory in self.caches:
             os.close(memory)
         self.caches = []
@@ -156,22 +130,22 @@ class LocalRanks:
             links.close()
         self._links = []
 
-    def _ends(self, rank: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """Of the links to the stages before and behind."""
+    def _ends(self, rank: int) -> RankEnds:
+        assert self._memory is not None
         if not self._links:
-            return None, None
+            return RankEnds(memory=self._memory)
         stage, part = place_of_rank(rank, self._stages, self._tensor)
-        return self._links[part].before(stage.index), self._links[part].after(stage.index)
+        return RankEnds(
+            memory=self._memory,
+            parts_memory=self._of_stages[rank // self._tensor] if self._of_stages else -1,
+            before=self._links[part].before(stage.index),
+            after=self._links[part].after(stage.index),
+        )
 
     def _close_memory(self) -> None:
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
-
-
-def group_name(config: EngineConfig) -> str:
-    """Of the group of all ranks."""
-    return GROUP_NAME if config.parallel.pipeline == 1 else STAGES_NAME
 
 
 def parts_for(config: EngineConfig) -> Parts:

@@ -1,4 +1,5 @@
-"""Ranks as Ray places them: a placement group has a bundle for each, and an actor in each bundle is a rank's agent.
+"""Ranks as Ray places them: a placement group has a bundle for each, or for each stage, and an actor in it is a
+rank's agent.
 
 Ray places, watches and cleans up; what ranks say to each other does not go through it.
 """
@@ -52,11 +53,12 @@ class RayPlaces:
             ) from None
         self._ray: Any = ray
         self._strategy, self._threads = config.parallel.ray_placement, config.device.threads
+        self._bundle_ranks = 1 if config.parallel.pipeline == 1 else config.parallel.tensor
+        """those of a stage are on one node"""
         self._group: Any = None
         self._actors: dict[int, Any] = {}
         self._ends: dict[int, Any] = {}
         """of each rank's actor, what its end will bring"""
-        self._nodes: list[str] = []
         self._connected = not ray.is_initialized()
         if self._connected:
             _connect(ray)
@@ -68,14 +70,15 @@ class RayPlaces:
     def place(self, ranks: Sequence[int], driver: Address, secret: bytes, timeout_s: float) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._reserve(1 + len(ranks), timeout_s)
+        nodes = self._reserve(1 + len(ranks), timeout_s)
         actor = self._ray.remote(RankAgent)
         for rank in ranks:
-            task = AgentTask(rank=rank, driver=driver, secret=secret.hex(), timeout_s=timeout_s)
+            bundle = rank // self._bundle_ranks
+            task = AgentTask(rank, driver, secret.hex(), timeout_s, node=nodes[bundle])
             placed = actor.options(
                 num_cpus=self._threads,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             ).remote()
             self._actors[rank] = placed
             self._ends[rank] = placed.serve.remote(msgspec.json.encode(task))
@@ -86,8 +89,8 @@ class RayPlaces:
             if end in ended:
                 raise EngineError(f"rank {rank}: its actor ended while the ranks were started: {self._words(end)}")
 
-    def all_here(self) -> bool:
-        return set(self._nodes) == {self._here}
+    def node(self) -> str:
+        return self._here
 
     def cause_of(self, rank: int) -> str | None:
         ended, _ = self._ray.wait([self._ends[rank]], timeout=_CAUSE_S)
@@ -105,19 +108,22 @@ class RayPlaces:
         if self._connected:
             self._ray.shutdown()
 
-    def _reserve(self, size: int, timeout_s: float) -> None:
-        """A bundle for each rank. Raises `EngineError` where the cluster does not have them in time."""
-        bundles = [{"CPU": float(self._threads)} for _ in range(size)]
+    def _reserve(self, ranks: int, timeout_s: float) -> list[str]:
+        """The node of each bundle. Raises `EngineError` where the cluster does not have them in time."""
+        size, cpus = ranks // self._bundle_ranks, float(self._threads * self._bundle_ranks)
         where: list[dict[str, str]] = [{_NODE: self._here}, *({} for _ in range(size - 1))]
-        self._group = self._ray.util.placement_group(bundles, strategy=self._strategy, bundle_label_selector=where)
+        self._group = self._ray.util.placement_group(
+            [{"CPU": cpus} for _ in range(size)], strategy=self._strategy, bundle_label_selector=where
+        )
         if not self._group.wait(timeout_s):
+            of_stage = f", each for the {self._bundle_ranks} ranks of a stage," if self._bundle_ranks > 1 else ""
             raise EngineError(
-                f"the Ray cluster did not give {size} ranks their places within {timeout_s:g} s: asked for are "
-                f"{size} bundles of {self._threads} CPUs ({self._strategy}), the first of them on this node "
+                f"the Ray cluster did not give {ranks} ranks their places within {timeout_s:g} s: asked for are "
+                f"{size} bundles of {cpus:g} CPUs{of_stage} ({self._strategy}), the first of them on this node "
                 f"({self._here[:12]}); the cluster has {self._inventory()}"
             )
         table = self._ray.util.placement_group_table(self._group)
-        self._nodes = [str(table["bundles_to_node_id"][bundle]) for bundle in range(size)]
+        return [str(table["bundles_to_node_id"][bundle]) for bundle in range(size)]
 
     def _inventory(self) -> str:
         """What each node has, in words."""

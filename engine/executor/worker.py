@@ -16,11 +16,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import NoReturn
 
 import msgspec
 
 from engine.core.process import STACK_DUMP_SIGNAL, SWITCH_INTERVAL_S, failure, write_log
+from engine.errors import RANK_GRACE_S, RankLostError
 from engine.executor.frames import Close, Frame, FrameBuffer, Kind, Message, WorkerStart, decode_command, encode_message
 
 logger = logging.getLogger(__name__)
@@ -68,8 +70,17 @@ class DriverLink:
             raise DriverLeftError
         self._frames.feed(data)
 
-    def is_asked_to_leave(self) -> bool:
-        """A `Close`, or the end, is among what has come; all of that is dropped."""
+    def is_asked_to_leave(self, within_s: float) -> bool:
+        """A `Close`, or the end, is among what has come, or comes in that time; all of that is dropped."""
+        deadline = time.monotonic() + within_s
+        while not self._drop():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([self._socket], [], [], left)
+        return True
+
+    def _drop(self) -> bool:
         try:
             self._socket.setblocking(False)
             while True:
@@ -107,7 +118,7 @@ def _run(start: WorkerStart, link: DriverLink) -> NoReturn:
     except DriverLeftError:
         _leave(1)
     except BaseException as error:
-        if link.is_asked_to_leave():
+        if link.is_asked_to_leave(RANK_GRACE_S if isinstance(error, RankLostError) else 0):
             _leave(0)  # what failed was interrupted for that
         # Told first: the others wait for this rank. Whatever it is, a library's SystemExit included.
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from engine.kv_transfer.exports import Exports
 from engine.kv_transfer.frames import TransferError
 from engine.kv_transfer.interface import FetchDone, Inform
 from engine.kv_transfer.memory import KVMemory
+from engine.kv_transfer.nixl_agent import NixlAgent
 from engine.kv_transfer.params import KVTransferParams
 from engine.kv_transfer.reader import fetch
 from engine.kv_transfer.sources import Sources
-from engine.kv_transfer.staging import Stagings
+from engine.kv_transfer.staging import Staging, Stagings
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,16 @@ class EngineConnector:
         self._sources = Sources(config.kv_transfer.kv_sources)
         self._memory: KVMemory | None = None
         self._exports: Exports | None = None
+        extra = config.kv_transfer.kv_connector_extra_config
+        nixl = None if extra is None else NixlAgent(f"pageloom-{secrets.token_hex(8)}", extra.backends)
         if config.kv_transfer.produces:
             limits, port = config.limits, config.kv_transfer.kv_port
             port += config.parallel.data_rank if port else 0
-            self._exports = Exports(self._host, port, limits.kv_lease_s, limits.kv_fetch_s, inform)
-            logger.info("KV pages are read from %s:%d, and over shared memory", self._host, self._exports.port)
+            self._exports = Exports(self._host, port, limits.kv_lease_s, limits.kv_fetch_s, inform, nixl)
+            by = "over shared memory" if extra is None else f"by NIXL ({', '.join(extra.backends)})"
+            logger.info("KV pages are read from %s:%d, and %s", self._host, self._exports.port, by)
         self._consumes = config.kv_transfer.consumes
-        self._stagings = Stagings(READERS)
+        self._stagings = Stagings(READERS, Staging) if nixl is None else Stagings(READERS, nixl.memory)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         for index in range(READERS if self._consumes and not waits else 0):
             threading.Thread(target=self._run, name=f"kv-fetch-{index}", daemon=True).start()

@@ -17,12 +17,15 @@ import threading
 import time
 
 import msgspec
+import numpy as np
+from msgspec.structs import replace
 
 from engine.errors import ConfigError
 from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, is_of_this_user, local_name
 from engine.kv_transfer.interface import Inform, LeaseEnded
 from engine.kv_transfer.memory import KVMemory
-from engine.kv_transfer.staging import Scratch, mapped
+from engine.kv_transfer.nixl_agent import POLL_S, NixlAgent
+from engine.kv_transfer.staging import Private, Stagings, mapped
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,11 @@ class _Offer(msgspec.Struct):
 class Exports:
     """`offer` and `withdraw` are the core's; news go to `inform`, from any thread."""
 
-    def __init__(self, host: str, port: int, lease_s: float, timeout_s: float, inform: Inform) -> None:
-        """`port` 0: any. `lease_s`: how long pages wait for their reader; `timeout_s`: how long one may take. Raises
-        `ConfigError` where it cannot listen."""
+    def __init__(
+        self, host: str, port: int, lease_s: float, timeout_s: float, inform: Inform, nixl: NixlAgent | None = None
+    ) -> None:
+        """`port` 0: any. `lease_s`: how long pages wait for their reader; `timeout_s`: how long one may take. `nixl`:
+        for readers that ask for it. Raises `ConfigError` where it cannot listen."""
         self.engine_id = secrets.token_hex(8)
         self._lease_s, self._timeout_s, self._inform = lease_s, timeout_s, inform
         self._memory: KVMemory | None = None
@@ -58,7 +63,8 @@ class Exports:
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._silent: dict[socket.socket, None] = {}
         """connections on which nothing has been asked yet, the oldest first"""
-        self._scratch = Scratch(2)
+        self._private, self._nixl = Stagings(2, Private), nixl
+        self._registered = None if nixl is None else Stagings(2, nixl.memory)
         self._closing = False
         self._tcp, self._local = _listen(host, port)
         self.port = int(self._tcp.getsockname()[1])
@@ -210,7 +216,9 @@ class Exports:
             raise RefusedError(
                 "other models, dtypes, block sizes or attention backends: start both engines with the same settings"
             )
-        if len(descriptors) != local:
+        if ask.nixl and self._nixl is None:
+            raise RefusedError("no NIXL here: give both engines the same kv_connector_extra_config, or neither")
+        if len(descriptors) != (local and not ask.nixl):
             raise RefusedError("pages are written to one descriptor of the reader's")
         with self._lock:
             self._leased(ask)
@@ -218,12 +226,24 @@ class Exports:
 
     def _give(self, wire: Wire, ask: Ask, memory: KVMemory, descriptors: list[int]) -> None:
         size = len(ask.keys) * memory.device.page_bytes
-        with mapped(descriptors[0], size) if descriptors else self._scratch.of(size) as packed:
-            with self._lock:
-                memory.device.pack(self._leased(ask), packed)
-            wire.send(Answer(size=size, checksum=memory.device.checksum(packed, len(ask.keys))))
-            if not descriptors:
-                wire.send_pages(packed)
+        if descriptors:
+            with mapped(descriptors[0], size) as room:
+                wire.send(self._pack(ask, memory, room))
+        elif ask.nixl and self._registered is not None:
+            with self._registered.of("", size) as registered:
+                answer = self._pack(ask, memory, registered.bytes[:size])
+                wire.send(replace(answer, metadata=registered.metadata, address=registered.address))
+                while not wire.is_readable(POLL_S):  # until it says that it has them, or has left
+                    registered.progress()
+        else:
+            with self._private.of("", size) as private:
+                wire.send(self._pack(ask, memory, private.bytes[:size]))
+                wire.send_pages(private.bytes[:size])
+
+    def _pack(self, ask: Ask, memory: KVMemory, into: np.ndarray) -> Answer:
+        with self._lock:
+            memory.device.pack(self._leased(ask), into)
+        return Answer(size=into.size, checksum=memory.device.checksum(into, len(ask.keys)))
 
     def _leased(self, ask: Ask) -> list[int]:
         """The blocks of its keys. Raises `RefusedError`."""

@@ -3,7 +3,7 @@
     reader                                  source
     Ask{engine, lease, layout, keys}  ──►   on one host with a memfd, to which the pages are written
                                       ◄──   Answer{error}, or Answer{size, checksum}
-                                      ◄──   by TCP the pages, behind it
+                                      ◄──   by TCP the pages, behind it; by NIXL the reader reads them where it says
     Took                              ──►   the lease is over
 
 A reader that leaves before `Took` leaves the lease as it was, for another try. An `Ask` without keys gives it back.
@@ -12,15 +12,18 @@ A reader that leaves before `Took` leaves the lease as it was, for another try. 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 
 MAX_FRAME_BYTES = 4 << 20
+MAX_METADATA_BYTES = 64 << 10
+"""of a NIXL agent and one region; some hundred as a rule"""
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 """process, user, group"""
@@ -41,12 +44,17 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     lease: str
     layout: str
     keys: list[bytes]
+    nixl: bool = False
+    """it reads them itself"""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True, tag="answer"):
     error: str | None = None
     size: int = 0
     checksum: bytes = b""
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)] = b""
+    """of the source's NIXL agent, and the region that the pages lie in"""
+    address: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Took(msgspec.Struct, frozen=True, tag="took"):
@@ -86,6 +94,11 @@ class Wire:
                 rest = rest[self.socket.send(rest) :]
         except OSError as error:
             raise TransferError(_words(error)) from error
+
+    def is_readable(self, wait_s: float) -> bool:
+        """Whether something has come by then."""
+        self._arm()
+        return bool(select.select([self.socket], [], [], wait_s)[0])
 
     def receive(self, kind: type[T]) -> T:
         return self._receive(kind, None)

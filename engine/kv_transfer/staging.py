@@ -6,8 +6,9 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,12 +18,33 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GRAIN = 1 << 22
 
 
+class Memory(Protocol):
+    bytes: np.ndarray
+    """uint8, of the size that was asked for or more"""
+
+    def close(self) -> None:
+        """The memory goes with the last reference to `bytes`."""
+        ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+class Private:
+    """What nobody else sees."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes: np.ndarray = np.empty(size, dtype=np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
 class Staging:
     """Shared memory that its owner reads and whoever has its descriptor writes to. Sealed, so that neither can pull it
     away from under the other."""
 
     def __init__(self, size: int) -> None:
-        size = -(-size // _GRAIN) * _GRAIN
         self.descriptor = os.memfd_create("pageloom-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -30,7 +52,6 @@ class Staging:
         self.bytes: np.ndarray = np.frombuffer(mapped, dtype=np.uint8)
 
     def close(self) -> None:
-        """The memory goes with the last reference to `bytes`."""
         os.close(self.descriptor)
 
 
@@ -47,33 +68,33 @@ def mapped(descriptor: int, size: int) -> Iterator[np.ndarray]:
     yield np.frombuffer(memory, dtype=np.uint8)
 
 
-class Stagings:
-    """One for each source at a time: none sees what came from another."""
+class Stagings(Generic[M]):
+    """One for each user at a time: readers give the source's name, so that none sees what came from another."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: that are kept while nobody uses them; the longest unused go first."""
-        self._most = most
-        self._idle: list[tuple[str, Staging]] = []
+    def __init__(self, most: int, make: Callable[[int], M]) -> None:
+        """`most`: that are kept while nobody uses them; the longest unused go first. `make`: one of so many bytes."""
+        self._most, self._make = most, make
+        self._idle: list[tuple[str, M]] = []
         self._lock = threading.Lock()
 
     @contextmanager
-    def of(self, source: str, size: int) -> Iterator[Staging]:
+    def of(self, user: str, size: int) -> Iterator[M]:
         with self._lock:
-            found = [each for each in self._idle if each[0] == source]
+            found = [each for each in self._idle if each[0] == user]
             if found:
                 self._idle.remove(found[-1])
-        staging = found[-1][1] if found else None
-        if staging is not None and staging.bytes.size < size:
-            staging.close()
-            staging = None
-        staging = staging or Staging(size)
+        memory = found[-1][1] if found else None
+        if memory is not None and memory.bytes.size < size:
+            memory.close()
+            memory = None
+        memory = memory or self._make(-(-size // _GRAIN) * _GRAIN)
         try:
-            yield staging
+            yield memory
         except BaseException:
-            staging.close()  # somebody may still write to it
+            memory.close()  # somebody may still read it, or write to it
             raise
         with self._lock:
-            self._idle.append((source, staging))
+            self._idle.append((user, memory))
             gone = self._idle[: -self._most]
             del self._idle[: -self._most]
         for _, each in gone:
@@ -84,26 +105,3 @@ class Stagings:
             for _, each in self._idle:
                 each.close()
             self._idle.clear()
-
-
-class Scratch:
-    """Private memory, for as many at once as ask for it."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: that are kept while nobody uses them."""
-        self._most = most
-        self._idle: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def of(self, size: int) -> Iterator[np.ndarray]:
-        with self._lock:
-            memory = self._idle.pop() if self._idle else None
-        if memory is None or memory.size < size:
-            memory = np.empty(-(-size // _GRAIN) * _GRAIN, dtype=np.uint8)
-        try:
-            yield memory[:size]
-        finally:
-            with self._lock:
-                if len(self._idle) < self._most:
-                    self._idle.append(memory)

@@ -15,7 +15,7 @@ import msgspec
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.layer_groups import LayerGroup
 from engine.models.families.rows import Rows
-from engine.models.sharding import Span
+from engine.models.sharding import Shard, Span, sharded
 from engine.models.spec import DecoderSpec, layer_weights
 
 _EMBEDDING, _UNEMBEDDING = "embed_tokens.weight", "lm_head.weight"
@@ -96,6 +96,13 @@ def stage_of(spec: DecoderSpec, stage: Stage, whole: DecoderSpec | None = None) 
             part, tie_embeddings=False, embedding_norm=False, embedding_scale=None, position_offset=None
         )
     return part if stage.is_last else msgspec.structs.replace(part, final_norm=False)
+
+
+def part_of(whole: DecoderSpec, shard: Shard | None, stage: Stage | None) -> DecoderSpec:
+    """What a rank computes of a model: a part of each matrix, of the layers of a stage. Raises what both ways to divide
+    it raise."""
+    spec = whole if shard is None else sharded(whole, shard)
+    return spec if stage is None else stage_of(spec, stage, whole)
 
 
 def check_stages(spec: DecoderSpec | None, stages: int) -> None:

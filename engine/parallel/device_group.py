@@ -62,7 +62,7 @@ def allocate(size: int, slot_bytes: int) -> int:
 
 
 def nccl_group(fd: int, name: str, rank: int, size: int, cache_dir: Path) -> DeviceGroup:
-    """For `engine.executor.rank.MakeGroup`."""
+    """For `engine.executor.joining.MakeGroup`."""
     return DeviceGroup(fd, name, rank, size, _nccl)
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from engine.models.stages import Stage
-from engine.parallel.group import Group
+from engine.parallel.group import OwnGroup
 from engine.parallel.stage_link import LinkEnd
 
 
@@ -28,11 +28,22 @@ def place_of_rank(rank: int, stages: int, parts: int) -> Place:
     return Place(Stage((stage - 1) % stages, stages), part)
 
 
+def neighbours(rank: int, stages: int, parts: int) -> tuple[int | None, int | None]:
+    """The ranks that compute the same part of the stages before and behind."""
+    stage, part = place_of_rank(rank, stages, parts)
+
+    def rank_at(index: int) -> int:
+        return (index + 1) % stages * parts + part
+
+    before = rank_at(stage.index - 1) if stage.index > 0 else None
+    return before, rank_at(stage.index + 1) if stage.index + 1 < stages else None
+
+
 class StageGroup:
-    """A `Group` of a rank that computes a stage, or a part of one: all ranks, in what is theirs."""
+    """An `OwnGroup` of a rank that computes a stage, or a part of one: all ranks, in what is theirs."""
 
     def __init__(
-        self, group: Group, parts: Group | None, stage: Stage, before: LinkEnd | None, after: LinkEnd | None
+        self, group: OwnGroup, parts: OwnGroup | None, stage: Stage, before: LinkEnd | None, after: LinkEnd | None
     ) -> None:
         """`parts`: of those that compute this stage together; None: it is alone."""
         self._group = group
@@ -50,3 +61,8 @@ class StageGroup:
         self._group.abort(reason)
         if self.parts is not None:
             self.parts.abort(reason)
+
+    def close(self) -> None:
+        self._group.close()
+        if self.parts is not None:
+            self.parts.close()

@@ -1,7 +1,7 @@
-"""States on their way from a stage to the next one, on one host.
+"""States on their way from a stage to the next one: what both ends do, and how they do it on one host.
 
-States lie in slots of memory without a name, which both map; a socket between the two says what lies where, and gives
-slots back. Who waits sleeps in the kernel; a socket that was shut down wakes both.
+There, states lie in slots of memory without a name, which both map; a socket between the two says what lies where, and
+gives slots back. Who waits sleeps in the kernel; a socket that was shut down wakes both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,13 +21,38 @@ _PAGE = 4096
 _TAG = struct.Struct("=qqq")
 """step, rows, bytes of a row"""
 _FREE = b"f"
+GONE = "a stage that computes before or behind this one has gone"
 
 
-class LinkEnd(NamedTuple):
-    """Descriptors of one end."""
+class StateLink(Protocol):
+    """One end of a link. States are [rows, columns] of one dtype; both ends say the same."""
+
+    def send(self, step_id: int, states: torch.Tensor) -> None:
+        """May wait until the next stage has taken earlier ones. Raises EngineError where it has gone."""
+        ...
+
+    def receive(self, step_id: int, rows: int) -> torch.Tensor:
+        """[rows, columns] of that step, until the next call. Raises EngineError where the stage before has gone, or
+        sent other ones."""
+        ...
+
+
+class LinkEnd(Protocol):
+    """Descriptors of one end, which the caller keeps."""
+
+    def open(self, slots: int, most_rows: int, columns: int, dtype: torch.dtype) -> StateLink:
+        """`slots`: steps that the stage before may be ahead, where the link says how many."""
+        ...
+
+
+class SharedEnd(NamedTuple):
+    """See `LinkEnd`."""
 
     memory: int
     socket: int
+
+    def open(self, slots: int, most_rows: int, columns: int, dtype: torch.dtype) -> StateLink:
+        return SharedLink(self, slots, most_rows, columns, dtype)
 
 
 class StageLinks:
@@ -45,15 +70,15 @@ class StageLinks:
             self.close()
             raise
 
-    def before(self, stage: int) -> LinkEnd | None:
+    def before(self, stage: int) -> SharedEnd | None:
         """What a stage receives from; None: it is the first."""
-        return LinkEnd(self._memories[stage - 1], self._sockets[stage - 1][1].fileno()) if stage else None
+        return SharedEnd(self._memories[stage - 1], self._sockets[stage - 1][1].fileno()) if stage else None
 
-    def after(self, stage: int) -> LinkEnd | None:
+    def after(self, stage: int) -> SharedEnd | None:
         """What it sends to; None: it is the last."""
         if stage == len(self._memories):
             return None
-        return LinkEnd(self._memories[stage], self._sockets[stage][0].fileno())
+        return SharedEnd(self._memories[stage], self._sockets[stage][0].fileno())
 
     def abort(self) -> None:
         """From any thread: who waits at any link, or will, gets an error."""
@@ -70,11 +95,10 @@ class StageLinks:
         self._memories, self._sockets = [], []
 
 
-class StateLink:
-    """One end of a link, of descriptors that the caller keeps."""
+class SharedLink:
+    """A `StateLink`, of descriptors that the caller keeps."""
 
-    def __init__(self, end: LinkEnd, slots: int, most_rows: int, columns: int, dtype: torch.dtype) -> None:
-        """States are [up to `most_rows`, `columns`] of `dtype`; both ends say the same."""
+    def __init__(self, end: SharedEnd, slots: int, most_rows: int, columns: int, dtype: torch.dtype) -> None:
         self._socket = socket.socket(fileno=os.dup(end.socket))
         row_bytes = columns * dtype.itemsize
         slot_bytes = -(-most_rows * row_bytes // _PAGE) * _PAGE
@@ -91,7 +115,6 @@ class StateLink:
         self._received = torch.empty(most_rows, columns, dtype=dtype)
 
     def send(self, step_id: int, states: torch.Tensor) -> None:
-        """[rows, columns]. Waits where all slots are taken. Raises EngineError where the next stage has gone."""
         while not self._free:
             if self._wait() != _FREE:
                 raise EngineError("a stage said something else than that it has taken states")
@@ -100,20 +123,11 @@ class StateLink:
         self._slots[self._next][:rows] = states
         self._next = (self._next + 1) % len(self._slots)
         self._free -= 1
-        self._tell(_TAG.pack(step_id, rows, self._row_bytes))
+        self._tell(tag_of(step_id, rows, self._row_bytes))
         self._take_back()
 
     def receive(self, step_id: int, rows: int) -> torch.Tensor:
-        """[rows, columns] of that step, until the next call. Raises EngineError where the stage before has gone, or
-        sent other ones."""
-        tag = self._wait()
-        found = _TAG.unpack(tag) if len(tag) == _TAG.size else None
-        if found != (step_id, rows, self._row_bytes):
-            sent = "what is no tag" if found is None else f"{found[1]} of step {found[0]} (of {found[2]} bytes)"
-            raise EngineError(
-                f"a stage waits for {rows} states of step {step_id} (of {self._row_bytes} bytes), and the one before "
-                f"it sent {sent}"
-            )
+        check_tag(self._wait(), step_id, rows, self._row_bytes)
         states = self._received[:rows]
         states.copy_(self._slots[self._next][:rows])
         self._next = (self._next + 1) % len(self._slots)
@@ -129,7 +143,7 @@ class StateLink:
         except OSError:
             data = b""
         if not data:
-            raise EngineError("a stage that computes before or behind this one has gone")
+            raise EngineError(GONE)
         return data
 
     def _take_back(self) -> None:
@@ -144,7 +158,23 @@ class StateLink:
         try:
             self._socket.send(message, socket.MSG_NOSIGNAL)
         except OSError as error:
-            raise EngineError("a stage that computes before or behind this one has gone") from error
+            raise EngineError(GONE) from error
+
+
+def tag_of(step_id: int, rows: int, row_bytes: int) -> bytes:
+    """What goes before states."""
+    return _TAG.pack(step_id, rows, row_bytes)
+
+
+def check_tag(tag: bytes, step_id: int, rows: int, row_bytes: int) -> None:
+    """Raises EngineError where it is not that of the states which are waited for."""
+    found = _TAG.unpack(tag) if len(tag) == _TAG.size else None
+    if found != (step_id, rows, row_bytes):
+        sent = "what is no tag" if found is None else f"{found[1]} of step {found[0]} (of {found[2]} bytes)"
+        raise EngineError(
+            f"a stage waits for {rows} states of step {step_id} (of {row_bytes} bytes), and the one before it sent "
+            f"{sent}"
+        )
 
 
 def _shut_down(link: socket.socket) -> None:

@@ -25,7 +25,7 @@ from engine.replicas.layout import replica_config, replica_cpus
 from engine.replicas.router import Router
 from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
-from engine.setting_checks import check_ports
+from engine.setting_checks import check_ports, check_transfer_port
 
 MakeClient = Callable[[EngineConfig, Sequence[int] | None, int | None], ProcessClient]
 """(configuration of a replica, the logical CPUs that it may run on, the memory that it shares with the others)"""
@@ -206,6 +206,8 @@ class ReplicatedClient:
     def _check_ports(self, replicas: int) -> None:
         if self._config.kv_events is not None:
             check_ports(self._config.kv_events, replicas)
+        if self._config.kv_transfer is not None:
+            check_transfer_port(self._config.kv_transfer, replicas)
 
     def _refuse_in_rounds(self) -> None:
         if self._in_rounds:

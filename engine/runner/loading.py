@@ -34,7 +34,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
-from engine.models.stages import Stage, layers_of, stage_groups, stage_of
+from engine.models.stages import Stage, layers_of, part_of, stage_groups, stage_of
 from engine.parallel.group import ContextRanks, Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
@@ -244,8 +244,7 @@ def _part(description: ModelDescription, place: _Place) -> tuple[DecoderSpec | N
     if whole is None:
         assert shard is not None and stage is None  # resolving refuses it
         return None, divided_facts(description.path, shard)
-    spec = whole if shard is None else sharded(whole, shard)
-    spec = spec if stage is None else stage_of(spec, stage, whole)
+    spec = part_of(whole, shard, stage)
     return spec, spec.facts
 
 
@@ -254,7 +253,7 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
     slots, most_tokens = config.scheduler.steps_in_flight, config.scheduler.max_num_batched_tokens
 
     def link(end: LinkEnd | None) -> StateLink | None:
-        return None if end is None else StateLink(end, slots, most_tokens, whole.hidden_size, dtype)
+        return None if end is None else end.open(slots, most_tokens, whole.hidden_size, dtype)
 
     _, shard, _ = _place(config, group)
     kept = (whole if shard is None else sharded(whole, shard)).facts.kept

@@ -23,7 +23,8 @@ def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, 
     if device.type == "cuda":
         own = measure_activation_bytes(parts.model, parts.facts, device, max_tokens, max_samples)
     else:
-        own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples)
+        makes_logits = parts.stage is None or parts.stage.after is None
+        own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples if makes_logits else 0)
         if parts.exchange is not None:
             own += parts.exchange.activation_bytes(max_tokens)
         if parts.context is not None:

@@ -43,10 +43,12 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     norms, others = _norm_values(spec), _vector_values(spec)
     total = norms * (4 if spec.norm == "rms_wide" else dtype_bytes) + dtype_bytes * others + _float32_bytes(spec, place)
     total += sum(count * _matrix_bytes(n, k, matrix, dtype_bytes, place) for count, n, k in _matrices(spec))
-    total += _matrix_bytes(spec.vocab_size, width, head, dtype_bytes, place)
+    rows = spec.table_rows or spec.vocab_size
+    if spec.ends or spec.tie_embeddings:  # a first stage packs a tied table, too
+        total += _matrix_bytes(rows, width, head, dtype_bytes, place)
     plain = Format.BFLOAT16 if place is not None else None
     total += sum(_matrix_bytes(count, spec.hidden_size, plain, dtype_bytes, place) for count in _routers(spec))
-    return total if spec.tie_embeddings else total + dtype_bytes * spec.vocab_size * width
+    return total + dtype_bytes * rows * width if spec.begins and not spec.tie_embeddings else total
 
 
 def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec, place: Place = "cpu") -> int:
@@ -134,8 +136,8 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
         yield spec.num_layers, inputs.size, hidden
         yield spec.num_layers, hidden, inputs.size
     if width != hidden:
-        yield 1, hidden, width
-        yield 1, width, hidden
+        yield int(spec.begins), hidden, width
+        yield int(spec.ends), width, hidden
 
 
 def _routers(spec: DecoderSpec) -> Iterator[int]:
@@ -165,7 +167,7 @@ def _norm_values(spec: DecoderSpec) -> int:
 def _vector_values(spec: DecoderSpec) -> int:
     """Biases, tables of positions and of layers' inputs, and what activations and layers have learnt."""
     hidden = spec.hidden_size
-    values = spec.vocab_size * spec.head_bias + spec.num_layers * spec.layer_scales
+    values = (spec.table_rows or spec.vocab_size) * (spec.head_bias and spec.ends) + spec.num_layers * spec.layer_scales
     if spec.layer_inputs is not None:
         values += spec.layer_inputs.vocab_size * spec.num_layers * spec.layer_inputs.size
     for layer in spec.layers:

@@ -226,7 +226,10 @@ async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
     """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
-    return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
+    try:
+        return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
+    except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
+        raise httpx.ConnectError(f"it was killed: {error}") from error
 
 
 async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception) -> T:

@@ -26,8 +26,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
 
 
-def engine(path: Path, role: str, port: int = 0, **more: Any) -> LLM:
-    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": port}
+def engine(path: Path, role: str, port: int = 0, nixl: bool = False, **more: Any) -> LLM:
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_port": port}
+    if nixl:
+        config["kv_connector_extra_config"] = {"backends": ["UCX"]}
     return LLM(str(path), kv_transfer_config=config, swap_space="16MiB", **{**SETTINGS, **more})
 
 
@@ -64,18 +66,20 @@ def checksums(llm: LLM) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-@pytest.mark.parametrize("transport", ["shared memory", "TCP"])
+@pytest.mark.parametrize("transport", ["shared memory", "TCP", "NIXL"])
 def test_pages_and_tokens_are_those_of_one_engine(
     family: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if transport == "TCP":
         monkeypatch.setattr(reader, "local_name", lambda port: f"\0nobody-{port}")
+    if transport == "NIXL":
+        pytest.importorskip("nixl", reason="needs the extra nixl")
     save_tiny(family, tmp_path)
     rolls = random.Random(3)
     prompts = [[rolls.randrange(3, 90) for _ in range(length)] for length in (5, 17, 64, 65, 333)]
     events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
-    alone, source = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_both")
-    target = engine(tmp_path, "kv_both", kv_events_config=events)
+    alone, source = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_both", nixl=transport == "NIXL")
+    target = engine(tmp_path, "kv_both", nixl=transport == "NIXL", kv_events_config=events)
     for prompt in prompts:
         first = generate(source, prompt, with_transfer(GREEDY, ASKED, max_tokens=1))
         params = first.kv_transfer_params

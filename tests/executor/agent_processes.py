@@ -26,15 +26,23 @@ class AgentProcesses:
     """See `remote_ranks.Places`."""
 
     def __init__(
-        self, here: bool = False, behind: Sequence[str] = (), host: str = "127.0.0.1", slow_s: float = 0
+        self,
+        here: bool = False,
+        behind: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        slow_s: float = 0,
+        nodes: Sequence[str] = (),
     ) -> None:
-        """`behind`: the command line that runs an agent's as its last arguments; `slow_s`: what the driver sends to
+        """`here`: all are on the driver's node; else on those of `nodes` by rank, or each on its own.
+
+        `behind`: the command line that runs an agent's as its last arguments; `slow_s`: what the driver sends to
         ranks, and they to it, takes so long."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.proxy: SlowProxy | None = None
         self.secret = b""
         self.driver: Address = "", 0
         self._here, self._behind, self._host, self._slow_s = here, behind, host, slow_s
+        self._nodes = nodes
 
     def host(self) -> str:
         return self._host
@@ -48,8 +56,9 @@ class AgentProcesses:
             command = [*self._behind, *python_command("engine.executor.agent")]
             self.processes[rank] = process = subprocess.Popen(command, stdin=subprocess.PIPE)
             assert process.stdin is not None
+            task = AgentTask(rank, driver, secret.hex(), timeout_s, self._node(rank))
             with suppress(BrokenPipeError):  # it may have left
-                process.stdin.write(msgspec.json.encode(AgentTask(rank, driver, secret.hex(), timeout_s)) + b"\n")
+                process.stdin.write(msgspec.json.encode(task) + b"\n")
                 process.stdin.close()
 
     def pid(self, rank: int) -> int:
@@ -60,8 +69,11 @@ class AgentProcesses:
             if process.poll() is not None:
                 raise EngineError(f"rank {rank}: its agent left with status {process.returncode}")
 
-    def all_here(self) -> bool:
-        return self._here
+    def node(self) -> str:
+        return self._node(0)
+
+    def _node(self, rank: int) -> str:
+        return self._nodes[rank] if self._nodes else "here" if self._here else str(rank)
 
     def cause_of(self, rank: int) -> str | None:
         return None

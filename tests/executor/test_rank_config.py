@@ -16,8 +16,8 @@ from engine.executor import cores
 from engine.executor.cores import share_of_cores
 from engine.executor.default import make_executor
 from engine.executor.inline import InlineExecutor
+from engine.executor.joining import named
 from engine.executor.multiproc import MultiprocExecutor
-from engine.executor.rank import named
 from engine.executor.ranks import rank_config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.timeout(180)
 @contextmanager
 def nothing_left(executor: MultiprocExecutor) -> Iterator[MultiprocExecutor]:
     """Afterwards no process, thread and descriptor."""
+    gc.collect()  # what earlier tests have left
     affinity, descriptors = os.sched_getaffinity(0), open_descriptors()
     workers: list[int] = []
     try:

@@ -13,25 +13,27 @@ from fake_ranks import FAKE_GROUP, group_config, told
 from test_multiproc import until
 
 from engine.errors import ConfigError, EngineError
-from engine.executor.torchrun import Launch, TorchrunPlaces, launch_of, serve_as_rank
+from engine.executor.torchrun import TorchrunPlaces, serve_as_rank
+from engine.parallel_config import Launch, launch_of
 from engine.step import StepPlan
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_variables_of_torchrun_are_read() -> None:
-    more = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    more = {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
     assert launch_of({**TWO, **more}) == Launch(1, 2, 1, ("127.0.0.1", 29500), True, 3)
+    assert (launch_of({**TWO, **more}).node, launch_of(TWO).node) == ("0", "1")
     for without in TWO:
         with pytest.raises(ConfigError, match=f"torchrun starts: {without} is not set"):
             launch_of({name: value for name, value in TWO.items() if name != without})
     with pytest.raises(ConfigError, match="are no numbers"):
         launch_of({**TWO, "RANK": "first"})
     with pytest.raises(ConfigError, match="torchrun has started 2 processes"):
-        serve_as_rank(3, 1.0, TWO)
-    assert serve_as_rank(2, 1.0, {**TWO, "RANK": "0"}) is None
+        serve_as_rank(launch_of(TWO), 3, 1.0)
+    assert serve_as_rank(launch_of({**TWO, "RANK": "0"}), 2, 1.0) is None
     with pytest.raises(EngineError, match=r"rank 1: rank 0 did not say within 0.5 s where it is"):
-        serve_as_rank(2, 0.5, {**TWO, "MASTER_PORT": "1"})
+        serve_as_rank(launch_of({**TWO, "MASTER_PORT": "1"}), 2, 0.5)
 
 
 def free_port() -> int:
@@ -42,11 +44,11 @@ def free_port() -> int:
 
 @pytest.mark.timeout(120)
 def test_a_process_is_a_rank_until_the_first_one_leaves(tmp_path: Path) -> None:
-    environment = {**TWO, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-    places = TorchrunPlaces(launch_of({**environment, "RANK": "0"}))
+    environment = {**TWO, "MASTER_PORT": str(free_port()), "LOCAL_RANK": "1"}
+    places = TorchrunPlaces(launch_of({**environment, "RANK": "0", "LOCAL_RANK": "0"}))
     config = group_config(tiny_config(async_scheduling=False), 2, tmp_path)
     left: list[int | None] = []
-    rank = threading.Thread(target=lambda: left.append(serve_as_rank(2, 60, environment)))
+    rank = threading.Thread(target=lambda: left.append(serve_as_rank(launch_of(environment), 2, 60)))
     rank.start()
     executor = remote_executor(config, "fake_ranks:Light", places, *FAKE_GROUP)
     executor.load()

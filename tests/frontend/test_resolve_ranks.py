@@ -59,10 +59,11 @@ def test_ranks_are_started_by_whom_vllm_names(model: ModelDescription) -> None:
     assert (ray.backend, ray.ray_placement, ray.timeout_s) == ("ray", "STRICT_SPREAD", 7.5)
     external = _resolve(model, distributed_executor_backend="external_launcher", **two).parallel
     assert (external.backend, external.timeout_s) == ("external_launcher", 300)
+    stages = _resolve(model, distributed_executor_backend="ray", pipeline_parallel_size=2).parallel
+    assert (stages.backend, stages.ranks) == ("ray", 2)
     for settings, says in (
         ({"distributed_executor_backend": "uni", **two}, "is of one rank, and there are 2"),
         ({"distributed_executor_backend": "ray"}, "places ranks, and there is one"),
-        ({"distributed_executor_backend": "ray", "pipeline_parallel_size": 2}, "stages are processes of one host"),
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2, **two}, "the ranks of one replica"),
         ({"distributed_executor_backend": "ray", "distributed_timeout_seconds": 0, **two}, r"must be in \(0, 86400\]"),
         ({"ray_placement_strategy": "SPREAD", **two}, "is of distributed_executor_backend='ray'"),

@@ -25,12 +25,12 @@ from engine.kv_transfer.frames import Answer, Ask, TransferError, Wire, local_na
 from engine.kv_transfer.interface import LeaseEnded, News
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
-from engine.kv_transfer.staging import Stagings
+from engine.kv_transfer.staging import Staging, Stagings
 
 KEYS = [bytes([index]) * 32 for index in range(8)]
 THERE = {key: 31 - index for index, key in enumerate(KEYS)}
 HERE = {key: 3 * index for index, key in enumerate(KEYS)}
-STAGINGS = Stagings(2)
+STAGINGS = Stagings(2, Staging)
 
 
 def fetch(source: KVTransferParams, pages: dict[bytes, int], target: KVMemory, timeout_s: float) -> int:

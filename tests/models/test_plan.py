@@ -14,6 +14,7 @@ from gguf_models import write_gguf
 from loopback_hub import Home, serving_hub
 from tiny_models import make_model
 
+from attention_backends.toolchain import find_compiler
 from engine import LLM, EngineArgs
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.machine import CudaDevice, Machine
@@ -66,14 +67,18 @@ def taken(advice: str, model: Path, *options: str) -> EngineArgs:
     return engine_args(options_given, str(model))
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"max_model_len": 64, "max_num_seqs": 4}])
-@pytest.mark.parametrize("case", ["llama", "gemma3_windows"])
-def test_the_figures_are_those_of_the_engine(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def save(case: str, path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    make_model(case).save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))).save_pretrained(tmp_path)
+    make_model(case).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))).save_pretrained(path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"max_model_len": 64, "max_num_seqs": 4}])
+@pytest.mark.parametrize("case", ["llama", "gemma3_windows"])
+def test_the_figures_are_those_of_the_engine(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    save(case, tmp_path)
     args = EngineArgs(model=str(tmp_path), device="cpu", compile="none", kv_cache_memory=1 << 22, **settings)
     plan = plan_of(args)
     with LLM.from_args(args) as llm:
@@ -88,6 +93,56 @@ def test_the_figures_are_those_of_the_engine(case: str, settings: dict[str, Any]
     )
     assert told == real
     assert plan.file_bytes == (tmp_path / "model.safetensors").stat().st_size and plan.download_bytes == 0
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("case", "division"),
+    [
+        ("llama_tied", {"pipeline_parallel_size": 2}),
+        pytest.param("llama", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_figures_of_ranks_are_those_of_the_engine(case: str, division: dict[str, int], tmp_path: Path) -> None:
+    """A tied table is in two stages; stages but the last one make no logits."""
+    save(case, tmp_path)
+    args = EngineArgs(
+        model=str(tmp_path),
+        device="cpu",
+        compile="none",
+        kv_cache_memory=1 << 22,
+        max_model_len=64,
+        threads=1,
+        **division,
+    )
+    plan = plan_of(args)
+    with LLM.from_args(args) as llm:
+        ready = llm.ready
+    same = ("weights", "activations", "KV")
+    told, real = (
+        [line for line in table.splitlines() if line.startswith(same)] for table in (plan.table, ready.ledger)
+    )
+    assert told == real
+    assert [rank.stage for rank in plan.ranks] == sorted([0, 1] * (len(plan.ranks) // 2))
+    assert plan.ranks[0].layers[1] == plan.ranks[-1].layers[0]
+    first, last = plan.ranks[0], plan.ranks[-1]
+    assert first.activation_bytes < last.activation_bytes
+    assert f"{len(plan.ranks)} processes compute it" in plan.text() and "stage 1, part 0: layers" in plan.text()
+
+
+def test_more_threads_than_cores_are_told_of(large: Path) -> None:
+    args = EngineArgs(model=str(large), device="cpu", max_model_len=8192, threads=2, data_parallel_size=2)
+    assert "4 compute threads for 2 cores" in plan_of(args, **small(128)).text()
+    assert not plan_of(msgspec.structs.replace(args, threads=1), **small(128)).warnings
+
+
+def test_of_gpus_the_fullest_decides(large: Path) -> None:
+    gpu = CudaDevice(name="Pretend", capability=(9, 0), memory_bytes=12 << 30)
+    machine = msgspec.structs.replace(MACHINE, cuda=(gpu, gpu))
+    args = EngineArgs(model=str(large), max_model_len=4096)
+    assert not plan_of(args, machine).fits
+    plan = plan_of(msgspec.structs.replace(args, tensor_parallel_size=2), machine)
+    assert plan.fits and len(plan.ranks) == 2 and (plan.weight_bytes or 0) < 9 << 30
 
 
 def test_a_machine_that_is_large_enough(large: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rank_processes import Workers
 
-sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels", "end_to_end")]
+sys.path += [
+    str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels", "end_to_end", "executor", "core")
+]
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 

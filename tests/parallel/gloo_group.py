@@ -13,7 +13,7 @@ from engine.parallel.device_group import DeviceGroup, Exchange
 
 
 def gloo_group(fd: int, name: str, rank: int, size: int, cache_dir: Path) -> DeviceGroup:
-    """An `engine.executor.rank.MakeGroup`."""
+    """An `engine.executor.joining.MakeGroup`."""
 
     def make(store: Store, rank: int, size: int) -> Exchange:
         return cast(Exchange, distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=100)))

@@ -91,7 +91,7 @@ class Workers:
         make_group: str = "engine.parallel.shared_memory:SharedGroup",
         allocate: Callable[[int, int], int] = allocate,
     ) -> None:
-        """`make_group`: "module:callable" of an `engine.executor.rank.MakeGroup`."""
+        """`make_group`: "module:callable" of an `engine.executor.joining.MakeGroup`."""
         self._cache_dir = cache_dir
         self._make_group, self._allocate = make_group, allocate
         self._processes: list[RankProcess] = []

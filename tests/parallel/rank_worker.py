@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from rank_cases import draw_case, hash_of, run_case, run_deal_case
 
-from engine.executor.rank import MakeGroup, named
+from engine.executor.joining import MakeGroup, named
 from engine.parallel.socket_group import SocketGroup
 
 

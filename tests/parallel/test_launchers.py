@@ -43,6 +43,21 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
+STAGES = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def expected_of_stages(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    [found] = answers_of([sys.executable], tmp_path_factory.mktemp("stages"), settings_of(model, **STAGES))
+    return found
+
+
+def test_torchrun_gives_the_same_bits_of_stages(model: Path, expected_of_stages: Any, tmp_path: Path) -> None:
+    settings = settings_of(model, distributed_executor_backend="external_launcher", **STAGES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert answers_of(torchrun, tmp_path, settings) == [expected_of_stages]
+
+
 @pytest.mark.parametrize("in_process", [True, False])
 def test_torchrun_gives_the_same_bits(in_process: bool, model: Path, expected: Any, tmp_path: Path) -> None:
     settings = settings_of(model, distributed_executor_backend="external_launcher", in_process=in_process)
@@ -70,6 +85,18 @@ def test_ray_gives_the_same_bits_over_two_nodes_and_on_one(
     """Over sockets where the nodes differ, through shared memory where they do not."""
     assert answers_of([sys.executable], tmp_path, on_ray(model, strategy)) == [expected]
     assert placement_states() <= {"REMOVED"}
+
+
+def test_ray_gives_the_same_bits_of_stages_each_on_its_own_node(
+    model: Path, expected_of_stages: Any, cluster: Any, tmp_path: Path
+) -> None:
+    assert answers_of([sys.executable], tmp_path, on_ray(model, "STRICT_SPREAD", **STAGES)) == [expected_of_stages]
+
+
+def test_a_stage_that_no_node_has_room_for_is_told_with_what_each_has(model: Path, cluster: Any) -> None:
+    says = r"asked for are 2 bundles of 4 CPUs, each for the 2 ranks of a stage, .*; the cluster has \w+: 2 CPUs, "
+    with pytest.raises(EngineError, match=says):
+        LLM(**{**on_ray(model, "PACK", distributed_timeout_seconds=2.0, **STAGES), "threads": 2})
 
 
 def placement_states() -> set[str]:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import AbortRequests, CoreReady, StepOutputs, each_delta
 from engine.errors import ConfigError, CoreDiedError
-from engine.kv_settings import KVEventsConfig
+from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.parallel_config import ParallelConfig
 from engine.replicas import stop_watch as room
 from engine.replicas.client import ReplicatedClient
@@ -90,6 +90,11 @@ def test_replicas_whose_ports_there_are_not_are_refused_before_any_is_started_or
         client.scale(4)
     with pytest.raises(CoreDiedError, match="not started"):
         client.scale(3)
+    client.close()
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", kv_port=65533)
+    client = ReplicatedClient(msgspec.structs.replace(config, kv_events=None, kv_transfer=transfer))
+    with pytest.raises(ConfigError, match="kv_port must be at most 65532"):
+        client.scale(4)
     client.close()
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from engine.errors import UnsupportedModelError
@@ -173,6 +172,8 @@ def attention(
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens, head_dim] → [tokens, heads, head_dim], copied only where a row has gaps."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     rows = heads[0].transpose(0, 1)
     no_gaps = rows.stride(2) == 1 and statically_known_true(rows.stride(1) == rows.size(2))
     return rows if no_gaps else rows.contiguous()
