@@ -168,6 +168,7 @@ class Site:
         try:
             until(lambda: self._told(server, kind, number, began), f"{name}, {number.name}: nobody is told")
             told[f"{name}, {number.name}"].append(time.monotonic() - began)
+            print(f"{name}, {number.name}: {time.monotonic() - began:.3f} s", file=sys.stderr, flush=True)
             time.sleep(random.random())
         finally:
             if number is signal.SIGSTOP:

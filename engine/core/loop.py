@@ -71,6 +71,7 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
 
 Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
 Inbox = SimpleQueue[Message]
+Post = Callable[[Message], None]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
@@ -105,7 +106,7 @@ class CoreLoop:
         called by `close`."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
-        self.taken = 0
+        self.taken = self.news_taken = 0
         self.phase: Phase = "start"
         self.step_times = StepTimes()
         self.stopped = False
@@ -263,14 +264,9 @@ class CoreLoop:
     def _apply(self, message: Message) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
-        if message is STATS_CHANGED:
-            self._has_news = True
-            return []
-        if isinstance(message, GrammarCompiled):
-            return self._scheduler.grammar_compiled(message.grammar)
-        if isinstance(message, (FetchDone, LeaseEnded)):
-            self._has_news = True
-            return self._scheduler.transferred(message)
+        if isinstance(message, (StatsChanged, GrammarCompiled, FetchDone, LeaseEnded)):
+            self.news_taken += 1
+            return self._hear(message)
         self.taken += 1
         match message:
             case AddRequest():
@@ -293,6 +289,12 @@ class CoreLoop:
             case SequenceDelta():
                 return [message]
         return []
+
+    def _hear(self, message: StatsChanged | GrammarCompiled | News) -> Sequence[Delta]:
+        if isinstance(message, GrammarCompiled):
+            return self._scheduler.grammar_compiled(message.grammar)
+        self._has_news = True
+        return [] if isinstance(message, StatsChanged) else self._scheduler.transferred(message)
 
     def _add(self, request: AddRequest) -> Sequence[Delta]:
         """A refused request fails alone, as a delta of its own."""

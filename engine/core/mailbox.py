@@ -1,8 +1,8 @@
 """The core's sockets. An I/O thread receives while a step computes, and beats while there is work; who has something to
 tell sends it himself, for a thread that is woken for it costs more than the sending.
 
-Four things wake the thread: a frame from the front end, the end (eventfd), the death of the parent (pidfd), and, only
-while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
+Four things wake the thread: a frame from the front end, news of other threads here or the end (eventfd), the death of
+the parent (pidfd), and, only while the core is busy, the next heartbeat. An idle core has no timer, hence uses no CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import traceback
 import msgspec
 import zmq
 
-from engine.core.loop import CoreLoop, Inbox, refusal
+from engine.core.loop import CoreLoop, Inbox, Message, refusal
 from engine.core.wire import FromCore, Heartbeat, SequenceDelta, Shutdown, ToCore
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,9 @@ class Mailbox:
         self._heartbeat_s = heartbeat_s
         self._hang_timeout_s = hang_timeout_s
         self._loop: CoreLoop | None = None
-        self._received = self._dropped = self._corrupt = 0
+        self._received = self._dropped = self._corrupt = self._posted = 0
         self._closing = False
+        self._post_lock = threading.Lock()
         self._send_lock = threading.Lock()
         """a ZeroMQ socket may pass from thread to thread behind a full fence, which a lock is"""
         self._encoder = msgspec.msgpack.Encoder()
@@ -79,6 +80,15 @@ class Mailbox:
     def attach(self, loop: CoreLoop) -> None:
         """From now on heartbeats tell how `loop` is doing; before, the core counts as starting."""
         self._loop = loop
+
+    def post(self, message: Message) -> None:
+        """News from another thread of this process, to a core that may be idle: heartbeats go on until it is again, or
+        the front end, which hears of what they bring, would wait for them in vain."""
+        with self._post_lock:
+            self._posted += 1
+        self.inbox.put(message)
+        if not self._closing:
+            os.eventfd_write(self._wake_fd, 1)
 
     def publish(self, message: FromCore) -> None:
         """Waits where the front end does not take what was sent before: a core must not fill the memory."""
@@ -176,7 +186,7 @@ class Mailbox:
             beat = Heartbeat(turns=0, phase="start", received=self._received)
         else:
             # `taken` before `phase`: when all messages were taken and the loop is idle *after* that, it really is.
-            all_taken = loop.taken + self._dropped >= self._received
+            all_taken = loop.taken + self._dropped >= self._received and loop.news_taken >= self._posted
             phase = loop.phase
             if phase == "idle" and not all_taken:
                 phase = "plan"

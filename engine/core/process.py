@@ -110,7 +110,7 @@ def _run(start: CoreStart) -> NoReturn:
     )
     try:
         executor = load_executor(start.executor, start.config, start.group_fd)
-        loop, ready = build_core(start.config, executor, mailbox.inbox)
+        loop, ready = build_core(start.config, executor, mailbox.inbox, post=mailbox.post)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two steps need not walk through it
         stop_on_sigterm(mailbox.inbox)

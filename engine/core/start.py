@@ -11,7 +11,7 @@ from typing import cast
 
 from engine.config import EngineConfig
 from engine.core.kv_reports import KVEventReports
-from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox
+from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox, Post
 from engine.core.rounds import Rounds, in_rounds
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
@@ -50,20 +50,21 @@ def build_core(
     inbox: Inbox | None = None,
     observer: StepObserver | None = None,
     connector: Connector | None = None,
+    post: Post | None = None,
 ) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it. `connector`: whoever moves pages
-    in place of the engine's own.
+    in place of the engine's own. `post`: how news come into the inbox from other threads, where somebody has to know.
 
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
     its events cannot be published where they should be.
     """
     inbox, waits = (SimpleQueue(), True) if inbox is None else (inbox, False)
-    reports = KVEventReports(config)
+    reports, post = KVEventReports(config), post or inbox.put
     own = None
     try:
         if config.kv_transfer is not None and connector is None:
-            connector = own = EngineConnector(config, inbox.put, waits)
-        return _build(config, executor, inbox, waits, observer, reports, connector)
+            connector = own = EngineConnector(config, post, waits)
+        return _build(config, executor, inbox, post, waits, observer, reports, connector)
     except BaseException:
         reports.close()
         if own is not None:
@@ -75,6 +76,7 @@ def _build(
     config: EngineConfig,
     executor: Executor,
     inbox: Inbox,
+    post: Post,
     waits: bool,
     observer: StepObserver | None,
     reports: KVEventReports,
@@ -97,7 +99,7 @@ def _build(
     reports.attach(kv)
     threads = config.device.threads if config.device.kind == "cpu" else None
     # A core in its front end's thread waits for what it compiles, and for what it fetches.
-    notify = None if waits else lambda grammar: inbox.put(GrammarCompiled(grammar))
+    notify = None if waits else lambda grammar: post(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
     if isinstance(connector, EngineConnector):
         if not isinstance(executor, HoldsPages):
@@ -110,7 +112,7 @@ def _build(
     loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
-        executor.watch_compilation(lambda: loop.inbox.put(STATS_CHANGED))
+        executor.watch_compilation(lambda: post(STATS_CHANGED))
     ready = CoreReady(
         num_blocks=ledger.num_blocks,
         block_size=config.cache.block_size,

@@ -142,6 +142,16 @@ class FakeExecutor:
             done()
 
 
+class CompilingBehind(FakeExecutor):
+    """It has compiled when nobody asks it anything."""
+
+    def compile_state(self) -> CompileState:
+        return "running"
+
+    def watch_compilation(self, changed: Callable[[], None]) -> None:
+        threading.Timer(1.0, changed).start()
+
+
 class Slow(FakeExecutor):
     step_s = 0.7
 

@@ -222,8 +222,10 @@ def test_long_steps_are_not_a_hang():
         assert finish(client, {"a"})["a"].finish_reason == "length"
 
 
-def test_idle_for_longer_than_the_limit_is_not_a_hang():
-    with core(heartbeat_s=0.1, hang_timeout_s=2) as client:
+@pytest.mark.parametrize("executor", ["FakeExecutor", "CompilingBehind"])
+def test_idle_for_longer_than_the_limit_is_not_a_hang(executor):
+    """Nor where it has had something to tell meanwhile."""
+    with core(executor, heartbeat_s=0.1, hang_timeout_s=2) as client:
         client.send(request("a"))
         finish(client, {"a"})
         timer = threading.Timer(4.5, client.send, [request("b")])
