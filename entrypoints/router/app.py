@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.limits import Limits
 from entrypoints.router.servers import Server, Servers
-from entrypoints.router.two_hops import RefusedError, about_tokens, decode_body, parsed, prefill_body
+from entrypoints.router.two_hops import RefusedError, about_tokens, decode_body, over_two_servers, prefill_body
 from entrypoints.server.bodies import Bodies
 
 T = TypeVar("T")
@@ -35,13 +35,19 @@ PREFILL_S = 600.0
 """for the first hop"""
 
 
+class _Client(httpx.AsyncClient):
+    async def send(self, *given: Any, **named: Any) -> httpx.Response:
+        try:
+            return await super().send(*given, **named)
+        except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
+            raise httpx.ConnectError(f"it has left: {error}") from error
+
+
 class Router:
     def __init__(self, prefill: list[str], decode: list[str], limits: Limits) -> None:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
         self._limits, self.bodies = limits, Bodies(limits)
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
-        )
+        self.client = _Client(timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None))
         self.two_hops = self.one_hop = self.prefill_failures = 0
         """requests since the start; first hops that brought nothing"""
 
@@ -113,7 +119,7 @@ class Router:
         body = bytes(held.pieces)
         held.pieces = bytearray()
         try:
-            given = parsed(request.scope["path"], body) if request.method == "POST" else None
+            given = await self._looked_into(request, held, body)
         except RefusedError as error:
             return _error(400, str(error))
         if given is None:
@@ -125,6 +131,19 @@ class Router:
             self.one_hop += taken is None
             body = taken or body
         return await self._decode(request, body)
+
+    async def _looked_into(self, request: Request, held: _Body, body: bytes) -> dict[str, Any] | None:
+        """What `over_two_servers` makes of it. Nothing passes that cannot be looked into, but files."""
+        is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
+        if request.method != "POST" or not body or is_form:
+            return None
+        self.bodies.drop(held)  # it is counted while it is over_two_servers, too
+        try:
+            given = await self.bodies.decode(held, body)
+        except ValueError as error:
+            raise RefusedError(f"the body is no JSON: {error}") from None
+        self.bodies.add(held, len(body))
+        return over_two_servers(request.scope["path"], given)
 
     async def _prefill(self, request: Request, body: bytes) -> bytes | None:
         """What a server answers that computes the prompt; None: none does."""
@@ -205,8 +224,12 @@ class _Passed(Response):
             with suppress(ClientDisconnect):
                 await _unless(_left(receive), _unless_gone(self._server, self._pass(send)), ClientDisconnect())
         finally:
-            self._server.prompt_tokens -= self._tokens
-            await self._answer.aclose()
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        self._server.prompt_tokens -= self._tokens
+        self._tokens = 0
+        await self._answer.aclose()
 
     async def _pass(self, send: Send) -> None:
         async for part in self._answer.aiter_raw():
@@ -226,10 +249,7 @@ async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
     """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
-    try:
-        return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
-    except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
-        raise httpx.ConnectError(f"it was killed: {error}") from error
+    return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
 
 
 async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception) -> T:
@@ -239,11 +259,15 @@ async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]
         await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise error
-        return task.result()
-    finally:
+    except BaseException:
         for each in (task, ending):
             each.cancel()
-        await asyncio.gather(task, ending, return_exceptions=True)
+        came, _ = await asyncio.gather(task, ending, return_exceptions=True)
+        if isinstance(came, (httpx.Response, _Passed)):  # as the end came
+            await came.aclose()
+        raise
+    ending.cancel()
+    return task.result()
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:

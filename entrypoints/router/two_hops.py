@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
 from entrypoints.router.servers import CHARACTERS_A_TOKEN
 
 ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""whose bodies may have `kv_transfer_params`; all others go to a decode server as they are"""
+"""whose prompts may be computed elsewhere; all others go to a decode server as they are"""
 _ASKED = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -27,20 +25,16 @@ class RefusedError(Exception):
     """What the client is told."""
 
 
-def parsed(path: str, body: bytes) -> dict[str, Any] | None:
-    """The body of a request that may go over two servers; None: it goes to one. Raises `RefusedError` where a client
-    says itself where keys and values are: a decode server connects to that place, and keeps what it gets for all. So
-    nothing passes either that cannot be looked into."""
-    if path not in ROUTES:
-        return None
-    try:
-        given = msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedError(f"the body is no JSON: {error}") from None
+def over_two_servers(path: str, given: object) -> dict[str, Any] | None:
+    """The parsed body of a request that may go over two servers; None: it goes to one. Raises `RefusedError` where a
+    client says itself where keys and values are, on any route: a decode server connects to that place, and keeps what
+    it gets for all."""
     if not isinstance(given, dict):
         return None
     if given.get("kv_transfer_params"):
         raise RefusedError("kv_transfer_params are what this router tells its servers: leave them out")
+    if path not in ROUTES:
+        return None
     several = isinstance(given.get("prompt"), list) and len(given["prompt"]) > 0 and not _are_ids(given["prompt"])
     alone = ("prompt_logprobs", "echo", "suffix", "use_beam_search")  # the second server computes the prompt anyway
     return None if several or any(given.get(name) for name in alone) else given

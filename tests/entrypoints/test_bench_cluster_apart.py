@@ -94,6 +94,13 @@ def test_pages_that_come_too_late_are_computed(configs: tuple[EngineConfig, Engi
     assert seen.load_max_over_mean < run(configs, requests).load_max_over_mean  # of both, and not of one
 
 
+def test_a_link_that_is_too_slow_fails_at_the_limit(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    limits = msgspec.structs.replace(configs[1].limits, kv_fetch_s=2.0)
+    late = configs[0], msgspec.structs.replace(configs[1], limits=limits)
+    seen = run(late, one(40), bytes_per_s=1.0)
+    assert 2.0 < seen.ttft_p50 < 2.2  # asked, given up, and computed
+
+
 def _parts(configs: tuple[EngineConfig, EngineConfig]) -> tuple[Clock, list[VirtualCore]]:
     clock = Clock()
     transfers = Transfers(clock, LINK, configs[1].limits, REPORT.block_bytes)

@@ -145,6 +145,14 @@ def test_of_gpus_the_fullest_decides(large: Path) -> None:
     assert plan.fits and len(plan.ranks) == 2 and (plan.weight_bytes or 0) < 9 << 30
 
 
+def test_ranks_that_others_place_may_have_a_host_each(large: Path) -> None:
+    args = EngineArgs(model=str(large), device="cpu", max_model_len=4096, pipeline_parallel_size=2)
+    assert not plan_of(args, **small(16)).fits
+    elsewhere = msgspec.structs.replace(args, distributed_executor_backend="ray")
+    plan = plan_of(elsewhere, **small(16))
+    assert plan.fits and len(plan.ranks) == 2, plan.text()
+
+
 def test_a_machine_that_is_large_enough(large: Path) -> None:
     plan = plan_of(EngineArgs(model=str(large), device="cpu", max_model_len=8192), **small(64))
     assert plan.fits and plan.problems == [] and plan.text().endswith("it fits")

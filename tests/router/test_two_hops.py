@@ -16,14 +16,14 @@ import uvicorn
 from fake_servers import FakeServer
 
 from engine.limits import Limits
-from entrypoints.router import servers
+from entrypoints.router import app, servers
 from entrypoints.router.app import Router
 from entrypoints.router.servers import Server, Servers
 from entrypoints.serve import main
 
 BODY = {"prompt": "a b c", "max_tokens": 9, "stream_options": None, "n": 1, "temperature": 0.5}
 
-LIMITS = Limits(body_bytes=10_000, bodies_bytes=20_000)
+LIMITS = Limits(body_bytes=10_000, bodies_bytes=20_000, json_values=1_000)
 
 
 class Served:
@@ -63,6 +63,21 @@ def served() -> Iterator[Served]:
     made = Served()
     yield made
     made.close()
+
+
+def test_a_connection_that_is_reset_while_it_is_made_is_a_server_that_was_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def reset(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and str(request.url).startswith(served.prefill.url):
+            raise AttributeError("'NoneType' object has no attribute 'getpeername'")  # as anyio does
+        return await real(transport, request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", reset)
+    assert served.post(BODY).status_code == 200
+    assert not served.prefill.asked and len(served.decoded) == 1
 
 
 def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: Served) -> None:
@@ -129,6 +144,8 @@ SOURCE = b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true, "re
         ("/v1/completions", SOURCE + b"}"),
         ("/v1/completions", SOURCE + b', "echo": true}'),
         ("/v1/chat%2Fcompletions", SOURCE + b"}"),
+        ("/v1/responses", SOURCE + b"}"),
+        ("/x/%2e%2e/v1/completions", SOURCE + b"}"),
         ("/v1/completions", SOURCE + b', "more": "\xff"}'),
         ("/v1/completions", SOURCE + b', "more": ' + b"[" * 4000 + b"]" * 4000 + b"}"),
     ],
@@ -136,6 +153,40 @@ SOURCE = b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true, "re
 def test_a_client_does_not_say_where_a_decode_server_connects_to(served: Served, path: str, body: bytes) -> None:
     assert httpx.post(served.url + path, content=body, timeout=20).status_code == 400
     assert not served.decoded and not served.prefill.asked
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(served: Served) -> None:
+    refused = httpx.post(f"{served.url}/v1/embeddings", content=b"[" + b"[]," * 2_000 + b"[]]", timeout=20)
+    assert refused.status_code == 400 and "json_values" in refused.text
+    assert not served.decoded and served.router.bodies._total == 0
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_an_answer_that_came_as_its_client_left_is_closed(turns: int) -> None:
+    """Whichever of the two is seen first, and however deep the waiting is nested."""
+
+    async def leave(turns: int) -> bool:
+        answer = httpx.Response(200, stream=_Nothing())
+        came: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
+
+        async def work() -> httpx.Response:
+            return await came
+
+        inner = app._unless(asyncio.Event().wait(), work(), ValueError())
+        outer = asyncio.ensure_future(app._unless(asyncio.Event().wait(), inner, ValueError()))
+        await asyncio.sleep(0.01)
+        came.set_result(answer)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        outer.cancel()
+        done = await asyncio.gather(outer, return_exceptions=True)
+        return answer.is_closed or done[0] is answer
+
+    assert asyncio.run(leave(turns))
+
+
+class _Nothing(httpx.AsyncByteStream):
+    pass
 
 
 @pytest.mark.parametrize("path", ["/v1/models/a%2Fb", "/v1/models/a%3Fb?c=%2F"])
