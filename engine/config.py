@@ -174,9 +174,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     enable_expert_parallel: Annotated[
         bool, _about("each rank, or each replica, has some of a mixture's experts, whole, and computes them for all")
     ] = False
-    expert_placement: Annotated[
-        str | None, _about("a file that says who has which expert (tools/place_experts.py); default: in order")
-    ] = None
+    expert_placement: Annotated[str | None, _about("who has which expert: a file of tools/place_experts.py")] = None
     enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
     eplb_config: Annotated[dict[str, object], _about("when: window_size, step_interval, in steps")] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0

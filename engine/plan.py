@@ -152,11 +152,13 @@ class _Fit:
         workspace = estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length))
         block_bytes = sizes.block_bytes
         if ranks:
-            of_all = sum if config.device.kind == "cpu" else max  # GPUs have a memory each
+            # GPUs have a memory each, and ranks that others place may have a host each
+            together = config.device.kind == "cpu" and config.parallel.backend == "mp"
+            of_all = sum if together else max
             weights = of_all(rank.weight_bytes for rank in ranks)
             activations = of_all(rank.activation_bytes for rank in ranks)
             workspace = of_all([workspace] * len(ranks))
-            block_bytes = block_bytes if of_all is sum else -(-block_bytes // len(ranks))
+            block_bytes = block_bytes if together else -(-block_bytes // len(ranks))
         groups = sizes.groups
         if self._draft is not None:
             groups = with_layers_behind(groups, self._model.facts.num_layers, self._draft.spec.num_layers)

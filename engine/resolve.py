@@ -297,10 +297,10 @@ def _device_bytes(kind: Kind, machine: Machine) -> int:
 
 
 def _replica_bytes(args: EngineArgs, kind: Kind, machine: Machine) -> int:
-    """Of a device; replicas on a CPU share one, and ranks that others place may have one such each."""
-    if args.distributed_executor_backend in ("ray", "external_launcher"):
-        return _device_bytes(kind, machine) * args.tensor_parallel_size * args.pipeline_parallel_size
-    return _device_bytes(kind, machine) // (args.data_parallel_size if kind == "cpu" else 1)
+    """Replicas on a CPU share its memory; ranks on GPUs have one each, and those that others place may."""
+    memory, ranks = _device_bytes(kind, machine), args.tensor_parallel_size * args.pipeline_parallel_size
+    apart = kind == "cuda" or args.distributed_executor_backend in ("ray", "external_launcher")
+    return memory * ranks if apart else memory // args.data_parallel_size
 
 
 _LEAST_WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0, "gguf": 0.25, "stored": 0.5}

@@ -54,7 +54,9 @@ class Listener:
         self._socket = socket.create_server((host, 0), family=_family(host), backlog=_MOST_WAITING)
         self._joined: SimpleQueue[Joined] = SimpleQueue()
         self._closed = False
-        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._unproven: list[socket.socket] = []
+        """in the order in which they came"""
         self._thread = threading.Thread(target=self._accept, name="ranks-join", daemon=True)
         self._thread.start()
 
@@ -90,26 +92,31 @@ class Listener:
                     return
                 time.sleep(0.05)  # too many descriptors are open
                 continue
-            if not self._waiting.acquire(blocking=False):
-                stream.close()
-                continue
+            with self._lock:
+                self._unproven.append(stream)
+                if len(self._unproven) > _MOST_WAITING:  # who has proved nothing for longest gives way
+                    _hang_up(self._unproven.pop(0))
             try:
                 threading.Thread(target=self._admit, args=(stream,), name="ranks-handshake", daemon=True).start()
             except RuntimeError:  # there are too many; who comes again is let in once there are fewer
+                self._settle(stream)
                 stream.close()
-                self._waiting.release()
 
     def _admit(self, stream: socket.socket) -> None:
         try:
             purpose = _admitted(stream, self._secret)
+            self._settle(stream)
             if purpose is None or self._closed:
                 stream.close()
             else:
                 self._joined.put(Joined(purpose, stream))
         except (OSError, EOFError, msgspec.DecodeError):
+            self._settle(stream)
             stream.close()
-        finally:
-            self._waiting.release()
+
+    def _settle(self, stream: socket.socket) -> None:
+        with self._lock, suppress(ValueError):
+            self._unproven.remove(stream)
 
 
 def connect(address: Address, secret: bytes, purpose: Purpose, timeout_s: float) -> socket.socket:
@@ -131,6 +138,11 @@ def connect(address: Address, secret: bytes, purpose: Purpose, timeout_s: float)
             f"{address[0]}, port {address[1]}, ended the handshake ({error}): it is another group's, or nobody's"
         ) from None
     return stream
+
+
+def _hang_up(stream: socket.socket) -> None:
+    with suppress(OSError):  # it has left
+        stream.shutdown(socket.SHUT_RDWR)
 
 
 def _watch_for_loss(stream: socket.socket) -> None:

@@ -96,9 +96,14 @@ class Wire:
             raise TransferError(_words(error)) from error
 
     def is_readable(self, wait_s: float) -> bool:
-        """Whether something has come by then."""
+        """Whether something has come; else it waits so long."""
         self._arm()
-        return bool(select.select([self.socket], [], [], wait_s)[0])
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        if poll.poll(0):
+            return True
+        time.sleep(wait_s)  # poll's own timeout is whole milliseconds
+        return False
 
     def receive(self, kind: type[T]) -> T:
         return self._receive(kind, None)

@@ -17,6 +17,7 @@ from engine.step import RowParams
 from entrypoints.bench.cli import main
 from entrypoints.bench.cluster.apart import TwoHops, apart_args, prefill_apart
 from entrypoints.bench.cluster.clock import Clock
+from entrypoints.bench.cluster.costs import StepCosts, read_costs
 from entrypoints.bench.cluster.layouts import Layout, layout
 from entrypoints.bench.cluster.outcome import Outcome, ranked_alike
 from entrypoints.bench.cluster.simulate import Cluster
@@ -91,6 +92,13 @@ def test_pages_that_come_too_late_are_computed(configs: tuple[EngineConfig, Engi
     seen = made.run(requests)
     assert seen.requests == len(requests) > 8
     assert seen.load_max_over_mean < run(configs, requests).load_max_over_mean  # of both, and not of one
+
+
+def test_a_link_that_is_too_slow_fails_at_the_limit(configs: tuple[EngineConfig, EngineConfig]) -> None:
+    limits = msgspec.structs.replace(configs[1].limits, kv_fetch_s=2.0)
+    late = configs[0], msgspec.structs.replace(configs[1], limits=limits)
+    seen = run(late, one(40), bytes_per_s=1.0)
+    assert 2.0 < seen.ttft_p50 < 2.2  # asked, given up, and computed
 
 
 def _parts(configs: tuple[EngineConfig, EngineConfig]) -> tuple[Clock, list[VirtualCore]]:
@@ -187,13 +195,18 @@ def test_what_does_not_go_together_is_refused(
 
 
 def test_step_costs_that_fit_poorly_are_no_table(
-    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def measured(*_: object, **__: object) -> StepCosts:
+        return msgspec.structs.replace(costs(), error=0.2)
+
+    monkeypatch.setattr("entrypoints.bench.cluster.measure.measure", measured)
     file = tmp_path / "costs.json"
-    measured = ["step-costs", args.model, "--out", str(file), "--most-error", "0.000001", *SETTINGS]
-    assert main([*measured, "--max-num-seqs", "4"]) == 1
-    assert "and --most-error is 0.0001 %" in capsys.readouterr().err
-    assert not file.exists()
+    command = ["step-costs", args.model, "--out", str(file), *SETTINGS]
+    assert main(command) == 1
+    assert "off by 20.0 % in the mean" in capsys.readouterr().err and not file.exists()
+    assert main([*command, "--most-error", "0.2"]) == 0
+    assert read_costs(file.read_bytes(), "").error == 0.2
 
 
 @pytest.mark.exhaustive

@@ -191,7 +191,7 @@ def test_whoever_does_not_know_the_secret_is_dropped_and_holds_up_nobody() -> No
     address = "127.0.0.1", listener.port
     with ExitStack() as held:
         held.callback(listener.close)
-        for _ in range(8):
+        for _ in range(70):
             held.enter_context(socket.create_connection(address))  # and says nothing
         held.enter_context(socket.create_connection(address)).sendall(b"GET / HTTP/1.1\r\n" * 20)
         with pytest.raises(EngineError, match="ended the handshake"):

@@ -37,9 +37,6 @@ class FakeAgent:
         self.regions.append((address, size))
         return address, size
 
-    def deregister_memory(self, region: tuple[int, int]) -> None:
-        self.regions.remove(region)
-
     def get_partial_agent_metadata(self, region: tuple[int, int], inc_conn_info: bool) -> bytes:
         assert inc_conn_info
         return json.dumps([self.name, *region]).encode()

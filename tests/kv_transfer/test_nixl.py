@@ -3,8 +3,13 @@ installed."""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import importlib.util
+import resource
+import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -18,7 +23,7 @@ from engine.kv_settings import KVTransferConfig
 from engine.kv_transfer import nixl_agent, reader
 from engine.kv_transfer.connector import EngineConnector
 from engine.kv_transfer.exports import Exports
-from engine.kv_transfer.frames import Answer, TransferError
+from engine.kv_transfer.frames import Answer, TransferError, Wire
 from engine.kv_transfer.nixl_agent import NixlAgent
 from engine.kv_transfer.params import KVTransferParams
 from engine.kv_transfer.staging import Staging, Stagings
@@ -73,7 +78,7 @@ def test_pages_arrive_unchanged_and_memory_is_used_again(pair: Pair, nixl: FakeN
 
 
 @pytest.mark.parametrize("how", ["fails", "stuck"])
-def test_a_failure_leaves_no_memory_that_others_write_to_and_the_next_try_connects_anew(
+def test_memory_that_a_failed_read_may_still_write_to_is_never_used_again_and_never_freed(
     pair: Pair, nixl: FakeNixl, how: str
 ) -> None:
     pair.fetch()
@@ -82,10 +87,53 @@ def test_a_failure_leaves_no_memory_that_others_write_to_and_the_next_try_connec
     with pytest.raises(TransferError, match="ended with ERR" if how == "fails" else "too long"):
         pair.fetch(0.2)
     assert packed(pair.target.host, list(range(32))) == before
-    assert not nixl.agents["reader"].regions and not nixl.agents["reader"].remotes
+    ((lost, transfer),) = pair.here._lost
+    assert not transfer.released and not nixl.agents["reader"].remotes
     setattr(nixl, how, False)
     pair.fetch()
+    ctypes.memset(lost.address, 255, lost.bytes.size)  # what comes late
     assert pair.all_came()
+    pair.fetch()
+    assert pair.all_came() and nixl.agents["reader"].regions[0][0] == lost.address
+    assert len(nixl.agents["reader"].regions) == 2
+
+
+def test_reads_that_did_not_end_have_a_bound(pair: Pair, nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "MOST_LOST", 2)
+    nixl.fails = True
+    for _ in range(2):
+        with pytest.raises(TransferError, match="ended with ERR"):
+            pair.fetch()
+    nixl.fails = False
+    with pytest.raises(TransferError, match="2 reads by NIXL did not end"):
+        pair.fetch()
+
+
+def test_a_source_keeps_memory_mapped_that_a_late_reader_may_still_read(pair: Pair, nixl: FakeNixl) -> None:
+    agent = nixl.make("another")
+    small = agent.memory(5000)
+    address = small.address
+    small.bytes[:] = 7
+    small.close()
+    larger = agent.memory(50_000)
+    assert larger.bytes.size == 1 << 16 and ctypes.string_at(address, 4) == b"\7" * 4
+    assert agent.memory(6000) is small
+
+
+def test_a_source_of_many_sockets_still_sees_its_readers() -> None:
+    """select() takes no descriptor beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1600:
+        pytest.skip("this machine allows no such descriptor")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1600), hard))
+    one, other = socket.socketpair()
+    descriptor = fcntl.fcntl(one.fileno(), fcntl.F_DUPFD, 1500)
+    wire = Wire(socket.socket(fileno=descriptor), time.monotonic() + 5)
+    assert not wire.is_readable(0)
+    other.send(b"x")
+    assert wire.is_readable(0)
+    for each in (one, other, wire.socket):
+        each.close()
 
 
 @pytest.mark.parametrize("wrong", ["metadata", "address", "another address"])
@@ -104,7 +152,7 @@ def test_what_a_source_says_of_its_memory_is_not_believed(
     monkeypatch.setattr(reader.Wire, "receive", changed)
     with pytest.raises(TransferError, match="NIXL does not begin"):
         pair.fetch()
-    assert not nixl.agents["reader"].regions and not nixl.agents["reader"].remotes
+    assert not pair.here._lost and not nixl.agents["reader"].remotes
 
 
 def test_metadata_has_a_bound() -> None:

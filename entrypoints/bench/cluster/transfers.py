@@ -99,6 +99,9 @@ class VirtualConnector:
             fetch, among = self._waiting.popleft(), self._among
             size, error = len(fetch.pages) * among.page_bytes, self._refused(fetch)
             seconds = among.link.latency_s + (0.0 if error else size / among.link.bytes_per_s)
+            left = fetch.asked_s + among.limits.kv_fetch_s - among.clock.now
+            if error is None and seconds > left:
+                seconds, error = max(left, 0.0), "it took too long"
             among.clock.at(among.clock.now + seconds, functools.partial(self._ended, fetch, size, error, seconds))
 
     def _refused(self, fetch: _Fetch) -> str | None:
