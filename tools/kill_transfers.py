@@ -121,7 +121,7 @@ class Clients:
         sure, lost = self.decode_lives, self.decode_lost
         answer, why = None, ""
         try:
-            seconds = random.random() * 0.4 if leaves else 120
+            seconds = random.random() * 0.15 if leaves else 120
             answer = http.post("/v1/completions", json=_body(prompt, uuid.uuid4().hex), timeout=seconds)
         except httpx.TimeoutException as error:
             if leaves:
@@ -167,7 +167,7 @@ class Chaos:
         what, whom = mode.split()
         server = self.prefill if whom == "prefill" else self.decode
         core = self.random.random() < 0.5
-        time.sleep(self.random.random())
+        time.sleep(4 * self.random.random())  # pages travel while both live
         if what == "stop":
             stopped = server.core() if core else server.popen.pid
             os.kill(stopped, signal.SIGSTOP)
