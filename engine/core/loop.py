@@ -70,8 +70,8 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
 
 
 Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
-Inbox = SimpleQueue[Message]
 Post = Callable[[Message], None]
+Inbox = SimpleQueue[Message]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
 
 MAX_EMPTY_PLANS = 100
