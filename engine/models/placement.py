@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from engine.errors import ConfigError
 from engine.models.json_file import read_json_object
@@ -75,6 +74,8 @@ def exchanges(ranks: Sequence[int], loads: Sequence[int], size: int) -> list[tup
 
     Each time one of the busiest rank's goes where the busier of the two ranks then has least, as long as that is less
     by more than a 256th of what ranks have in the mean. So few move where little has changed."""
+    import numpy as np  # not at the top: --help is instant
+
     held, load = np.array(ranks, dtype=np.int64), np.array(loads, dtype=np.int64)
     least_gain = int(load.sum()) // (256 * size)
     found: list[tuple[int, int]] = []
