@@ -36,11 +36,20 @@ PREFILL_S = 600.0
 
 
 class _Client(httpx.AsyncClient):
-    async def send(self, *given: Any, **named: Any) -> httpx.Response:
+    async def send(self, request: httpx.Request, **named: Any) -> httpx.Response:
+        """An error is one of `_NOT_SENT` only where nothing of the request was written."""
+        written = False
+
+        async def note(event: str, _: object) -> None:
+            nonlocal written
+            written = written or event.endswith(".send_request_headers.started")
+
+        request.extensions["trace"] = note
         try:
-            return await super().send(*given, **named)
+            return await super().send(request, **named)
         except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
-            raise httpx.ConnectError(f"it has left: {error}") from error
+            kind = httpx.ReadError if written else httpx.ConnectError
+            raise kind(f"it has left: {error}") from error
 
 
 class Router:

@@ -80,6 +80,42 @@ def test_a_connection_that_is_reset_while_it_is_made_is_a_server_that_was_lost(
     assert not served.prefill.asked and len(served.decoded) == 1
 
 
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_a_connection_that_breaks_after_it_was_written_to_may_have_done_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Whatever the error is: it is not asked of another server."""
+    real = httpx.AsyncHTTPTransport.handle_async_request
+    more = FakeServer()
+    served.router.prefill.all.append(Server(more.url))
+    broken = (served.prefill, more) if which == "prefill" else (served.decode, served.other)
+
+    async def breaks(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        answer = await real(transport, request)
+        if request.method == "POST" and str(request.url).startswith(tuple(each.url for each in broken)):
+            await answer.aclose()
+            raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+        return answer
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", breaks)
+    assert served.post(BODY).status_code == (200 if which == "prefill" else 502)
+    assert len(served.prefill.asked + more.asked) == len(served.decoded) == 1
+    more.close()
+
+
+def test_who_is_reset_while_its_health_is_asked_does_not_live() -> None:
+    def reset(_: httpx.Request) -> httpx.Response:
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    async def look(server: Server) -> None:
+        async with app._Client(transport=httpx.MockTransport(reset)) as client:
+            await Servers._look_at(client, server)
+
+    server = Server("http://a")
+    asyncio.run(look(server))
+    assert not server.lives
+
+
 def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: Served) -> None:
     headers = {"authorization": "Bearer key", "x-request-id": "mine"}
     assert served.post(BODY, headers=headers).json()["text"] == "answer"
