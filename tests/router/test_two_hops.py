@@ -191,6 +191,27 @@ def test_a_client_does_not_say_where_a_decode_server_connects_to(served: Served,
     assert not served.decoded and not served.prefill.asked
 
 
+def test_a_body_is_looked_into_whatever_its_type_is_said_to_be(served: Served) -> None:
+    """Servers read some routes' bodies as JSON all the same."""
+    for kind in ("multipart/form-data; boundary=x", "text/plain", "application/octet-stream"):
+        headers = {"content-type": kind}
+        refused = httpx.post(f"{served.url}/api/chat", content=SOURCE + b"}", headers=headers, timeout=20)
+        assert refused.status_code == 400 and "kv_transfer_params" in refused.text
+    assert not served.decoded
+
+
+@pytest.mark.parametrize("path", ["/v1/./completions", "/x/../v1/completions", "/x/%2E%2e/v1/completions", "/v1/%2e"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_that_a_server_could_read_otherwise_is_refused(served: Served, method: str, path: str) -> None:
+    address = httpx.URL(served.url)
+    body = b'{"prompt": "x"}'
+    with socket.create_connection((address.host, address.port or 0), timeout=20) as raw:  # httpx would resolve it
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        assert b" 400 " in raw.makefile("rb").readline()
+    assert not served.decoded and not served.prefill.asked
+
+
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(served: Served) -> None:
     refused = httpx.post(f"{served.url}/v1/embeddings", content=b"[" + b"[]," * 2_000 + b"[]]", timeout=20)
     assert refused.status_code == 400 and "json_values" in refused.text
