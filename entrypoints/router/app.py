@@ -36,11 +36,20 @@ PREFILL_S = 600.0
 
 
 class _Client(httpx.AsyncClient):
-    async def send(self, *given: Any, **named: Any) -> httpx.Response:
+    async def send(self, request: httpx.Request, **named: Any) -> httpx.Response:
+        """An error is one of `_NOT_SENT` only where nothing of the request was written."""
+        written = False
+
+        async def note(event: str, _: object) -> None:
+            nonlocal written
+            written = written or event.endswith(".send_request_headers.started")
+
+        request.extensions["trace"] = note
         try:
-            return await super().send(*given, **named)
+            return await super().send(request, **named)
         except AttributeError as error:  # anyio's, of a connection that was reset as soon as it was made
-            raise httpx.ConnectError(f"it has left: {error}") from error
+            kind = httpx.ReadError if written else httpx.ConnectError
+            raise kind(f"it has left: {error}") from error
 
 
 class Router:
@@ -111,6 +120,8 @@ class Router:
             self.bodies.drop(held)
 
     async def _read_and_answer(self, request: Request, held: _Body) -> Response:
+        if not {".", ".."}.isdisjoint(request.scope["path"].split("/")):  # a client or a server may resolve them
+            return _error(400, "the path has a segment . or .., which is not passed on: write it without")
         async for part in request.stream():
             held.pieces += part
             if len(held.pieces) > self._limits.body_bytes:
@@ -134,7 +145,8 @@ class Router:
 
     async def _looked_into(self, request: Request, held: _Body, body: bytes) -> dict[str, Any] | None:
         """What `over_two_servers` makes of it. Nothing passes that cannot be looked into, but files."""
-        is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
+        said = request.headers.get("content-type", "").lower()
+        is_form = said.startswith("multipart/form-data") and body.startswith(b"--")  # as no JSON does
         if request.method != "POST" or not body or is_form:
             return None
         self.bodies.drop(held)  # it is counted while it is over_two_servers, too

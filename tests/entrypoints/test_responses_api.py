@@ -348,6 +348,7 @@ def test_items_become_messages(items: list[dict[str, Any]], messages: list[dict[
         ({"reasoning": {"effort": "ultra"}}, "reasoning", "reasoning.effort"),
         ({"tools": [{"type": "namespace"}]}, "tools", "tools[0] must have a name"),
         ({"n": 2}, "n", "n must be 1"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params", "of completions and chats"),
         ({"background": True, "stream": True}, "background", "stream"),
         ({"background": True, "store": False}, "background", "stored"),
         ({"conversation": "c"}, "conversation", "not supported"),

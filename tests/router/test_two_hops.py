@@ -80,6 +80,42 @@ def test_a_connection_that_is_reset_while_it_is_made_is_a_server_that_was_lost(
     assert not served.prefill.asked and len(served.decoded) == 1
 
 
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_a_connection_that_breaks_after_it_was_written_to_may_have_done_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Whatever the error is: it is not asked of another server."""
+    real = httpx.AsyncHTTPTransport.handle_async_request
+    more = FakeServer()
+    served.router.prefill.all.append(Server(more.url))
+    broken = (served.prefill, more) if which == "prefill" else (served.decode, served.other)
+
+    async def breaks(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        answer = await real(transport, request)
+        if request.method == "POST" and str(request.url).startswith(tuple(each.url for each in broken)):
+            await answer.aclose()
+            raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+        return answer
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", breaks)
+    assert served.post(BODY).status_code == (200 if which == "prefill" else 502)
+    assert len(served.prefill.asked + more.asked) == len(served.decoded) == 1
+    more.close()
+
+
+def test_who_is_reset_while_its_health_is_asked_does_not_live() -> None:
+    def reset(_: httpx.Request) -> httpx.Response:
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    async def look(server: Server) -> None:
+        async with app._Client(transport=httpx.MockTransport(reset)) as client:
+            await Servers._look_at(client, server)
+
+    server = Server("http://a")
+    asyncio.run(look(server))
+    assert not server.lives
+
+
 def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: Served) -> None:
     headers = {"authorization": "Bearer key", "x-request-id": "mine"}
     assert served.post(BODY, headers=headers).json()["text"] == "answer"
@@ -152,6 +188,27 @@ SOURCE = b'{"prompt": "x", "kv_transfer_params": {"do_remote_prefill": true, "re
 )
 def test_a_client_does_not_say_where_a_decode_server_connects_to(served: Served, path: str, body: bytes) -> None:
     assert httpx.post(served.url + path, content=body, timeout=20).status_code == 400
+    assert not served.decoded and not served.prefill.asked
+
+
+def test_a_body_is_looked_into_whatever_its_type_is_said_to_be(served: Served) -> None:
+    """Servers read some routes' bodies as JSON all the same."""
+    for kind in ("multipart/form-data; boundary=x", "text/plain", "application/octet-stream"):
+        headers = {"content-type": kind}
+        refused = httpx.post(f"{served.url}/api/chat", content=SOURCE + b"}", headers=headers, timeout=20)
+        assert refused.status_code == 400 and "kv_transfer_params" in refused.text
+    assert not served.decoded
+
+
+@pytest.mark.parametrize("path", ["/v1/./completions", "/x/../v1/completions", "/x/%2E%2e/v1/completions", "/v1/%2e"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_that_a_server_could_read_otherwise_is_refused(served: Served, method: str, path: str) -> None:
+    address = httpx.URL(served.url)
+    body = b'{"prompt": "x"}'
+    with socket.create_connection((address.host, address.port or 0), timeout=20) as raw:  # httpx would resolve it
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        assert b" 400 " in raw.makefile("rb").readline()
     assert not served.decoded and not served.prefill.asked
 
 

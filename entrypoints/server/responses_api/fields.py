@@ -79,6 +79,8 @@ class ResponsesRequest(ContextFields, SamplingFields):
     def _refuse_what_is_not_supported(self) -> Self:
         if self.n not in (None, 1):
             raise refusal("n", "n must be 1: a response is one")
+        if self.kv_transfer_params:  # its answer has no place to hand anything over
+            raise refusal("kv_transfer_params", "kv_transfer_params are of completions and chats")
         if self.background and self.stream:
             raise refusal("background", "background responses are asked for later: stream must be false")
         if self.background and not self.keep:
