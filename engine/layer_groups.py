@@ -8,7 +8,8 @@ have as many tokens in each group, so that prefixes, forks and tables are the sa
 part of a page stays empty.
 
 Other things that a layer may keep fit the same table: latent attention keeps one row a token in the place of keys and
-values, a recurrent layer keeps a state, which is a window of one token.
+values. Recurrent layers keep a state in the place of all tokens: those of a model form one group, whose entry for a
+block is the state behind that block's tokens, so many pages at once (a *bundle*), and few blocks have one (`State`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,18 @@ class Chunk(msgspec.Struct, frozen=True):
     tokens: int
 
 
-Window = int | Chunk | None
-"""what a query sees: so many keys, its own the last; those of its chunk; all before it"""
+class State(msgspec.Struct, frozen=True):
+    """A query at position p needs what is kept behind position p - 1."""
+
+    pages: int
+    """that a state of all layers takes"""
+    every: int
+    """tokens, of whole blocks: behind so many a state stays where the prefix cache finds it, however long a sequence
+    goes on; as many tokens' keys and values take about as much room"""
+
+
+Window = int | Chunk | State | None
+"""what a query sees: so many keys, its own the last; those of its chunk; a state; all before it"""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -131,28 +142,39 @@ def first_kept(num_tokens: int, window: Window) -> int:
     """The first position that a query at position `num_tokens`, or any later one, sees."""
     if isinstance(window, Chunk):
         return num_tokens // window.tokens * window.tokens
+    if isinstance(window, State):
+        return max(0, num_tokens - 1)
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
-def kept_until(position: int, window: int | Chunk) -> int:
+def kept_until(position: int, window: int | Chunk | State) -> int:
     """The least number of tokens after which no query sees what lies before `position`."""
     if isinstance(window, Chunk):
         return -(-position // window.tokens) * window.tokens
-    return position + window - 1
+    return position + (1 if isinstance(window, State) else window - 1)
 
 
 def _most_seen(window: Window) -> float:
     """Keys that a query sees at most."""
-    return math.inf if window is None else window.tokens if isinstance(window, Chunk) else window
+    if window is None or isinstance(window, State):
+        return math.inf
+    return window.tokens if isinstance(window, Chunk) else window
+
+
+def pages_of(window: Window) -> int:
+    """That an entry of a group's table takes."""
+    return window.pages if isinstance(window, State) else 1
 
 
 def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None) -> int:
-    """Blocks of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
+    """Pages of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
 
     `max_query_len`: tokens that a step computes of a sequence at most; they need blocks together with what the first of
     them sees.
     """
     blocks = -(-num_tokens // block_size)
+    if isinstance(window, State):  # before a step, behind it, behind the prompt's last block, and on the way
+        return min(blocks, 3 + (max_query_len or num_tokens) // window.every) * window.pages
     if window is None or max_query_len is None:
         return blocks
     return min(blocks, -(-(int(_most_seen(window)) - 1 + max_query_len) // block_size) + 1)

@@ -14,71 +14,13 @@ from collections.abc import Sequence as Tokens
 import msgspec
 
 from engine.errors import ConfigError, EngineError
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import NO_BLOCK, BlockPool
 from engine.kv_cache.events import KVEventLog
 from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier, Transfers
 from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host
-from engine.layer_groups import Window, first_kept, kept_until, most_blocks
-
-
-class SequenceBlocks:
-    """What the cache knows of one sequence. Owned by the sequence, changed only by `KVCache`."""
-
-    __slots__ = (
-        "chain",
-        "counted",
-        "num_registered",
-        "num_tokens",
-        "on_host",
-        "quiet_until",
-        "starts",
-        "tables",
-        "unsure",
-    )
-
-    def __init__(self, num_groups: int, chain: HashChain) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        """block table of each layer group; all have the same length"""
-        self.starts = [0] * num_groups
-        """the first entry of each table that is held"""
-        self.on_host = False
-        """the tables name blocks of the host tier"""
-        self.num_tokens = 0
-        """tokens whose KV is written, or will be by a step that is planned"""
-        self.unsure = 0
-        """how many of these are drafts that may be wrong: windows do not move on for them"""
-        self.quiet_until = 0
-        """up to as many tokens an append changes nothing but `num_tokens`: the last block is its own, and no window has
-        moved on by a block"""
-        self.num_registered = 0
-        """leading blocks that went through the prefix index already"""
-        self.chain = chain
-        self.counted = False
-        """this sequence's first look-up is in the statistics"""
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.tables[0])
-
-
-class Growth(msgspec.Struct, frozen=True, gc=False):
-    """What an append changed: block-table entries from ``start`` on, one list per layer group."""
-
-    start: int
-    block_ids: list[list[int]]
-    copies: list[tuple[int, int]]
-    """(source, destination): copy-on-write, before the step that writes"""
-
-    def with_more(self, growth: Growth) -> Growth:
-        """Both, of which the other came right behind."""
-        if self is NO_GROWTH or growth is NO_GROWTH:
-            return self if growth is NO_GROWTH else growth
-        ids = [one + other for one, other in zip(self.block_ids, growth.block_ids, strict=True)]
-        return Growth(self.start, ids, self.copies + growth.copies)
-
-
-NO_GROWTH = Growth(start=0, block_ids=[], copies=[])
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
+from engine.layer_groups import State, Window, first_kept, kept_until, most_blocks, pages_of
 
 
 class KVCacheStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +66,10 @@ class KVCache:
         self.windows = tuple(windows)
         self.slides = any(window is not None for window in windows)
         """some group keeps only a window"""
+        self._sizes = [pages_of(window) for window in windows]
+        self._states = [(group, each) for group, each in enumerate(windows) if isinstance(each, State)]
+        self._bundles: list[list[int]] = []
+        self._uncleaned: set[int] = set()
         self._max_query_len = max_query_len
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -139,29 +85,34 @@ class KVCache:
     def blocks_kept(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` computed tokens hold, over all layer groups, once windows have moved on."""
         count = -(-num_tokens // self.block_size)
-        return sum(count - start for start in self._starts(num_tokens))
+        held = zip(self._starts(num_tokens), self._sizes, strict=True)
+        return sum((count - start) * size for start, size in held)
 
     def blocks_beyond(self, start: int, num_tokens: int) -> int:
         """Of `blocks_for`, those that it takes beside the full blocks of its first ``start`` tokens, which it
         shares."""
         full = start // self.block_size
         new = -(-num_tokens // self.block_size) - full
-        return sum(min(new, self._most(num_tokens, window)) for window in self.windows)
+        sizes = zip(self.windows, self._sizes, strict=True)
+        return sum(min(new * size, self._most(num_tokens, window)) for window, size in sizes)
 
     def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
         """What a sequence takes from the pool to adopt ``hit`` and compute ``num_tokens`` tokens."""
         new = -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
         return sum(
-            min(new + free, self._most(num_tokens, window))
-            for window, free in zip(self.windows, hit.num_free, strict=True)
+            min((new + free) * size, self._most(num_tokens, window))
+            for window, size, free in zip(self.windows, self._sizes, hit.num_free, strict=True)
         )
 
     def blocks_to_grow(self, blocks: SequenceBlocks, num_tokens: int) -> int:
         """What the sequence may still take from the pool until ``num_tokens`` tokens are computed."""
         new = max(-(-num_tokens // self.block_size) - blocks.num_blocks, 0)
         held = [blocks.num_blocks - start for start in blocks.starts]
+        for group, _ in self._states:
+            held[group] -= blocks.tables[group][blocks.starts[group] :].count(NO_BLOCK)
         most = [self._most(num_tokens, window) for window in self.windows]
-        return sum(min(new, max(limit - have, 0)) for limit, have in zip(most, held, strict=True))
+        sizes = zip(most, held, self._sizes, strict=True)
+        return sum(min(new * size, max(limit - have * size, 0)) for limit, have, size in sizes)
 
     def _most(self, num_tokens: int, window: Window) -> int:
         return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
@@ -189,7 +140,8 @@ class KVCache:
             self._load(self.host, blocks)
         blocks.starts = hit.starts.copy()
         blocks.num_tokens = hit.num_tokens
-        blocks.num_registered = hit.num_tokens // self.block_size
+        blocks.num_registered = blocks.states_registered = hit.num_tokens // self.block_size
+        blocks.settled = hit.num_tokens
         if not blocks.counted:
             blocks.counted = True
             self._query_tokens += hit.query_tokens
@@ -202,8 +154,8 @@ class KVCache:
         for _, _, block in entries:
             host.pool.acquire(block)
         for table, index, block in entries:
-            table[index] = self.pool.allocate()
-            host.load(block, table[index])
+            table[index] = self.take_as(host.pool, block)
+            host.load(block, self.pool.blocks_of(table[index]))
             self.find_as(table[index], host.pool.key_of(block))
             host.pool.release(block)
 
@@ -229,22 +181,63 @@ class KVCache:
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
             copied = self._shared_ends(blocks)
-        if new_entries * len(tables) + len(copied) > pool.num_free:
+        kept = {group: self._borders(blocks, state, have, new_entries) for group, state in self._states}
+        need = new_entries * (len(tables) - len(kept)) + sum(pool.size_of(table[-1]) for table in copied)
+        need += sum(self._sizes[group] * sum(entries) for group, entries in kept.items())
+        if need > pool.num_free:
             return None
-        blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
-        copies = []
+        blocks.settled, blocks.num_tokens = blocks.num_tokens, max(blocks.num_tokens, upto_tokens)
+        copies: list[tuple[int, int]] = []
         for table in copied:
-            source, table[-1] = table[-1], pool.allocate()
+            source, table[-1] = table[-1], self.take_as(pool, table[-1])
+            copies.extend(zip(pool.blocks_of(source), pool.blocks_of(table[-1]), strict=True))
             pool.release(source)
-            copies.append((source, table[-1]))
-        for table in tables:
-            for _ in range(new_entries):
-                table.append(pool.allocate())
+        for group, table in enumerate(tables):
+            if group in kept:
+                table.extend(self._take_bundle(self._sizes[group]) if each else NO_BLOCK for each in kept[group])
+            else:
+                table.extend(self._take() for _ in range(new_entries))
         blocks.quiet_until = self._quiet_until(blocks) if self.slides else (have + new_entries) * size
         start = have - 1 if copies else have
         if start == have + new_entries:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
+
+    def _borders(self, blocks: SequenceBlocks, state: State, have: int, new_entries: int) -> list[bool]:
+        """Of the next entries, which hold a state: the last one, and those at whose end one is wanted."""
+        ends = range((have + 1) * self.block_size, (have + new_entries) * self.block_size, self.block_size)
+        wanted = [end in blocks.borders or end % state.every == 0 for end in ends]
+        return [*wanted, True] if new_entries else []
+
+    def take_as(self, pool: BlockPool, first: int) -> int:
+        """A free block, or a bundle where that one of either tier's pool is one, held once, for a copy of that one."""
+        if pool.is_bundle(first):
+            return self._take_bundle(pool.size_of(first))
+        block = self.pool.allocate()
+        self.pool.unclean.discard(block)
+        self._uncleaned.discard(block)
+        return block
+
+    def _take(self) -> int:
+        pool = self.pool
+        block = pool.allocate()
+        if block in pool.unclean:
+            pool.unclean.discard(block)
+            self._uncleaned.add(block)
+        return block
+
+    def _take_bundle(self, size: int) -> int:
+        first = self.pool.allocate_bundle(size)
+        self._bundles.append(self.pool.blocks_of(first))
+        self._uncleaned.difference_update(self._bundles[-1])
+        return first
+
+    def take_bundles(self) -> tuple[list[list[int]], list[int]]:
+        """Since the last call: the blocks of each bundle that was taken, and the blocks taken for keys and values that
+        held a state before. They belong to the plan that is told now."""
+        bundles, uncleaned = self._bundles, self._uncleaned
+        self._bundles, self._uncleaned = [], set()
+        return bundles, sorted(uncleaned)
 
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
         """Tables whose last, partly filled block is not the sequence's alone."""
@@ -273,6 +266,8 @@ class KVCache:
         """Whether the source still has what the token after its first ``num_tokens`` sees: no window went past it."""
         count = -(-num_tokens // self.block_size)
         starts = self._starts(num_tokens)
+        if count and any(source.tables[group][count - 1] == NO_BLOCK for group, _ in self._states):
+            return False
         return all(have <= need or need == count for have, need in zip(source.starts, starts, strict=True))
 
     def fork(self, source: SequenceBlocks, num_tokens: int | None = None) -> SequenceBlocks:
@@ -293,6 +288,8 @@ class KVCache:
         source.quiet_until = 0  # its last block may be shared now
         fork.num_tokens = common
         fork.num_registered = min(source.num_registered, full)
+        fork.states_registered = min(source.states_registered, full)
+        fork.settled, fork.borders = min(source.settled, common), source.borders
         fork.counted = True
         return fork
 
@@ -300,18 +297,42 @@ class KVCache:
         """Make the blocks findable that are full and whose tokens are known: up to min(num_tokens, len(tokens)).
 
         May be called as soon as the step that fills them is planned: in every layer a step writes its KV before it
-        reads, and later steps come later on the device, so whoever finds the block reads it filled.
+        reads, and later steps come later on the device, so whoever finds the block reads it filled. A state is read
+        before one is written: those that the latest planned step makes are registered by the next call.
         """
+        if self._states:
+            self._register_states(blocks, tokens)
         pool, first, full = self.pool, blocks.num_registered, min(blocks.num_tokens, len(tokens)) // self.block_size
         if not pool.enable_prefix_caching or full <= first or blocks.on_host:
             return
         blocks.num_registered = full
         digests = blocks.chain.digests_of(full, tokens)
         for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
+            if isinstance(self.windows[group], State):
+                continue
             indexes = range(max(first, start), full)
             new = [index for index in indexes if pool.register(table[index], key_of(digests[index], group))]
             if new and self.events is not None:
                 self.events.stored(blocks.chain, group, new, tokens)
+
+    def _register_states(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
+        """Those at the ends of blocks. One that is to stay found stays; else it is found until a later one is."""
+        full = min(blocks.settled, len(tokens)) // self.block_size
+        first, blocks.states_registered = blocks.states_registered, max(full, blocks.states_registered)
+        if not self.pool.enable_prefix_caching or full <= first or blocks.on_host:
+            return
+        digests = blocks.chain.digests_of(full, tokens)
+        for group, state in self._states:
+            table = blocks.tables[group]
+            for index in range(max(first, blocks.starts[group]), full):
+                key, end = key_of(digests[index], group), (index + 1) * self.block_size
+                if table[index] == NO_BLOCK or not self.pool.register(table[index], key):
+                    continue
+                if self.events is not None:
+                    self.events.stored(blocks.chain, group, [index], tokens)
+                if blocks.passing is not None:
+                    self.pool.forget(blocks.passing)
+                blocks.passing = None if end in blocks.borders or end % state.every == 0 else key
 
     def landed(self, blocks: SequenceBlocks, tokens: Tokens[int], pages: dict[bytes, int]) -> None:
         """Blocks of the host tier, by what they are found by from now on, hold parts of the sequence's tokens;
@@ -350,6 +371,8 @@ class KVCache:
         blocks.starts = [0] * self.num_groups
         blocks.on_host = False
         blocks.num_tokens = blocks.num_registered = blocks.quiet_until = blocks.unsure = 0
+        blocks.settled = blocks.states_registered = 0
+        blocks.passing = None
 
     def forget(self, blocks: SequenceBlocks, first: int) -> None:
         """Nothing that this sequence computed, its blocks from entry `first` on, is found again: that KV is not to be

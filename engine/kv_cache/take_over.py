@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import Growth, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import Growth, SequenceBlocks
 
 
 def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Growth:
@@ -32,12 +33,17 @@ def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Gr
         _exchange(kv, blocks, source, common, full if keeps_last else None)
         blocks.chain.become(source.chain, common, full)
     blocks.num_tokens, blocks.num_registered = source.num_tokens, source.num_registered
+    blocks.settled, blocks.states_registered = source.settled, source.states_registered
+    blocks.borders, blocks.passing = source.borders, None
     blocks.quiet_until = source.quiet_until
     blocks.counted = True
     if not keeps_last:
         return Growth(common, [table[common:] for table in blocks.tables], [])
     changed = [table[common:] for table in blocks.tables] if common < full else []
-    return Growth(common, changed, [(new[full], own[full]) for own, new in zip(blocks.tables, source.tables)])
+    copies: list[tuple[int, int]] = []
+    for own, new in zip(blocks.tables, source.tables):
+        copies += zip(kv.pool.blocks_of(new[full]), kv.pool.blocks_of(own[full]), strict=True)
+    return Growth(common, changed, copies)
 
 
 def _take_last_full(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks, full: int) -> Growth | None:

@@ -7,8 +7,8 @@ import time
 
 from engine.config import SchedulerConfig
 from engine.errors import EngineError
-from engine.kv_cache.kv_cache import NO_GROWTH
 from engine.kv_cache.prefix import PrefixHit
+from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.placement import Placement

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.leases import Leases
 from engine.kv_cache.pins import Pins
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.failures import Failures
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import is_twin, start_of

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
 from engine.grammars.interface import Grammars
-from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.leases import Leases
+from engine.kv_cache.sequence_blocks import Growth
 from engine.kv_transfer.interface import Connector, LeaseEnded, News
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals

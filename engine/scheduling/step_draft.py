@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kv_cache.host_tier import Transfers
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.steps_in_flight import PlannedStep

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.prefix import is_on_host
+from engine.kv_cache.sequence_blocks import Growth
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
 from engine.kv_cache.take_over import take_over
 
