@@ -17,6 +17,7 @@ from entrypoints.options import (
     add_model,
     count,
     engine_args,
+    json_object,
     refuse_without_effect,
 )
 from entrypoints.start import INTERRUPTED, interrupts_raise
@@ -99,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--vocab-size", type=int, default=10000, help="random ids are drawn below this")
     serve.add_argument("--seed", type=int, default=0)
     serve.add_argument("--timeout", type=float, default=900.0)
-    serve.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
+    serve.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request")
     _shape_options(serve, input_len=128, output_len=64)
     _many_options(serve)
     serve.set_defaults(parser=serve)

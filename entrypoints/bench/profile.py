@@ -16,6 +16,7 @@ from entrypoints.options import (
     count,
     counts,
     engine_args,
+    json_object,
     refuse_without_effect,
 )
 
@@ -30,13 +31,6 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _fields(text: str) -> dict[str, object]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value
-
-
 def add_command(commands: argparse._SubParsersAction[FlexibleArgumentParser]) -> None:
     profile = commands.add_parser("profile", help="where a step's time goes, beside the machine's floor")
     add_model(profile)
@@ -48,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[FlexibleArgumentParser]) ->
     profile.add_argument("--reps", type=count, default=5, help="prompts that are timed, of each kind")
     profile.add_argument("--workload-reps", type=count, default=1, help="runs of a workload, of each kind")
     profile.add_argument(
-        "--sampling", type=_fields, default={}, metavar="JSON", help="sampling parameters, as '{\"top_k\": 50}'"
+        "--sampling", type=json_object, default={}, metavar="JSON", help="sampling parameters, as '{\"top_k\": 50}'"
     )
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     profile.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF); needs matplotlib")
