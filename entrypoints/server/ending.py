@@ -110,3 +110,8 @@ def signals_are_uvicorns() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

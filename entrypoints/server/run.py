@@ -32,7 +32,7 @@ from entrypoints.server.app import create_app
 from entrypoints.server.before_start import check_options
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
-from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns
+from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns, url_of
 from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
@@ -64,11 +64,6 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """As `asyncio.run`, on uvloop: a streamed token costs the front end about half as much."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Server(EndingServer):
