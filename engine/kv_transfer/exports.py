@@ -215,7 +215,7 @@ class Exports:
         if memory is None or ask.engine_id != self.engine_id:
             raise RefusedError("this engine was started later: what it had then is gone")
         if unlike := differences(memory.layout, ask.layout):
-            raise RefusedError(f"start both engines with the same settings, where it is: {unlike} here")
+            raise RefusedError(f"this prefill server and the decode server differ: {unlike}")
         if ask.nixl and self._nixl is None:
             raise RefusedError("no NIXL here: give both engines the same kv_connector_extra_config, or neither")
         if len(descriptors) != (local and not ask.nixl):

@@ -125,7 +125,8 @@ class Watch:
         for found in await asyncio.gather(*looks, return_exceptions=True):
             if isinstance(found, Exception):
                 logger.error("a server could not be looked at", exc_info=found)
-        reasons = {why_not(prefill, decode) for prefill in self._prefill.all for decode in self._decode.all} - {None}
+        pairs = (why_not(prefill, decode) for prefill in self._prefill.all for decode in self._decode.all)
+        reasons = {reason for reason in pairs if reason is not None}
         for reason in sorted(reasons - self._told):
             logger.warning("no pages move, and decode servers compute prompts: %s", reason)
         self._told = reasons

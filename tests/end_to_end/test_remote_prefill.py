@@ -112,8 +112,8 @@ def test_other_weights_or_blocks_are_told_apart_and_the_prompt_is_computed(
     source = engine(tmp_path / "one", "kv_producer")
     prompt = [random.Random(1).randrange(3, 90) for _ in range(100)]
     for path, block_size, differs in (
-        ("other", 16, "it is: weights [0-9a-f]{16} and [0-9a-f]{16} here$"),
-        ("one", 32, "it is: block_size 16 and 32 here$"),
+        ("other", 16, "differ: weights [0-9a-f]{16} and [0-9a-f]{16}$"),
+        ("one", 32, "differ: block_size 16 and 32$"),
     ):
         params = generate(source, prompt, with_transfer(GREEDY, ASKED, max_tokens=1)).kv_transfer_params
         target = engine(tmp_path / path, "kv_consumer", block_size=block_size)

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(source: Source, transport:
     reasons = {
         "lease": "no such",
         "engine": "later",
-        "layout": "where it is: block_size 16 and 32 here",
+        "layout": "differ: block_size 16 and 32",
         "page": "another prompt",
     }
     with pytest.raises(TransferError, match=reasons.get(wrong, "no such lease|refused")):
