@@ -54,7 +54,7 @@ def eplb_of(args: EngineArgs) -> EplbConfig | None:
     if not args.enable_expert_parallel or args.data_parallel_size == 1:
         raise ConfigError(
             "enable_eplb: experts move between the replicas of data_parallel_size with enable_expert_parallel, and "
-            "nowhere else; set both, or use expert_placement"
+            "nowhere else; set both, or leave it out"
         )
     config = read_setting("eplb_config", args.eplb_config, EplbConfig)
     if config.num_redundant_experts:
@@ -62,7 +62,7 @@ def eplb_of(args: EngineArgs) -> EplbConfig | None:
             f"eplb_config: num_redundant_experts ({config.num_redundant_experts}): each expert is in one replica; "
             "leave it out"
         )
-    if not 1 <= config.window_size <= config.step_interval:
+    if config.window_size > config.step_interval:
         raise ConfigError(
             f"eplb_config: window_size ({config.window_size}) must be in [1, step_interval], and step_interval is "
             f"{config.step_interval}"
