@@ -125,11 +125,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         ),
     ] = None
     swap_space: Annotated[
-        int | str,
+        int | str | None,
         _about(
             "host memory for KV blocks of preempted sequences and of prefixes that the device evicts, as 4GiB", **_SIZE
         ),
-    ] = 0
+    ] = None
     preemption: Annotated[
         Preemption, _about("how a preempted sequence comes back; auto: what costs less here, as far as there is room")
     ] = "auto"

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.given_settings import read_setting
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.stages import Stage, check_stages, part_of
@@ -55,10 +56,7 @@ def eplb_of(args: EngineArgs) -> EplbConfig | None:
             "enable_eplb: experts move between the replicas of data_parallel_size with enable_expert_parallel, and "
             "nowhere else; set both, or leave it out"
         )
-    try:
-        config = msgspec.convert(args.eplb_config, EplbConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"eplb_config: {error}; it may have window_size, step_interval, log_balancedness") from None
+    config = read_setting("eplb_config", args.eplb_config, EplbConfig)
     if config.num_redundant_experts:
         raise ConfigError(
             f"eplb_config: num_redundant_experts ({config.num_redundant_experts}): each expert is in one replica; "
