@@ -108,6 +108,8 @@ class SamplingFields(StructuredFields, Body):
             raise refusal("stream_options", "stream_options is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("prompt_logprobs", "prompt_logprobs are only given when stream is false")
+        if self.stream and (self.kv_transfer_params or {}).get("do_remote_decode"):
+            raise refusal("stream", "what do_remote_decode hands over comes with a whole answer: stream must be false")
         return self
 
     def sampling_params(
