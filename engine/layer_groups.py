@@ -28,13 +28,13 @@ _GROUP_COST = 0.01
 """what one group more costs in every step (tables, attention metadata), in parts of the KV memory"""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, tag=True):
     """A query at position p sees keys in [p // tokens * tokens, p]."""
 
     tokens: int
 
 
-class State(msgspec.Struct, frozen=True):
+class State(msgspec.Struct, frozen=True, tag=True):
     """A query at position p needs what is kept behind position p - 1."""
 
     pages: int
@@ -75,6 +75,28 @@ def group_layers(kept: Sequence[Kept | None], max_model_len: int) -> tuple[Layer
     sizes = [0 if each is None else each.size for each in kept]
     pages = sorted({size for layers in kinds.values() for size in accumulate(sizes[layer] for layer in layers)})
     return _with_places(min((_cut(kinds, sizes, page) for page in pages), key=lambda cut: _cost(cut, sizes)), sizes)
+
+
+_STATE_ALIGNMENT = 64
+"""bytes, at which each layer's begins"""
+_FEWEST_BLOCKS, _STATE_SHARE = 32, 4
+
+
+def state_starts(sizes: Sequence[int]) -> list[int]:
+    """At which byte of a state each layer's part begins, of as many bytes; and where the last one ends."""
+    return [0, *accumulate(-(-size // _STATE_ALIGNMENT) * _STATE_ALIGNMENT for size in sizes)]
+
+
+def with_states(
+    groups: Sequence[LayerGroup], sizes: Sequence[int], page_bytes: int, block_size: int
+) -> tuple[LayerGroup, ...]:
+    """And the group of those layers that keep states, of as many bytes, if there are any. What stays of long sequences
+    for the prefix cache takes a quarter of their keys and values at most."""
+    if not sizes:
+        return tuple(groups)
+    pages = -(-state_starts(sizes)[-1] // page_bytes)
+    blocks = max(_FEWEST_BLOCKS, -(-_STATE_SHARE * pages // len(groups)))
+    return (*groups, LayerGroup((), State(pages, blocks * block_size)))
 
 
 def full_group(groups: Sequence[LayerGroup]) -> int:

@@ -57,7 +57,7 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import check_library, crowded, facts_of_one, parallel_of, placed
+from engine.parallel_settings import check_model, crowded, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
@@ -103,6 +103,7 @@ def resolve(
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
         ranks=parallel.kv_copies,
         stages=stage_layers(model.spec, parallel.pipeline),
+        model_dtype=dtype,
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)
@@ -154,7 +155,7 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
     config = resolve(args, description, machine, None if draft is None else draft.facts)
-    check_library(config, description)
+    check_model(config, description)
     config = placed(config, args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)

@@ -20,6 +20,7 @@ from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier, Transfers
 from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host
 from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
+from engine.kv_cache.states import States
 from engine.layer_groups import State, Window, first_kept, kept_until, most_blocks, pages_of
 
 
@@ -67,9 +68,7 @@ class KVCache:
         self.slides = any(window is not None for window in windows)
         """some group keeps only a window"""
         self._sizes = [pages_of(window) for window in windows]
-        self._states = [(group, each) for group, each in enumerate(windows) if isinstance(each, State)]
-        self._bundles: list[list[int]] = []
-        self._uncleaned: set[int] = set()
+        self.states = States(self.pool, self.events, windows, block_size)
         self._max_query_len = max_query_len
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -108,7 +107,7 @@ class KVCache:
         """What the sequence may still take from the pool until ``num_tokens`` tokens are computed."""
         new = max(-(-num_tokens // self.block_size) - blocks.num_blocks, 0)
         held = [blocks.num_blocks - start for start in blocks.starts]
-        for group, _ in self._states:
+        for group, _ in self.states.groups:
             held[group] -= blocks.tables[group][blocks.starts[group] :].count(NO_BLOCK)
         most = [self._most(num_tokens, window) for window in self.windows]
         sizes = zip(most, held, self._sizes, strict=True)
@@ -154,7 +153,7 @@ class KVCache:
         for _, _, block in entries:
             host.pool.acquire(block)
         for table, index, block in entries:
-            table[index] = self.take_as(host.pool, block)
+            table[index] = self.states.take_as(host.pool, block)
             host.load(block, self.pool.blocks_of(table[index]))
             self.find_as(table[index], host.pool.key_of(block))
             host.pool.release(block)
@@ -181,7 +180,7 @@ class KVCache:
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
             copied = self._shared_ends(blocks)
-        kept = {group: self._borders(blocks, state, have, new_entries) for group, state in self._states}
+        kept = {group: self.states.kept(blocks, state, have, new_entries) for group, state in self.states.groups}
         need = new_entries * (len(tables) - len(kept)) + sum(pool.size_of(table[-1]) for table in copied)
         need += sum(self._sizes[group] * sum(entries) for group, entries in kept.items())
         if need > pool.num_free:
@@ -189,55 +188,19 @@ class KVCache:
         blocks.settled, blocks.num_tokens = blocks.num_tokens, max(blocks.num_tokens, upto_tokens)
         copies: list[tuple[int, int]] = []
         for table in copied:
-            source, table[-1] = table[-1], self.take_as(pool, table[-1])
+            source, table[-1] = table[-1], self.states.take_as(pool, table[-1])
             copies.extend(zip(pool.blocks_of(source), pool.blocks_of(table[-1]), strict=True))
             pool.release(source)
         for group, table in enumerate(tables):
             if group in kept:
-                table.extend(self._take_bundle(self._sizes[group]) if each else NO_BLOCK for each in kept[group])
+                table.extend(self.states.take_bundle(self._sizes[group]) if each else NO_BLOCK for each in kept[group])
             else:
-                table.extend(self._take() for _ in range(new_entries))
+                table.extend(self.states.take_block() for _ in range(new_entries))
         blocks.quiet_until = self._quiet_until(blocks) if self.slides else (have + new_entries) * size
         start = have - 1 if copies else have
         if start == have + new_entries:
             return NO_GROWTH
         return Growth(start, [table[start:] for table in tables], copies)
-
-    def _borders(self, blocks: SequenceBlocks, state: State, have: int, new_entries: int) -> list[bool]:
-        """Of the next entries, which hold a state: the last one, and those at whose end one is wanted."""
-        ends = range((have + 1) * self.block_size, (have + new_entries) * self.block_size, self.block_size)
-        wanted = [end in blocks.borders or end % state.every == 0 for end in ends]
-        return [*wanted, True] if new_entries else []
-
-    def take_as(self, pool: BlockPool, first: int) -> int:
-        """A free block, or a bundle where that one of either tier's pool is one, held once, for a copy of that one."""
-        if pool.is_bundle(first):
-            return self._take_bundle(pool.size_of(first))
-        block = self.pool.allocate()
-        self.pool.unclean.discard(block)
-        self._uncleaned.discard(block)
-        return block
-
-    def _take(self) -> int:
-        pool = self.pool
-        block = pool.allocate()
-        if block in pool.unclean:
-            pool.unclean.discard(block)
-            self._uncleaned.add(block)
-        return block
-
-    def _take_bundle(self, size: int) -> int:
-        first = self.pool.allocate_bundle(size)
-        self._bundles.append(self.pool.blocks_of(first))
-        self._uncleaned.difference_update(self._bundles[-1])
-        return first
-
-    def take_bundles(self) -> tuple[list[list[int]], list[int]]:
-        """Since the last call: the blocks of each bundle that was taken, and the blocks taken for keys and values that
-        held a state before. They belong to the plan that is told now."""
-        bundles, uncleaned = self._bundles, self._uncleaned
-        self._bundles, self._uncleaned = [], set()
-        return bundles, sorted(uncleaned)
 
     def _shared_ends(self, blocks: SequenceBlocks) -> Tokens[list[int]]:
         """Tables whose last, partly filled block is not the sequence's alone."""
@@ -266,7 +229,7 @@ class KVCache:
         """Whether the source still has what the token after its first ``num_tokens`` sees: no window went past it."""
         count = -(-num_tokens // self.block_size)
         starts = self._starts(num_tokens)
-        if count and any(source.tables[group][count - 1] == NO_BLOCK for group, _ in self._states):
+        if count and any(source.tables[group][count - 1] == NO_BLOCK for group, _ in self.states.groups):
             return False
         return all(have <= need or need == count for have, need in zip(source.starts, starts, strict=True))
 
@@ -300,8 +263,8 @@ class KVCache:
         reads, and later steps come later on the device, so whoever finds the block reads it filled. A state is read
         before one is written: those that the latest planned step makes are registered by the next call.
         """
-        if self._states:
-            self._register_states(blocks, tokens)
+        if self.states.groups:
+            self.states.register(blocks, tokens)
         pool, first, full = self.pool, blocks.num_registered, min(blocks.num_tokens, len(tokens)) // self.block_size
         if not pool.enable_prefix_caching or full <= first or blocks.on_host:
             return
@@ -314,25 +277,6 @@ class KVCache:
             new = [index for index in indexes if pool.register(table[index], key_of(digests[index], group))]
             if new and self.events is not None:
                 self.events.stored(blocks.chain, group, new, tokens)
-
-    def _register_states(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
-        """Those at the ends of blocks. One that is to stay found stays; else it is found until a later one is."""
-        full = min(blocks.settled, len(tokens)) // self.block_size
-        first, blocks.states_registered = blocks.states_registered, max(full, blocks.states_registered)
-        if not self.pool.enable_prefix_caching or full <= first or blocks.on_host:
-            return
-        digests = blocks.chain.digests_of(full, tokens)
-        for group, state in self._states:
-            table = blocks.tables[group]
-            for index in range(max(first, blocks.starts[group]), full):
-                key, end = key_of(digests[index], group), (index + 1) * self.block_size
-                if table[index] == NO_BLOCK or not self.pool.register(table[index], key):
-                    continue
-                if self.events is not None:
-                    self.events.stored(blocks.chain, group, [index], tokens)
-                if blocks.passing is not None:
-                    self.pool.forget(blocks.passing)
-                blocks.passing = None if end in blocks.borders or end % state.every == 0 else key
 
     def landed(self, blocks: SequenceBlocks, tokens: Tokens[int], pages: dict[bytes, int]) -> None:
         """Blocks of the host tier, by what they are found by from now on, hold parts of the sequence's tokens;

@@ -96,7 +96,7 @@ def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> Non
         kv.pool.acquire(there)
     for block in found:
         if block not in at:
-            at[block] = kv.take_as(host.pool, block)
+            at[block] = kv.states.take_as(host.pool, block)
             host.load(block, kv.pool.blocks_of(at[block]))
             kv.find_as(at[block], host.pool.key_of(block))
     for blocks in group:

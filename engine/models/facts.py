@@ -31,6 +31,18 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.window if self.chunk is None else Chunk(self.chunk)
 
 
+class ConvFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer that keeps a state: a causal convolution of each channel over the last `taps` tokens, itself between
+    two gates (LFM2's)."""
+
+    channels: int
+    taps: int
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: the convolution's last inputs, in the model's dtype."""
+        return (self.taps - 1) * self.channels * dtype_bytes
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     vocab_size: int
@@ -40,6 +52,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of a token's last state, from which logits are made and prompts pooled"""
     layers: tuple[HeadsSpec, ...]
     """of every layer that attends"""
+    states: tuple[ConvFacts, ...] = ()
+    """of every layer that keeps a state"""
     intermediate_size: int
     """of the widest MLP"""
     mlp_values: int
@@ -65,6 +79,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             for layer in self.layers
         )
 
+    def state_sizes(self, dtype_bytes: int) -> list[int]:
+        """Bytes that each layer with a state keeps of a sequence; `dtype_bytes`: of a number of the model's."""
+        return [layer.state_bytes(dtype_bytes) for layer in self.states]
+
     @property
     def num_token_ids(self) -> int:
         """That tokens may come as."""
@@ -72,6 +90,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
+        """That attend."""
         return len(self.layers)
 
     @property

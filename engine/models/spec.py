@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.facts import ConvFacts, HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
@@ -77,9 +77,36 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_dim if self.shares is None else 0
 
     @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.qkv_size
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.q_size
+
+    @property
     def qkv_size(self) -> int:
         """Outputs of the one matrix that makes q, k and v."""
         return self.q_size + (1 if self.values == "normed_keys" else 2) * self.kv_size
+
+
+class ConvSpec(ConvFacts, frozen=True, kw_only=True):
+    """A mixer of tokens: one matrix makes b, c and x of each channel, and another brings c * conv(b * x) together."""
+
+    bias: bool = False
+    """of both matrices and of the convolution"""
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return 3 * self.channels
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.channels
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,11 +180,17 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
-    mixer: MixerSpec
+    mixer: MixerSpec | ConvSpec
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def attention(self) -> MixerSpec:
+        """Of a layer that attends."""
+        assert isinstance(self.mixer, MixerSpec)
+        return self.mixer
 
 
 class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +257,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
-        mixers = [hidden * (layer.mixer.qkv_size + layer.mixer.q_size) for layer in self.layers]
+        mixers = [hidden * (layer.mixer.first_size + layer.mixer.last_size) for layer in self.layers]
         given, tables = 0, 0
         if self.layer_inputs is not None:
             given = self.num_layers * self.layer_inputs.size
@@ -235,7 +268,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=self.vocab_size,
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
-            layers=tuple(layer.mixer for layer in self.layers),
+            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, MixerSpec)),
+            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, ConvSpec)),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
             + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),
@@ -266,7 +300,7 @@ def _values(layer: LayerSpec, hidden: int) -> int:
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
     """Of its matrices."""
-    mixer = spec.hidden_size * (layer.mixer.qkv_size + layer.mixer.q_size)
+    mixer = spec.hidden_size * (layer.mixer.first_size + layer.mixer.last_size)
     return mixer + _mlp_weights(layer, spec.hidden_size, all_experts=True)
 
 

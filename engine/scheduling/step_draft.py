@@ -113,9 +113,15 @@ class StepDraft:
         return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], masked)
 
     def plan(
-        self, step_id: int, step: PlannedStep, released: list[int], transfers: tuple[Transfers, Transfers]
+        self,
+        step_id: int,
+        step: PlannedStep,
+        released: list[int],
+        transfers: tuple[Transfers, Transfers],
+        bundles: tuple[list[list[int]], list[int]],
     ) -> StepPlan:
-        """`step`: of this draft. `transfers`: to the host tier, and from it."""
+        """`step`: of this draft. `transfers`: to the host tier, and from it. `bundles`: new ones, and blocks to
+        clean."""
         return StepPlan(
             step_id=step_id,
             rows=step.rows,
@@ -127,5 +133,7 @@ class StepDraft:
             block_copies=self._copies,
             swap_out=transfers[0],
             swap_in=transfers[1],
+            bundles=bundles[0],
+            cleaned=bundles[1],
             masked=step.masked,
         )

@@ -25,7 +25,7 @@ from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.models.sharding import Shard, shard_rows
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderSpec, MixerSpec
 from engine.models.stages import Stage, stage_rows
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
@@ -108,7 +108,8 @@ def _rows_of(spec: DecoderSpec, names: Callable[[DecoderSpec], dict[str, Rows]])
 def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     """Names of a checkpoint that are not read. Layers that read others' keys may have been trained with their own."""
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
-    sharing = [str(index) for index, layer in enumerate(spec.layers) if layer.mixer.shares is not None]
+    mixers = enumerate(layer.mixer for layer in spec.layers)
+    sharing = [str(index) for index, mixer in mixers if isinstance(mixer, MixerSpec) and mixer.shares is not None]
     if sharing:
         theirs = r"(self_attn\.(k_proj|v_proj|k_norm|v_norm)|attn_(k|v|k_norm))"
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")

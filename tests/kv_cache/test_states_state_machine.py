@@ -80,7 +80,7 @@ class States(RuleBasedStateMachine):
 
     def tell(self) -> None:
         """The plan is applied, and its step computed."""
-        bundles, uncleaned = self.kv.take_bundles()
+        bundles, uncleaned = self.kv.states.told()
         out, into = self.kv.take_transfers()
         self.parts |= {blocks[0]: blocks for blocks in bundles}
         for source, there in out:
@@ -215,7 +215,7 @@ class States(RuleBasedStateMachine):
         growth = take_over(self.kv, seq.blocks, source.blocks)
         self.copies += growth.copies
         self.done["take over"] += 1
-        seq.tokens, seq.computed = source.tokens[: source.computed] + [1], source.computed
+        seq.tokens, seq.computed = [*source.tokens[: source.computed], 1], source.computed
         self.append_to(seq)
         self.tell()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.families.rows import ExpertNames, Rows, Stored, linears
-from engine.models.spec import DecoderSpec, ExpertsSpec, MixerSpec, MlpSpec
+from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, MixerSpec, MlpSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -41,6 +41,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     norms: tuple[tuple[str, str], ...] | None = None
     """with the decoder's name of each; None: Llama's, Gemma's or OLMo 2's, by their placement"""
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    """of layers that keep a convolution's inputs"""
     qkv_stored: Stored = "as it is"
     norms_stored: Stored = "as it is"
     experts: ExpertNames = ExpertNames()
@@ -72,7 +74,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         """Of one layer: names that begin with `source` in the checkpoint, `target` in the module."""
         layer_spec, hidden = spec.layers[layer], spec.hidden_size
         mixer = layer_spec.mixer
-        rows = self._attention(spec, mixer, source, target)
+        rows = self._mixer(spec, mixer, source, target)
         if layer_spec.mlp is not None:
             shared = layer_spec.experts is not None
             *first, down = self.experts.shared if shared else (*self.gate_up, self.down)
@@ -99,7 +101,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             )
             if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
-        if mixer.qk_norm is not None and mixer.qk_weights:
+        if isinstance(mixer, MixerSpec) and mixer.qk_norm is not None and mixer.qk_weights:
             is_row = mixer.qk_norm == "row"
             widths = (mixer.q_size, mixer.kv_size) if is_row else (mixer.head_dim, mixer.head_dim)
             for name, parameter, width in zip(self.qk_norms, ("q_norm", "k_norm"), widths, strict=True):
@@ -108,7 +110,12 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", width)
         return rows
 
-    def _attention(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str) -> dict[str, Rows]:
+    def _mixer(self, spec: DecoderSpec, mixer: MixerSpec | ConvSpec, source: str, target: str) -> dict[str, Rows]:
+        if isinstance(mixer, ConvSpec):
+            first, conv, last = self.conv
+            rows = linears(source, (first,), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
+            rows |= linears(source, (conv,), f"{target}.conv", [mixer.channels], mixer.bias)
+            return rows | linears(source, (last,), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
         sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
         rows = self._qkv(spec, mixer, source, f"{target}.qkv_proj", sizes)
         rows |= linears(source, (self.o,), f"{target}.o_proj", [spec.hidden_size], mixer.o_bias)
