@@ -197,6 +197,8 @@ class KVCache:
             else:
                 table.extend(self.states.take_block() for _ in range(new_entries))
         blocks.quiet_until = self._quiet_until(blocks) if self.slides else (have + new_entries) * size
+        if kept and new_entries:
+            blocks.quiet_until = blocks.num_tokens  # for the next append registers them
         start = have - 1 if copies else have
         if start == have + new_entries:
             return NO_GROWTH
@@ -216,6 +218,8 @@ class KVCache:
     def _give_back(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
         starts = self._starts(blocks.num_tokens - blocks.unsure)
+        for group, _ in self.states.groups:  # what a step has made is still to be registered
+            starts[group] = max(min(starts[group], blocks.states_registered), blocks.starts[group])
         for table, old, new in zip(blocks.tables, blocks.starts, starts, strict=True):
             for block in table[old:new]:
                 self.pool.release(block)

@@ -67,6 +67,10 @@ class States:
         self._bundles, self._uncleaned = [], set()
         return bundles, sorted(uncleaned)
 
+    def settle(self, blocks: SequenceBlocks) -> None:
+        """No step that is being planned computes anything of it."""
+        blocks.settled = blocks.num_tokens
+
     def register(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
         """Those at the ends of blocks. One that is to stay found stays; else it is found until a later one is."""
         full = min(blocks.settled, len(tokens)) // self._block_size

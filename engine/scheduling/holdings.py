@@ -82,6 +82,7 @@ class Holdings:
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 with self.failures.isolate(seq):
+                    self.kv.states.settle(seq.blocks)
                     self.make_findable(seq)
                     self.kv.free(seq.blocks)
         if latest.group is not None:
@@ -188,6 +189,7 @@ class Holdings:
         if before is Status.RUNNING:
             self.rows.leave(seq)
             if findable:
+                self.kv.states.settle(seq.blocks)
                 self.make_findable(seq)
         elif before is Status.WAITING:
             self.waiting.discard()

@@ -23,7 +23,7 @@ class Placement:
         computed, unsure = int(rows.computed[seq.row]), int(rows.unsure[seq.row])
         samples = rows.advance(seq, query_len)
         draft.add(seq, ScheduledRow(seq.row, computed, query_len, samples, unsure), may_fork)
-        if growth is not NO_GROWTH or query_len > 1:
+        if growth is not NO_GROWTH or query_len > 1 or self._kv.states.groups:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq.pin, seq.blocks, seq.prompt_len, computed + query_len)
