@@ -49,9 +49,29 @@ class DenseAttention:
         out.copy_(torch.einsum("hqk,khd->qhd", weights, values.float()))
 
 
+class DenseStates:
+    """Keeps all inputs of each layer's convolution, for `Decoder.set_mixing`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.weights = model.convolutions
+        self.inputs = [torch.zeros(weight.size(2) - 1, weight.size(0)) for weight, _ in self.weights]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+        weight, bias = self.weights[layer]
+        b, c, given = x.chunk(3, dim=1)
+        self.inputs[layer] = torch.cat((self.inputs[layer], b * given))
+        recent = self.inputs[layer][-(len(x) + weight.size(2) - 1) :]
+        out.copy_(c * torch.conv1d(recent.T[None], weight, bias, groups=len(weight))[0].T)
+
+
+def _bind(model: Decoder) -> None:
+    model.set_attention(DenseAttention(model.spec, model.sinks))
+    model.set_mixing(DenseStates(model))
+
+
 def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]; the prompt is fed in pieces of the given sizes, then the rest at once."""
-    model.set_attention(DenseAttention(model.spec, model.sinks))
+    _bind(model)
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         parts.append(model.compute_logits(model(ids[at : at + size], torch.arange(at, at + size))))
@@ -60,7 +80,7 @@ def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()
 
 
 def greedy(model: Decoder, prompt: list[int], num_tokens: int) -> list[int]:
-    model.set_attention(DenseAttention(model.spec, model.sinks))
+    _bind(model)
     ids, at, tokens = prompt, 0, []
     for _ in range(num_tokens):
         hidden = model(torch.tensor(ids), torch.arange(at, at + len(ids)))

@@ -24,6 +24,7 @@ from transformers import (
     GraniteConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -290,11 +291,24 @@ CASES: dict[str, Any] = {
 CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
 MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
 
+STATEFUL: dict[str, Any] = {
+    "lfm2": lambda: Lfm2Config(**DEEP, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
+    "lfm2_biases_untied": lambda: Lfm2Config(
+        **SHAPE,
+        full_attn_idxs=[1],
+        conv_bias=True,
+        conv_L_cache=5,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    ),
+}
+"""of layers that keep states"""
+
 
 def make_model(case: str) -> PreTrainedModel:
     """In float32, eager attention; biases and norm weights are random too, so that a forgotten one shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CASES[case](), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config((CASES | STATEFUL)[case](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
