@@ -195,8 +195,10 @@ def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len:
     them sees.
     """
     blocks = -(-num_tokens // block_size)
-    if isinstance(window, State):  # before a step, behind it, behind the prompt's last block, and on the way
-        return min(blocks, 3 + (max_query_len or num_tokens) // window.every) * window.pages
+    if isinstance(window, State):
+        # Before the last step, behind it and the next one, behind the prompt's last block, and on the way in two steps.
+        on_the_way = 2 * min(-(-(max_query_len or num_tokens) // window.every), num_tokens // window.every)
+        return min(blocks, 4 + on_the_way) * window.pages
     if window is None or max_query_len is None:
         return blocks
     return min(blocks, -(-(int(_most_seen(window)) - 1 + max_query_len) // block_size) + 1)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
+from states_on_device import StatesOnDevice
 from toy_grammars import VOCAB, allowed, length_of
 
 from engine.beam_search import BeamSearch, Hypothesis
 from engine.core.wire import BeamParams
-from engine.layer_groups import first_kept
+from engine.layer_groups import State, Window, first_kept
 from engine.step import (
     Pooling,
     RowLogprobs,
@@ -139,7 +140,7 @@ class ReplayingExecutor:
         num_rows: int,
         budget: int,
         max_model_len: int,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[Window] = (None,),
         num_host_blocks: int = 0,
         max_sampled: int = 1000,
         pads: bool = False,
@@ -158,6 +159,7 @@ class ReplayingExecutor:
         self.some_failed = False
         """requests have ended amid planning: their rows are not told everything, and not in the step either"""
         self.expected_step = 0
+        self.states = StatesOnDevice(windows, block_size)
 
     def submit(self, plan: StepPlan) -> None:
         told, plan = plan, decode_plan(encode_step(plan))
@@ -188,6 +190,11 @@ class ReplayingExecutor:
             state.next_position, state.end = row.computed, row.computed + row.query_len
         for row in rows:
             self._write(row, rows)
+        for row in reversed(rows) if plan.step_id % 2 else rows:
+            state = self.rows[row.row]
+            self.states.mix(
+                self.slots, state.tables, row, digests([state.tokens[at] for at in range(row.computed + row.query_len)])
+            )
         tokens, prompt_logprobs, logprobs, pooled, faults = [], {}, {}, [], []
         counts, drafted = [], []
         for index, row in enumerate(rows):
@@ -322,12 +329,15 @@ class ReplayingExecutor:
         for new in plan.added:  # where a row begins that is not computed in this step: behind whole blocks
             state = self.rows[new.row]
             state.next_position = state.end = len(state.tables[0]) * self.block_size
+        self.states.bundles |= {blocks[0]: blocks for blocks in plan.bundles}
         for source, destination in plan.swap_out:
             self.host_slots[destination] = list(self.slots[source])
         for source, destination in plan.swap_in:
             self.slots[destination] = list(self.host_slots[source])
         for source, destination in plan.block_copies:
             self.slots[destination] = list(self.slots[source])
+        for block in plan.cleaned:
+            self.slots[block] = [None] * self.block_size
 
     def _write(self, row: ScheduledRow, rows: list[ScheduledRow]) -> None:
         state = self.rows[row.row]
@@ -340,7 +350,8 @@ class ReplayingExecutor:
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
         planned = {other.row for other in rows}
         known = digests([state.tokens[position] for position in range(end)])
-        for group, position in product(range(len(self.windows)), range(row.computed, end)):
+        keeps = [group for group, window in enumerate(self.windows) if not isinstance(window, State)]
+        for group, position in product(keeps, range(row.computed, end)):
             index, offset = divmod(position, self.block_size)
             block = state.tables[group][index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
@@ -351,6 +362,7 @@ class ReplayingExecutor:
             readers = [other for number, other in self.rows.items() if number not in forks | away]
             shared = sum(block in self._seen(other) for other in readers) > 1
             assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
+            assert len(self.slots[block]) == self.block_size, "keys and values lie over what is left of a state"
             self.slots[block][offset] = known[position]
 
     def _seen(self, state: _Row) -> list[int]:
@@ -366,6 +378,8 @@ class ReplayingExecutor:
         end = row.computed + row.query_len
         known = digests([state.tokens[position] for position in range(end)])
         for table, window in zip(state.tables, self.windows, strict=True):
+            if isinstance(window, State):
+                continue
             for position in range(first_kept(row.computed - (row.query_len == 0), window), end):
                 slot = self.slots[table[position // self.block_size]][position % self.block_size]
                 assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
