@@ -202,7 +202,8 @@ class Loop:
         scheduler, stats = self.scheduler, self.scheduler.stats()
         assert stats.kv_blocks_used == stats.running == stats.waiting == 0
         assert all(count == 0 for count in self.kv.pool.ref_counts)
-        assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
+        free = sum(map(self.kv.pool.size_of, self.kv.pool.free_blocks()))
+        assert free == self.kv.pool.num_free == self.kv.pool.num_blocks
         self.kv.take_transfers()
         assert self.kv.host is None or self.kv.host.pool.num_used == 0
         assert sorted(scheduler._rows.free) == list(range(self.executor.num_rows))
