@@ -19,8 +19,9 @@ make_venv() {
   local extras=$1 spec stamp
   spec="$root${extras:+[$extras]}"
   [[ -x $python ]] || "$(find_python)" -m venv "$venv"
-  stamp=$venv/.installed-$(echo "$extras" | tr , -)-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)
-  [[ -e $stamp ]] && return
+  stamp=$venv/.installed-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)-$(echo "$extras" | tr , -)
+  # What was installed with extras has all that is installed without them.
+  compgen -G "$stamp*" >/dev/null && return
   # Without a GPU the CPU build of torch is enough; the default wheel brings gigabytes of CUDA libraries.
   if ! "$python" -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null 2>&1; then
     "$python" -m pip install -q 'torch==2.13.0+cpu' 2>/dev/null ||
