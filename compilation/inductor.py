@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from compilation.behind import check_stop
-from compilation.errors import CompileError
+from compilation.errors import CompileError, in_short
 from compilation.interface import PieceFunction
 from compilation.split import Piece, storage_of
 from compilation.trace import value_of
@@ -75,21 +75,27 @@ def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]
     return options
 
 
-def compile_piece(piece: Piece, options: dict[str, object], artifact: Path, largest: int | None) -> PieceFunction:
+def compile_piece(
+    piece: Piece,
+    options: dict[str, object],
+    artifact: Path,
+    largest: int | None,
+    stop: threading.Event | None = None,
+) -> PieceFunction:
     """Compile for up to `largest` tokens (None: any number) and save to `artifact`. Raises CompileError with Inductor's
-    reason."""
-    compiled = None if largest is None else _compile_bounded(piece, options, largest)
+    reason, unless that is because of `stop`."""
+    compiled = None if largest is None else _compile_bounded(piece, options, largest, stop)
     try:
         if compiled is None:
             compiled = _compile(piece.module, options)
         compiled.save(path=str(artifact))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CompileError(f"Inductor cannot compile a piece; use mode none. {reason}") from error
+        check_stop(stop)  # its compiler was ended
+        raise CompileError(f"Inductor cannot compile a piece; use mode none. {in_short(error)}") from error
     return _boxed(compiled)
 
 
-def _compile_bounded(piece: Piece, options: dict[str, object], largest: int) -> Any:
+def _compile_bounded(piece: Piece, options: dict[str, object], largest: int, stop: threading.Event | None) -> Any:
     """None where that is not possible: code for any number of tokens is slower, but serves."""
     from compilation.bounded import Bounded
 
@@ -97,7 +103,8 @@ def _compile_bounded(piece: Piece, options: dict[str, object], largest: int) -> 
     try:
         compiled = _compile(bounded.module, options)
     except Exception as error:
-        log.warning("a piece is compiled without a bound of tokens: %s: %s", type(error).__name__, error)
+        check_stop(stop)
+        log.warning("a piece is compiled without a bound of tokens: %s", in_short(error))
         return None
     if not bounded.holds():
         log.warning("a piece is compiled without a bound of tokens: its code would not serve all up to %d", largest)
@@ -124,7 +131,9 @@ def load_piece(artifact: Path, options: dict[str, object], stop: threading.Event
             return _boxed(CompiledArtifact.load(path=str(artifact)))
     except Exception as error:
         check_stop(stop)  # its compiler was ended
-        log.warning("compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, error)
+        log.warning(
+            "compiled piece %s cannot be loaded and is compiled again: %s", artifact.parent.name, in_short(error)
+        )
         return None
 
 

@@ -130,7 +130,7 @@ class _Builder:
 
     def _compile(self, piece: Piece, material: KeyMaterial) -> PieceFunction:
         path = self._store.discard(material)
-        function = compile_piece(piece, self._options, path / _ARTIFACT, self._bound)
+        function = compile_piece(piece, self._options, path / _ARTIFACT, self._bound, self._stop)
         self._store.publish(material)
         self.compiled += 1
         return function

@@ -57,7 +57,7 @@ def json_object(text: str) -> dict[str, object]:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
-            f"cannot read {text[:100]!r} as a JSON object; write for example '{{\"name\": 1}}'"
+            f"cannot read {text[:100]!r} as a JSON object; write it as '{{\"FIELD\": VALUE}}'"
         )
     return value
 

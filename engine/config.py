@@ -125,11 +125,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         ),
     ] = None
     swap_space: Annotated[
-        int | str,
+        int | str | None,
         _about(
             "host memory for KV blocks of preempted sequences and of prefixes that the device evicts, as 4GiB", **_SIZE
         ),
-    ] = 0
+    ] = None
     preemption: Annotated[
         Preemption, _about("how a preempted sequence comes back; auto: what costs less here, as far as there is room")
     ] = "auto"
@@ -163,10 +163,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         ),
     ] = "mp"
     ray_placement_strategy: Annotated[
-        RayPlacement | None,
-        _about(
-            "how ranks are dealt out to the nodes of a Ray cluster (of distributed_executor_backend ray); default: PACK"
-        ),
+        RayPlacement | None, _about("how ranks are dealt out to the nodes of a Ray cluster; default: PACK")
     ] = None
     distributed_timeout_seconds: Annotated[
         float | None, _about("how long ranks that ray or torchrun starts may take to join; default: 300")
@@ -175,8 +172,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         bool, _about("each rank, or each replica, has some of a mixture's experts, whole, and computes them for all")
     ] = False
     expert_placement: Annotated[str | None, _about("who has which expert: a file of tools/place_experts.py")] = None
-    enable_eplb: Annotated[bool, _about("experts move between replicas, so that each has as much to do")] = False
-    eplb_config: Annotated[dict[str, object], _about("when: window_size, step_interval, in steps")] = {}
+    enable_eplb: Annotated[
+        bool,
+        _about("experts move between replicas (data_parallel_size, enable_expert_parallel): each has as much to do"),
+    ] = False
+    eplb_config: Annotated[
+        dict[str, object], _about("""when, in steps, as '{"window_size": 1000, "step_interval": 3000}'""")
+    ] = {}
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -49,7 +49,7 @@ def launch_of(variables: Mapping[str, str]) -> Launch:
     if missing := [name for name in _NEEDED if name not in variables]:
         raise ConfigError(
             "distributed_executor_backend='external_launcher' is for programs that torchrun starts: "
-            f"{', '.join(missing)} is not set"
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         )
     try:
         rank, size, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -67,13 +67,14 @@ def launch_of(variables: Mapping[str, str]) -> Launch:
 class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How experts move while they serve; vLLM's names. Steps are those of all replicas together."""
 
-    window_size: int = 1000
-    """steps before a new placement in which tokens are counted for it"""
-    step_interval: int = 3000
+    window_size: Annotated[int, msgspec.Meta(ge=1)] = 1000
+    """steps before a new placement in which tokens are counted for it; at most `step_interval`"""
+    step_interval: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3000
     """steps from one placement to the next"""
     log_balancedness: bool = False
     """tell how even the work of each window was"""
     num_redundant_experts: int = 0
+    """0: each expert is in one replica"""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

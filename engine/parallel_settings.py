@@ -9,6 +9,7 @@ import msgspec
 
 from engine.config import EngineArgs, EngineConfig
 from engine.errors import ConfigError, UnsupportedModelError
+from engine.given_settings import read_setting
 from engine.models.placement import ExpertPlacement, read_placement
 from engine.models.sharding import Shard, check_divided, check_experts_divided, sharded
 from engine.models.stages import Stage, check_stages, part_of
@@ -53,18 +54,15 @@ def eplb_of(args: EngineArgs) -> EplbConfig | None:
     if not args.enable_expert_parallel or args.data_parallel_size == 1:
         raise ConfigError(
             "enable_eplb: experts move between the replicas of data_parallel_size with enable_expert_parallel, and "
-            "nowhere else; set both, or use expert_placement"
+            "nowhere else; set both, or leave it out"
         )
-    try:
-        config = msgspec.convert(args.eplb_config, EplbConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"eplb_config: {error}; it may have {', '.join(EplbConfig.__struct_fields__)}") from None
+    config = read_setting("eplb_config", args.eplb_config, EplbConfig)
     if config.num_redundant_experts:
         raise ConfigError(
             f"eplb_config: num_redundant_experts ({config.num_redundant_experts}): each expert is in one replica; "
             "leave it out"
         )
-    if not 1 <= config.window_size <= config.step_interval:
+    if config.window_size > config.step_interval:
         raise ConfigError(
             f"eplb_config: window_size ({config.window_size}) must be in [1, step_interval], and step_interval is "
             f"{config.step_interval}"

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.config import EngineArgs, EngineConfig, Quantization
+from engine.core.rounds import in_rounds
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.hub import HubFile, HubName, beginning_of, fetched, free_disk, hub_name, offered, weights_of
 from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token
@@ -33,8 +34,8 @@ from engine.models.facts import ModelFacts
 from engine.models.gguf_header import read_gguf_header
 from engine.models.spec import DecoderSpec
 from engine.models.stages import layers_of, stage_layers
-from engine.models.step_memory import estimate_activation_bytes, estimate_workspace_bytes
-from engine.parallel_settings import crowded, held_by_one, rank_specs
+from engine.models.step_memory import estimate_step_bytes, estimate_workspace_bytes
+from engine.parallel_settings import crowded, held_by_one, placed, rank_specs
 from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
@@ -96,7 +97,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
             plan.weight_bytes = fit.weights(local.dtype, local.quantization)
             plan.problems.append(f"{error} (its weights alone: {human(plan.weight_bytes)})")
             plan.advice += fit.advice()
-        if not files.weights:
+        if not files.weights and args.load_format == "auto":
             plan.problems.append(f"{files.path} holds no weights that are read (*.safetensors, or one .gguf file)")
     if missing:
         place, plan.disk_free = free_disk(args.download_dir)
@@ -133,6 +134,7 @@ class _Fit:
     def of(self, args: EngineArgs) -> tuple[EngineConfig, MemoryLedger, SequenceSizes]:
         """Raises `ConfigError` where they do not hold together, or do not fit."""
         config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.facts)
+        config = placed(config, args, self._model)
         sizes = _sizes(config, self._model, self._draft)
         report = self._report(config, sizes)
         ledger = memory_ledger(
@@ -145,10 +147,10 @@ class _Fit:
         return config, ledger, sizes
 
     def _report(self, config: EngineConfig, sizes: SequenceSizes) -> LoadReport:
-        scheduler, length, dtype_bytes = config.scheduler, config.model.max_model_len, DTYPE_BYTES[config.model.dtype]
-        packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
+        scheduler, length = config.scheduler, config.model.max_model_len
         ranks = self.ranks(config)
-        weights, activations = self.weights(config.model.dtype, config.model.quantization), self._activations(config)
+        weights = self.weights(config.model.dtype, config.model.quantization) + self._draft_weights(config)
+        activations = self._activations(config, self._model.facts)
         workspace = estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length))
         block_bytes = sizes.block_bytes
         if ranks:
@@ -162,7 +164,6 @@ class _Fit:
         groups = sizes.groups
         if self._draft is not None:
             groups = with_layers_behind(groups, self._model.facts.num_layers, self._draft.spec.num_layers)
-            weights += weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
         return LoadReport(
             weight_bytes=weights,
             activation_bytes=activations,
@@ -187,17 +188,30 @@ class _Fit:
                     stage=stage.index,
                     part=part,
                     layers=(layers.first, layers.end),
-                    weight_bytes=self.weights(config.model.dtype, config.model.quantization, own),
+                    weight_bytes=self.weights(config.model.dtype, config.model.quantization, own)
+                    + self._draft_weights(config),
                     activation_bytes=self._activations(config, own.facts, stage.is_last),
                 )
             )
         return found
 
-    def _activations(self, config: EngineConfig, facts: ModelFacts | None = None, makes_logits: bool = True) -> int:
-        scheduler = config.scheduler
-        samples = scheduler.max_sampled if makes_logits else 0
-        size, tokens = DTYPE_BYTES[config.model.dtype], scheduler.max_num_batched_tokens
-        return estimate_activation_bytes(facts or self._model.facts, size, tokens, samples)
+    def _activations(self, config: EngineConfig, own: ModelFacts, makes_logits: bool = True) -> int:
+        return estimate_step_bytes(
+            config,
+            own,
+            makes_logits=makes_logits,
+            whole=self._model.facts if config.parallel.context > 1 else None,
+            exchanged=self._model.spec if in_rounds(config) else None,
+            draft=None if self._draft is None else self._draft.facts,
+        )
+
+    def _draft_weights(self, config: EngineConfig) -> int:
+        """Each rank has all of a draft."""
+        if self._draft is None:
+            return 0
+        packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
+        dtype_bytes = DTYPE_BYTES[config.model.dtype]
+        return weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
 
     def weights(self, dtype: str, quantization: str, part: DecoderSpec | None = None) -> int:
         """Their bytes, under settings ("auto" among them) or as they were resolved. `part`: what a rank has; of weights
@@ -208,7 +222,7 @@ class _Fit:
             place = None
         if self._model.spec is None:  # by the library's module: dense
             return self._model.facts.parameters * DTYPE_BYTES.get(dtype, 2)
-        as_stored = keeps_stored(quantization, self._model)
+        as_stored = self._args.load_format == "auto" and keeps_stored(quantization, self._model)
         if as_stored and place is not None and self._header is not None:
             return self._share(part, gguf_weight_bytes(self._header.tensors, self._model.spec, place))
         if as_stored and place is not None and self._model.quantized is not None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-import msgspec
-
 from engine.config import EngineArgs
 from engine.errors import ConfigError
+from engine.given_settings import read_setting
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
+from engine.kv_transfer.sources import Sources, check_address
 from engine.limits import MAX_RANKS, MAX_REPLICAS
 from engine.machine import Machine
 from engine.models.generation import overridden
@@ -31,7 +31,10 @@ def check_settings(args: EngineArgs, machine: Machine) -> Kind:
     _check_ranges(args)
     overridden({}, args.override_generation_config)
     kv_events_of(args)
-    kv_transfer_of(args, kind)
+    transfer = kv_transfer_of(args, kind)
+    if transfer is not None:
+        check_address(transfer.kv_ip)
+        Sources(transfer.kv_sources)
     return kind
 
 
@@ -49,11 +52,7 @@ def kv_cache_memory_of(args: EngineArgs) -> int | None:
 
 def kv_events_of(args: EngineArgs) -> KVEventsConfig | None:
     """None: they are not to be published. Raises `ConfigError` naming the field."""
-    try:
-        config = msgspec.convert(dict(args.kv_events_config), KVEventsConfig)
-    except msgspec.ValidationError as error:
-        fields = ", ".join(KVEventsConfig.__struct_fields__)
-        raise ConfigError(f"kv_events_config: {error}; it may have {fields}") from None
+    config = read_setting("kv_events_config", args.kv_events_config, KVEventsConfig)
     for name in ("endpoint", "replay_endpoint"):
         endpoint = getattr(config, name)
         if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
@@ -89,11 +88,7 @@ def kv_transfer_of(args: EngineArgs, kind: Kind) -> KVTransferConfig | None:
     """Raises `ConfigError` naming the field, and the setting that it does not go together with."""
     if not args.kv_transfer_config:
         return None
-    try:
-        config = msgspec.convert(dict(args.kv_transfer_config), KVTransferConfig)
-    except msgspec.ValidationError as error:
-        fields = ", ".join(KVTransferConfig.__struct_fields__)
-        raise ConfigError(f"kv_transfer_config: {error}; it may have {fields}") from None
+    config = read_setting("kv_transfer_config", args.kv_transfer_config, KVTransferConfig)
     if kind != "cpu":
         raise ConfigError("kv_transfer_config moves pages between CPUs so far: on a GPU it is not proven; leave it out")
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
@@ -125,10 +120,14 @@ def check_transfer_port(config: KVTransferConfig, replicas: int) -> None:
 
 def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
     """Bytes of the host tier. Raises `ConfigError`."""
-    swap_space = setting_bytes(args.swap_space, "swap_space")
     transfer = kv_transfer_of(args, kind)
-    if not swap_space and transfer is not None and transfer.consumes:
-        swap_space = min(_LANDING_BYTES, machine.memory_bytes // 16 // args.data_parallel_size)
+    lands = transfer is not None and transfer.consumes
+    if args.swap_space is None:
+        swap_space = min(_LANDING_BYTES, machine.memory_bytes // 16 // args.data_parallel_size) if lands else 0
+    else:
+        swap_space = setting_bytes(args.swap_space, "swap_space")
+    if lands and not swap_space:
+        raise ConfigError("swap_space (0): pages of other engines come into it (kv_transfer_config): leave it out")
     if swap_space < 0:
         raise ConfigError(f"swap_space must be at least 0, got {swap_space}")
     most = machine.memory_bytes // args.data_parallel_size

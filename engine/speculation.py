@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import get_args, get_type_hints
 
-import msgspec
-
 from engine.config import EngineArgs, SpeculationConfig
 from engine.errors import ConfigError
+from engine.given_settings import read_setting
 
 
 def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
@@ -18,11 +17,7 @@ def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:
         raise ConfigError(f"speculative_config: method must be one of {', '.join(methods)}, got {given['method']!r}")
     if isinstance(longest := given.get("prompt_lookup_max"), int):
         given.setdefault("prompt_lookup_min", min(longest, SpeculationConfig().prompt_lookup_min))
-    try:
-        config = msgspec.convert(given, SpeculationConfig)
-    except msgspec.ValidationError as error:
-        fields = ", ".join(SpeculationConfig.__struct_fields__)
-        raise ConfigError(f"speculative_config: {error}; it may have {fields}") from None
+    config = read_setting("speculative_config", given, SpeculationConfig)
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(
             f"speculative_config: prompt_lookup_min ({config.prompt_lookup_min}) exceeds prompt_lookup_max "

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from entrypoints.options import FlexibleArgumentParser, add_engine_options, engine_args
+from entrypoints.options import FlexibleArgumentParser, add_engine_options, count, engine_args
 from entrypoints.serve import add_served_names, add_speech_options
 from entrypoints.start import INTERRUPTED, interrupts_raise
 
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--model", help="Hugging Face directory, GGUF file, or hub's name; without it, the demo model")
     run.add_argument(
         "--max-in-flight",
-        type=_count,
+        type=count,
         metavar="N",
         help="requests that are under way at a time; default: twice as many as sequences can run",
     )
@@ -63,12 +63,6 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     add_engine_options(run)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

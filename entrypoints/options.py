@@ -20,9 +20,13 @@ __all__ = [
     "FlexibleArgumentParser",
     "add_engine_options",
     "add_model",
+    "check_writable",
     "core_list",
+    "count",
+    "counts",
     "engine_args",
     "json_object",
+    "positive",
     "refuse_without_effect",
     "size_bytes",
 ]
@@ -62,6 +66,35 @@ def refuse_without_effect(
         default = None if action.default is argparse.SUPPRESS else action.default
         if action.dest in names and getattr(options, action.dest) != default:
             parser.error(f"{'/'.join(action.option_strings) or action.dest} has no effect {because}")
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """'1,2,4' → [1, 2, 4]."""
+    return [count(each.strip()) for each in text.split(",")]
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def check_writable(file: Path) -> None:
+    """Before what takes long. Raises ValueError."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file.parent} is not a directory: {file} could not be written")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} could not be written: it is a directory, or not yours")
 
 
 def default_cache_dir() -> str:

@@ -22,6 +22,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
 from engine.kv_transfer.connector import EngineConnector
 from engine.kv_transfer.interface import Connector
+from engine.kv_transfer.layout import Layout
 from engine.observability.step_profile import StepObserver
 from engine.reports import LoadReport, WarmUpReport
 from engine.scheduling.scheduler import Scheduler
@@ -101,10 +102,13 @@ def _build(
     # A core in its front end's thread waits for what it compiles, and for what it fetches.
     notify = None if waits else lambda grammar: post(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
+    layout: Layout = {}
     if isinstance(connector, EngineConnector):
         if not isinstance(executor, HoldsPages):
             raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
-        connector.attach(executor.kv_memory())
+        memory = executor.kv_memory()
+        connector.attach(memory)
+        layout = memory.layout
     rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector)
     in_flight = config.scheduler.steps_in_flight
@@ -123,6 +127,7 @@ def _build(
         pieces_compiled=warm_up.compiled,
         startup_seconds=time.monotonic() - began,
         compiling=compiling,
+        kv_layout=layout,
     )
     _log(ready, warm_up, load)
     return loop, ready

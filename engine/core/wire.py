@@ -258,6 +258,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     startup_seconds: float
     compiling: bool = False
     """as in `CoreStats`: pieces are not known yet, and are counted nowhere above"""
+    kv_layout: dict[str, str] = {}
+    """what the bytes of a page mean, of an engine that gives pages to others or takes them"""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -69,7 +69,7 @@ def _fused(
             program.read(step)
         return [_as_one(program, traced.output, later, steps_of)]
     except NotNativeError as error:
-        logger.info("layers are called one by one: %s", error)
+        logger.info("a part of the model has no native form, so its layers are called one by one: %s", error)
         return run
 
 

@@ -118,6 +118,8 @@ class MultiprocExecutor:
         ]
 
     def warm_up(self) -> WarmUpReport:
+        if self._config.compile.mode == "pieces":
+            logger.info("pieces compile before ranks serve: a router's choice can hang on a rounding")
         mine, answers = self._all_do(WarmUp(), self._local.warm_up)
         report = group_warm_up_report([mine, *(answer.report for answer in answers if isinstance(answer, WarmedUp))])
         self._compile_failed = report.compile_failed

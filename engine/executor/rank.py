@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.executor.driver_link import DriverLeftError, DriverLink
 from engine.executor.frames import (
     Allocate,
     Allocated,
@@ -31,7 +32,6 @@ from engine.executor.frames import (
 )
 from engine.executor.interface import Executor, HoldsPages
 from engine.executor.joining import join, named
-from engine.executor.worker import DriverLeftError, DriverLink
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from engine.config import EngineConfig
+from engine.kv_transfer.complaints import Complaints
 from engine.kv_transfer.exports import Exports
 from engine.kv_transfer.frames import TransferError
 from engine.kv_transfer.interface import FetchDone, Inform
@@ -38,6 +39,7 @@ class EngineConnector:
         self._timeout_s = config.limits.kv_fetch_s
         self._host = config.kv_transfer.kv_ip
         self._sources = Sources(config.kv_transfer.kv_sources)
+        self._complaints = Complaints()
         self._memory: KVMemory | None = None
         self._exports: Exports | None = None
         extra = config.kv_transfer.kv_connector_extra_config
@@ -88,6 +90,9 @@ class EngineConnector:
         else:
             self._work.put(work)
 
+    def failed(self, source: KVTransferParams, error: str) -> None:
+        self._complaints.add(source, error)
+
     def close(self) -> None:
         """Idempotent. Fetches under way end by themselves, and are heard of no more."""
         if self._exports is not None:
@@ -116,6 +121,4 @@ class EngineConnector:
         except Exception as failure:
             logger.exception("KV pages could not be fetched")
             error = repr(failure)
-        if error is not None and pages:
-            logger.warning("a prompt is computed here, for its pages did not come: %s", error)
         return FetchDone(number=number, error=error, size_bytes=size, seconds=time.monotonic() - began)

@@ -23,8 +23,10 @@ from msgspec.structs import replace
 from engine.errors import ConfigError
 from engine.kv_transfer.frames import Answer, Ask, RefusedError, Took, TransferError, Wire, is_of_this_user, local_name
 from engine.kv_transfer.interface import Inform, LeaseEnded
+from engine.kv_transfer.layout import differences
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.nixl_agent import POLL_S, NixlAgent
+from engine.kv_transfer.sources import check_address
 from engine.kv_transfer.staging import Private, Stagings, mapped
 
 logger = logging.getLogger(__name__)
@@ -212,10 +214,8 @@ class Exports:
         memory = self._memory
         if memory is None or ask.engine_id != self.engine_id:
             raise RefusedError("this engine was started later: what it had then is gone")
-        if ask.layout != memory.layout:
-            raise RefusedError(
-                "other models, dtypes, block sizes or attention backends: start both engines with the same settings"
-            )
+        if unlike := differences(memory.layout, ask.layout):
+            raise RefusedError(f"this prefill server and the decode server differ: {unlike}")
         if ask.nixl and self._nixl is None:
             raise RefusedError("no NIXL here: give both engines the same kv_connector_extra_config, or neither")
         if len(descriptors) != (local and not ask.nixl):
@@ -268,9 +268,10 @@ def _listen(host: str, port: int) -> tuple[socket.socket, socket.socket]:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.bind(local_name(tcp.getsockname()[1]))
         local.listen(128)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         if tcp is not None:
             tcp.close()
+        check_address(host)
         raise ConfigError(
             f"kv_transfer_config: cannot listen on {host}:{port}: {error}; choose another kv_port"
         ) from None

@@ -28,6 +28,8 @@ _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 """process, user, group"""
 
+_Fact = Annotated[str, msgspec.Meta(max_length=4096)]
+
 T = TypeVar("T")
 
 
@@ -42,7 +44,7 @@ class RefusedError(TransferError):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     engine_id: str
     lease: str
-    layout: str
+    layout: Annotated[dict[_Fact, _Fact], msgspec.Meta(max_length=32)]
     keys: list[bytes]
     nixl: bool = False
     """it reads them itself"""

@@ -51,5 +51,9 @@ class Connector(Protocol):
         pages the lease is given back, and nothing comes."""
         ...
 
+    def failed(self, source: KVTransferParams, error: str) -> None:
+        """A prompt is computed here, though its pages were promised."""
+        ...
+
 
 Inform = Callable[[News], None]

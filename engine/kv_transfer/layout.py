@@ -1,7 +1,9 @@
-"""What the bytes of a page mean: two engines whose layouts are equal may read each other's pages, others may not."""
+"""What the bytes of a page mean: two engines whose layouts are equal may read each other's pages, others may not, and
+are told what differs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,22 +14,38 @@ from engine.config import EngineConfig
 _SAMPLES, _SAMPLE_BYTES = 9, 1 << 16
 
 
-def layout_of(config: EngineConfig, backend: str, shapes: list[tuple[int, ...]], windows: object) -> str:
+_FOLLOWS = "pages"
+"""differs where another fact does, as a rule, and says less"""
+
+Layout = dict[str, str]
+"""settings as users know them, with their values"""
+
+
+def layout_of(config: EngineConfig, backend: str, shapes: list[tuple[int, ...]], windows: object) -> Layout:
     """`backend`: of attention; `shapes`: of each layer's block in it, rank 0's; `windows`: of layer groups."""
-    facts = (
-        weights_of(config),
-        config.model.dtype,
-        config.model.quantization,
-        config.model.model_impl,
-        config.cache.dtype,
-        config.cache.block_size,
-        config.parallel.tensor,
-        msgspec.json.encode(config.scheduler.speculation).decode() if _shares_pages(config) else "",
-        backend,
-        shapes,
-        repr(windows),
-    )
-    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    facts = {
+        "weights": weights_of(config),
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "model_impl": config.model.model_impl,
+        "kv_cache_dtype": config.cache.dtype,
+        "block_size": config.cache.block_size,
+        "tensor_parallel_size": config.parallel.tensor,
+        "speculative_config": msgspec.json.encode(config.scheduler.speculation).decode()
+        if _shares_pages(config)
+        else None,
+        "attention_backend": backend,
+        _FOLLOWS: blake2b(repr((shapes, windows)).encode(), digest_size=8).hexdigest(),
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """What is not the same in both, with both values: "block_size 16 and 32"; empty: they may read each other's
+    pages."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    names = [name for name in names if name != _FOLLOWS] or names
+    return ", ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in names)
 
 
 def _shares_pages(config: EngineConfig) -> bool:
@@ -41,7 +59,7 @@ def weights_of(config: EngineConfig) -> str:
         return f"dummy {config.model.seed}"
     path = Path(config.model.path)
     files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.suffix in _WEIGHTS)
-    digest = blake2b(digest_size=16)
+    digest = blake2b(digest_size=8)
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name if path.is_dir() else ''} {size}".encode())

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.kv_transfer.layout import Layout
+
 
 class Pages:
     """A page is one block in every part of a cache. Packed, all blocks of the first part come before those of the
@@ -47,8 +49,8 @@ class Pages:
 class KVMemory:
     """What a transfer reads and writes; whoever uses it knows which blocks nobody else writes to."""
 
-    def __init__(self, device: Pages, host: Pages, layout: str) -> None:
-        """`layout`: what the bytes of a page mean (`layout.py`)."""
+    def __init__(self, device: Pages, host: Pages, layout: Layout) -> None:
+        """`layout`: what the bytes of a page mean."""
         self.device, self.host, self.layout = device, host, layout
 
 

@@ -29,24 +29,34 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
 
-    @property
-    def names_a_source(self) -> bool:
-        return None not in (self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
+
+_SOURCE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""where the pages are"""
 
 
 def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
-    """None where nothing is asked for. Keys that are not ours are a proxy's own, and pass. Raises
+    """None where nothing is asked for. Keys that are not ours are a proxy's own, and pass beside ours. Raises
     `InvalidRequestError`."""
-    if value is None:
+    if value is None or value == {}:
         return None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{FIELD} must be an object, got {type(value).__name__}", FIELD)
+    if value.keys().isdisjoint({"do_remote_decode", "do_remote_prefill"}):
+        raise InvalidRequestError(
+            f"{FIELD} has neither do_remote_decode nor do_remote_prefill: say what is wanted, or leave it out", FIELD
+        )
     try:
         params = msgspec.convert(value, KVTransferParams)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"{FIELD}: {error}", FIELD) from None
     if params.do_remote_decode and params.do_remote_prefill:
         raise InvalidRequestError(f"{FIELD}: do_remote_decode and do_remote_prefill exclude each other", FIELD)
+    missing = [name for name in _SOURCE if getattr(params, name) is None]
+    if params.do_remote_prefill and missing:
+        raise InvalidRequestError(
+            f"{FIELD}: do_remote_prefill needs {', '.join(missing)}: pass on all that the prefill server answered",
+            FIELD,
+        )
     return params if params.do_remote_decode or params.do_remote_prefill else None
 
 

@@ -38,6 +38,12 @@ class Sources:
             raise TransferError(f"{host[:200]!r} is none of this server's kv_sources")
 
 
+def check_address(host: str) -> None:
+    """Raises `ConfigError` where others could not find this host by it."""
+    if not is_own(host) or host in ("", "0.0.0.0", "::"):
+        raise ConfigError(f"kv_transfer_config: kv_ip {host!r} is no address of this host that others could be told")
+
+
 def is_own(host: str) -> bool:
     """An address of this machine: one that a socket can be bound to."""
     try:

@@ -67,15 +67,6 @@ class ExpertExchange:
         """Experts are to move from now on; all layers have been added."""
         self._moves = ExpertMoves(config, self._group, self._layers)
 
-    def activation_bytes(self, max_tokens: int) -> int:
-        """What a step needs for the rows of all ranks, `max_tokens` of each, in the layer that needs most: the rows and
-        what was chosen for them, and what experts make of them."""
-        of_a_row = 0
-        for _, spec, hidden, *_ in self._layers.values():
-            choice = 32 + 4 * (3 * spec.inner_size + hidden) + 3 * hidden * self._dtype.itemsize
-            of_a_row = max(of_a_row, hidden * self._dtype.itemsize + spec.router.top_k * choice)
-        return self._group.size * max_tokens * of_a_row + (0 if self._moves is None else self._moves.bytes)
-
     def begin(self, start: RoundStart, rows: int) -> None:
         """A step of `rows` own tokens begins, at all ranks; without any, this rank's part in it is over when this
         returns. RuntimeError where a rank has gone."""

@@ -56,11 +56,6 @@ class ExpertMoves:
         self._pending: Iterator[tuple[int, int, int]] = iter(())
         """layer, and two of its experts that are to take each other's place"""
 
-    @property
-    def bytes(self) -> int:
-        """What showing two experts takes."""
-        return max((2 * stack[0].nbytes for layer in self._layers.values() for stack in layer.stacks), default=0)
-
     def step(self) -> int:
         """A round begins in which somebody computes. → experts that came to this rank. RuntimeError where a rank has
         gone."""

@@ -2,10 +2,66 @@
 
 from __future__ import annotations
 
+from engine.config import EngineConfig
+from engine.kv_budget import DTYPE_BYTES
 from engine.models.facts import ModelFacts
+from engine.models.spec import DecoderSpec
 
 _LOGITS_COPIES = 3
 """float32 logits, what sampling masks them into, and one temporary of the same size"""
+
+
+def estimate_step_bytes(
+    config: EngineConfig,
+    own: ModelFacts,
+    *,
+    makes_logits: bool = True,
+    whole: ModelFacts | None = None,
+    exchanged: DecoderSpec | None = None,
+    draft: ModelFacts | None = None,
+) -> int:
+    """Upper estimate of a rank's peak in a step of the full budget, in bytes. `own`: what it computes; `whole`: the
+    model, if ranks divide its positions; `exchanged`: the model, if replicas divide its experts; `draft`: its layers.
+    """
+    scheduler, size = config.scheduler, DTYPE_BYTES[config.model.dtype]
+    tokens, samples = scheduler.max_num_batched_tokens, scheduler.max_sampled
+    found = estimate_activation_bytes(own, size, tokens, samples if makes_logits else 0)
+    if whole is not None:
+        found += tokens * _context_row_bytes(whole, own, config.parallel.context, size)
+    if exchanged is not None:
+        found += config.parallel.data * tokens * _exchange_row_bytes(exchanged, size)
+        found += _moving_bytes(exchanged, size) if config.parallel.eplb is not None else 0
+    return found if draft is None else found + draft_bytes(draft, size, tokens, samples)
+
+
+def draft_bytes(draft: ModelFacts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
+    """Of a draft's step, with what the target shows it, and what a head keeps of every row."""
+    shown = 4 * draft.hidden_size * dtype_bytes * (max_tokens + max_samples)
+    return shown + estimate_activation_bytes(draft, dtype_bytes, max_tokens, max_samples)
+
+
+def _context_row_bytes(whole: ModelFacts, own: ModelFacts, ranks: int, size: int) -> int:
+    """Of a token, in the layer that needs most: all heads, and what this rank and then all of them found."""
+    rows = []
+    for layer, dealt in zip(whole.layers, own.layers, strict=True):
+        found = 4 * (layer.head_dim + 1) * (layer.num_heads + ranks * dealt.num_heads)
+        rows.append(3 * size * layer.head_dim * (layer.num_heads + 2 * layer.num_kv_heads) + found)
+    return max(rows)
+
+
+def _exchange_row_bytes(spec: DecoderSpec, size: int) -> int:
+    """Of a token of any replica, in the layer that needs most: its row, what was chosen for it, and what experts make
+    of that."""
+    hidden, rows = spec.hidden_size, []
+    for experts in (layer.experts for layer in spec.layers if layer.experts is not None):
+        choice = 32 + 4 * (3 * experts.inner_size + hidden) + 3 * hidden * size
+        rows.append(hidden * size + experts.router.top_k * choice)
+    return max(rows)
+
+
+def _moving_bytes(spec: DecoderSpec, size: int) -> int:
+    """Of two experts that are shown at once, as if they were not packed."""
+    return max(4 * layer.experts.inner_size * spec.hidden_size * size for layer in spec.layers if layer.experts)
 
 
 def estimate_activation_bytes(model: ModelFacts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:

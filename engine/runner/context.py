@@ -49,16 +49,6 @@ class ContextGroup:
         slots, size = self.part.slots(batch.slot_mapping), batch.block_size // self.part.size
         return replace(batch, slot_mapping=slots, block_size=size, context=self.part)
 
-    def activation_bytes(self, max_tokens: int, size: int) -> int:
-        """What an exchange needs beside the model's own of so many tokens, with elements of `size` bytes, in the layer
-        that needs most: all heads, and what this part and then all parts found."""
-        of_a_row = 0
-        for layer, heads in zip(self.whole.layers, self._heads, strict=True):
-            dealt = self.part.size * heads.queries[self.part.rank].count
-            found = 4 * (layer.head_dim + 1) * (layer.num_heads + dealt)
-            of_a_row = max(of_a_row, 3 * size * layer.head_dim * (layer.num_heads + 2 * layer.num_kv_heads) + found)
-        return max_tokens * of_a_row
-
     def attend(
         self,
         backend: AttentionBackend,

@@ -9,27 +9,29 @@ import torch
 from engine.config import EngineConfig
 from engine.layer_groups import LayerGroup
 from engine.machine import main_memory
+from engine.models.decoder import Decoder
 from engine.models.facts import ModelFacts
-from engine.models.step_memory import estimate_activation_bytes, logits_bytes
+from engine.models.step_memory import draft_bytes, estimate_step_bytes, logits_bytes
 from engine.reports import LoadReport
-from engine.runner.drafts import DraftParts
 from engine.runner.loading import CausalModel, RunnerParts, device_of
 from engine.runner.paged_attention import PagedAttention
 
 
-def activation_bytes(parts: RunnerParts, device: torch.device, max_tokens: int, max_samples: int) -> int:
+def activation_bytes(config: EngineConfig, parts: RunnerParts) -> int:
     """A step's peak in bytes, a draft's included: measured on a CUDA device, else estimated."""
-    size = parts.dtype.itemsize
-    if device.type == "cuda":
-        own = measure_activation_bytes(parts.model, parts.facts, device, max_tokens, max_samples)
-    else:
-        makes_logits = parts.stage is None or parts.stage.after is None
-        own = estimate_activation_bytes(parts.facts, size, max_tokens, max_samples if makes_logits else 0)
-        if parts.exchange is not None:
-            own += parts.exchange.activation_bytes(max_tokens)
-        if parts.context is not None:
-            own += parts.context.activation_bytes(max_tokens, size)
-    return own if parts.draft is None else own + _draft_bytes(parts.draft, size, max_tokens, max_samples)
+    draft = None if parts.draft is None else parts.draft.facts
+    if (device := device_of(config)).type == "cuda":
+        tokens, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
+        own = measure_activation_bytes(parts.model, parts.facts, device, tokens, samples)
+        return own if draft is None else own + draft_bytes(draft, parts.dtype.itemsize, tokens, samples)
+    return estimate_step_bytes(
+        config,
+        parts.facts,
+        makes_logits=parts.stage is None or parts.stage.after is None,
+        whole=None if parts.context is None else parts.context.whole,
+        exchanged=parts.model.spec if parts.exchange is not None and isinstance(parts.model, Decoder) else None,
+        draft=draft,
+    )
 
 
 def load_report(
@@ -43,11 +45,10 @@ def load_report(
 ) -> LoadReport:
     """`table_bytes`: of what a runner keeps beside weights and KV; `memory_before`: (total, free) bytes of the device
     before the parts were loaded."""
-    device, budget, places = device_of(config), config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
     return LoadReport(
         weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
-        activation_bytes=activation_bytes(parts, device, budget, places),
-        workspace_bytes=table_bytes + attention.workspace_bytes(places),
+        activation_bytes=activation_bytes(config, parts),
+        workspace_bytes=table_bytes + attention.workspace_bytes(config.scheduler.max_sampled),
         graph_bytes=graph_bytes,
         block_bytes=attention.block_bytes(config.cache.block_size),
         windows=tuple(group.window for group in groups),
@@ -56,13 +57,6 @@ def load_report(
         attention_backend=parts.backend.name,
         exact_lengths=parts.backend.needs_host_lengths,
     )
-
-
-def _draft_bytes(draft: DraftParts, dtype_bytes: int, max_tokens: int, max_samples: int) -> int:
-    """With what the target shows it, and what a head keeps of every row."""
-    facts = draft.facts
-    shown = 4 * facts.hidden_size * dtype_bytes * (max_tokens + max_samples)
-    return shown + estimate_activation_bytes(facts, dtype_bytes, max_tokens, max_samples)
 
 
 def measure_activation_bytes(

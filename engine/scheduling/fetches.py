@@ -41,7 +41,6 @@ class Fetches:
         self.fetched = self.failed = self.size_bytes = 0
         self.seconds = 0.0
         """since the start: fetches that brought all, those that did not, and what the former took"""
-        self.last_error: str | None = None
 
     def __len__(self) -> int:
         """Sequences that wait for pages."""
@@ -53,9 +52,6 @@ class Fetches:
         if source is None or not source.do_remote_prefill or self._connector is None or host is None:
             return False
         found, missing = self._look_up(host, samples[0])
-        if not source.names_a_source:
-            self._fail("the request does not say where the pages are")
-            return False
         if not missing:
             self._connector.fetch(0, source, {})
             return False
@@ -63,7 +59,8 @@ class Fetches:
             host.pool.acquire(block)
         if host.writes_pending or host.pool.num_free < len(missing):
             self._release(host, found)
-            self._fail(f"the host tier has no room for {len(missing)} pages now (--swap-space)")
+            self._connector.fetch(0, source, {})
+            self._fail(source, "the host tier had no room for a prompt's pages (--swap-space)")
             return False
         self._number += 1
         pages = {key: host.pool.allocate() for key in missing}
@@ -112,7 +109,7 @@ class Fetches:
             return None
         alive = _alive(fetch)
         if done.error is not None:
-            self._fail(done.error)
+            self._fail(fetch.source, done.error)
         else:
             self.fetched += 1
             self.size_bytes += done.size_bytes
@@ -136,9 +133,10 @@ class Fetches:
         for block in blocks:
             host.pool.release(block)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, source: KVTransferParams, error: str) -> None:
+        assert self._connector is not None
         self.failed += 1
-        self.last_error = reason
+        self._connector.failed(source, error)
 
 
 def _alive(fetch: _Fetch) -> list[Sequence]:

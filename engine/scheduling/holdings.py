@@ -47,6 +47,11 @@ class Holdings:
             room -= sum(own_blocks(follower, seq, self.kv) for follower in seq.followers)
         return room - self._watermark
 
+    def append(self, seq: Sequence, query_len: int) -> Growth | None:
+        """Room for as many tokens more of one that runs; None: there is none."""
+        self.rows.settle_blocks(seq)
+        return self.kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
+
     def queue(self, leader: Sequence, others: list[Sequence]) -> None:
         leader.status = Status.WAITING
         self.following += line_up(leader, others)

@@ -11,18 +11,15 @@ not fit, and a context's length matters only when its row starts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
-from engine.errors import EngineError
 from engine.grammars.interface import Grammars
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.kv_cache import Growth, KVCache
 from engine.kv_cache.leases import Leases
-from engine.kv_cache.prefix import PrefixHit
-from engine.kv_cache.swapping import blocks_to_go_on
 from engine.kv_transfer.interface import Connector, LeaseEnded, News
+from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.fetches import Fetches
@@ -35,7 +32,6 @@ from engine.scheduling.preemption import PreemptionCosts
 from engine.scheduling.prompt_shares import prompt_shares
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.siblings import own_blocks, prefix_limit
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step_draft import StepDraft
 from engine.scheduling.steps_in_flight import StepsInFlight
@@ -71,11 +67,9 @@ class Scheduler:
         self._constrained = Constrained(self._held, self._steps, grammars)
         self._fetches = Fetches(self._held, self._steps, connector)
         self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches)
-        self._blocked: tuple[Sequence, int] | None = None
-        """the head of the queue that did not fit, and the room there was"""
         self._num_steps = 0
-        self._prompt_tokens = 0
         self._placement = Placement(self._held)
+        self._admission = Admission(config, self._held, self._placement)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -135,20 +129,29 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
-        budget = self._config.max_num_batched_tokens
-        self._speculation.choose(budget, len(self._waiting) > 0)
-        plain, others = self._rows.split(budget)
-        draft = StepDraft(budget, self._rows, plain)
-        if not self._schedule_running(draft, others):
-            self._admit_waiting(draft)
-        step = draft.planned()
-        if not len(step.rows):
-            draft.drop()  # what was to start has failed
-            return None
+        while True:
+            draft, preempted = self._draft()
+            step = draft.planned()
+            if len(step.rows):
+                break
+            draft.drop()  # what was to start has failed, or those that had a share gave way to those of another step
+            if not preempted or self._steps:
+                return None
         plan = draft.plan(self._num_steps, step, self._rows.take_released(), self._kv.take_transfers())
         self._steps.push(self._num_steps, step)
         self._num_steps += 1
         return plan
+
+    def _draft(self) -> tuple[StepDraft, bool]:
+        """A step, and whether anybody was preempted for it."""
+        budget = self._config.max_num_batched_tokens
+        self._speculation.choose(budget, len(self._waiting) > 0)
+        plain, others = self._rows.split(budget)
+        draft = StepDraft(budget, self._rows, plain)
+        preempted = self._schedule_running(draft, others)
+        if not preempted:
+            self._admission.admit(draft)
+        return draft, preempted
 
     def _schedule_running(self, draft: StepDraft, others: list[Sequence]) -> bool:
         """Shares of the budget for running sequences, decodes before prefills; returns whether any was preempted.
@@ -162,12 +165,12 @@ class Scheduler:
         if most is not None and (draft.tentative or len(draft.plain)):
             draft.budget = min(draft.budget, most)  # those who decode wait for the whole step
         if self._config.stages > 1:
-            pending = sum(map(self._rows.remaining, prefilling)) + self._waiting_tokens
+            pending = sum(map(self._rows.remaining, prefilling)) + self._admission.waiting_tokens
             part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk)
             draft.budget = min(draft.budget, part)
         if prefilling and draft.budget > 0:
             needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
-            budget = max(self._for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
+            budget = max(self._admission.for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
             preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
         self._add_drafts(draft, decoding)
         draft.place_plain()
@@ -186,7 +189,7 @@ class Scheduler:
             # Those that a sequence before them has preempted run no more.
             if query_len > 0 and seq.status is Status.RUNNING:
                 try:
-                    growth = self._append(seq, query_len)
+                    growth = self._held.append(seq, query_len)
                     if growth is None and self._rows.unsure.any():
                         self._rows.drafts[:] = 0  # what wrong ones hold comes back before anybody is preempted
                     elif growth is None:
@@ -205,40 +208,10 @@ class Scheduler:
             drafts = min(int(self._rows.drafts[seq.row]), draft.budget) if seq in draft.tentative else 0
             if drafts > 0:
                 with self._held.failures.isolate(seq):
-                    more = self._append(seq, 1 + drafts)
+                    more = self._held.append(seq, 1 + drafts)
                     if more is not None:
                         draft.tentative[seq] = (1 + drafts, draft.tentative[seq][1].with_more(more))
                         draft.budget -= drafts
-
-    def _for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
-        """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
-        budget, first = draft.budget, self._next()
-        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._held.room):
-            return budget
-        taken = min(budget // 2, self._waiting_tokens)
-        return max(budget - taken, min(budget, self._config.min_shared_chunk))
-
-    @property
-    def _waiting_tokens(self) -> int:
-        """If all are like the first one."""
-        first = self._next()
-        return 0 if first is None else len(first.tokens) * len(self._waiting)
-
-    def _next(self) -> Sequence | None:
-        """The first that waits, if it could start now as far as rows go."""
-        seq, num_free = self._waiting.first(), len(self._rows.free)
-        # A preempted sequence whose token is in flight does not know all of its tokens yet.
-        if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
-            return None
-        return seq if seq.group is None or num_free >= len(seq.group.members) else None
-
-    def _is_blocked(self, seq: Sequence, room: int) -> bool:
-        """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
-        return bool(self._running and self._blocked and self._blocked[0] is seq and room <= self._blocked[1])
-
-    def _append(self, seq: Sequence, query_len: int) -> Growth | None:
-        self._rows.settle_blocks(seq)
-        return self._kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
 
     def _make_room(self, draft: StepDraft, seq: Sequence, query_len: int) -> Growth | None:
         """End leases, then preempt those that came last, until there is room; None: it was itself the last."""
@@ -248,105 +221,9 @@ class Scheduler:
                 draft.give_back(victims)
                 if seq in victims:
                     return None
-            growth = self._append(seq, query_len)
+            growth = self._held.append(seq, query_len)
             if growth is not None:
                 return growth
-
-    def _admit_waiting(self, draft: StepDraft) -> None:
-        """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
-        while draft.budget > 0 and (seq := self._next()) is not None:
-            went_on = False
-            with self._held.failures.isolate(seq):  # nobody behind it starts in this step: it may hold anything
-                went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
-            if not went_on and (self._running or not self._leases.give_way()):
-                return
-
-    def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
-        hit = self._find_room(seq, draft.budget)
-        if hit is not None:
-            self._start(draft, seq, hit)
-        return hit is not None
-
-    def _find_room(self, seq: Sequence, budget: int) -> PrefixHit | None:
-        """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
-        those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
-
-        All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
-        """
-        room = self._held.room
-        if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
-            return None
-        hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
-        need = self._kv.blocks_to_start(hit, len(seq.tokens))
-        rows = len(self._rows.free) - 1
-        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
-        while need > room and seq.followers and not self._running:
-            follower = seq.followers.pop()
-            if len(seq.followers) < rows:
-                need -= own_blocks(follower, seq, self._kv)
-            self._held.unfollow(follower)
-        if need > room:
-            self._blocked = (seq, room)
-            return None
-        self._blocked = None
-        return hit
-
-    def _swap_in(self, draft: StepDraft, seq: Sequence) -> bool:
-        """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
-        before there is room. Where nothing runs there will not be more: those followers wait by themselves that do not
-        fit, and what cannot be split gives up its host blocks to be computed again."""
-        room = self._held.room
-        if self._is_blocked(seq, room):
-            return False
-        members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
-        while (need := self._to_go_on(members)) > room or len(members) > len(self._rows.free):
-            if self._running:
-                self._blocked = (seq, room)
-                return False
-            if seq.group is not None or len(members) == 1:
-                for member in members:
-                    self._kv.free(member.blocks)
-                return True
-            follower = members.pop()
-            seq.followers.remove(follower)
-            self._held.unfollow(follower)
-        assert need <= room
-        self._blocked = None
-        self._held.swap_in(members)
-        for member in members:
-            query_len = min(self._rows.remaining(member), draft.budget)
-            if query_len == 0:
-                break
-            growth = self._append(member, query_len)
-            if growth is None:
-                raise EngineError(f"request {member.request_id!r} was swapped in but has no room to go on")
-            draft.budget -= query_len
-            self._placement.place(draft, member, query_len, growth)
-        return True
-
-    def _to_go_on(self, members: list[Sequence]) -> int:
-        assert self._kv.host is not None
-        return blocks_to_go_on(self._kv, self._kv.host, [(member.blocks, len(member.tokens)) for member in members])
-
-    def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
-        self._kv.adopt(seq.blocks, hit)
-        self._held.let_go_of_landed(seq)
-        self._waiting.pop()
-        if seq.cached_tokens is None:
-            seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
-            self._prompt_tokens += seq.prompt_len
-        self._rows.enter(seq, hit.num_tokens)
-        if seq.group is not None:
-            self._rows.reserve(seq.group)
-        query_len = self._rows.remaining(seq)
-        if not self._config.whole_prompts:
-            query_len = min(query_len, self._for_prompts(draft, seq))
-        if self._append(seq, query_len) is None:
-            raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
-        draft.budget -= query_len
-        draft.start_row(seq)
-        self._held.make_findable(seq)
-        self._placement.place(draft, seq, query_len, NO_GROWTH)
 
     def masks(self) -> StepMasks | None:
         """What the oldest step in flight waits for before it samples, once; None where it waits for nothing. All steps
@@ -396,5 +273,5 @@ class Scheduler:
             self._speculation,
             self._outcomes,
             self._num_steps,
-            self._prompt_tokens,
+            self._admission.prompt_tokens,
         )

@@ -185,14 +185,14 @@ def _vector_values(spec: DecoderSpec) -> int:
 
 
 def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
-    """Of what is float32 in any case: sinks, of routers, and a head that judges."""
+    """Of what has 32 bits in any case: sinks, of routers, where a rank's own experts are, and a head that judges."""
     packed = 0
     values = 0 if spec.head is None else head_values(spec.head, spec.hidden_size)
     for layer in spec.layers:
         values += layer.mixer.num_heads * layer.mixer.sinks
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
-            values += count * (router.correction + router.expert_scales)
+            values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))
             if router.wide and place == "cpu" and not router.bias:
                 packed += packed_bytes(count, spec.hidden_size, Format.FLOAT32)
             elif router.wide:

@@ -15,7 +15,9 @@ from entrypoints.options import (
     FlexibleArgumentParser,
     add_engine_options,
     add_model,
+    count,
     engine_args,
+    json_object,
     refuse_without_effect,
 )
 from entrypoints.start import INTERRUPTED, interrupts_raise
@@ -28,12 +30,6 @@ _RANDOM_ONLY = {
     "serve": {"input_len", "output_len", "num_prompts", "range_ratio", "request_rate", "vocab_size", "seed"},
 }
 """a named workload fixes these"""
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _names(text: str) -> list[str]:
@@ -53,16 +49,16 @@ def _structured(text: str) -> StructuredOutputsParams:
 
 
 def _shape_options(parser: argparse.ArgumentParser, *, input_len: int, output_len: int) -> None:
-    parser.add_argument("--input-len", type=_count, default=input_len, help="prompt tokens per request")
-    parser.add_argument("--output-len", type=_count, default=output_len, help="generated tokens per request")
+    parser.add_argument("--input-len", type=count, default=input_len, help="prompt tokens per request")
+    parser.add_argument("--output-len", type=count, default=output_len, help="generated tokens per request")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
 
 
 def _many_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", type=_names, metavar="W1,W2", help="named workloads instead of a random one")
-    parser.add_argument("--num-prompts", type=_count, default=64)
+    parser.add_argument("--num-prompts", type=count, default=64)
     parser.add_argument("--range-ratio", type=float, default=0.0, help="lengths vary by this share around their mean")
-    parser.add_argument("--reps", type=_count, default=1, help="repeats; the median is printed")
+    parser.add_argument("--reps", type=count, default=1, help="repeats; the median is printed")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,9 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     latency = commands.add_parser("latency", help="time of one batch, in process")
     add_model(latency)
     _shape_options(latency, input_len=32, output_len=128)
-    latency.add_argument("--batch-size", type=_count, default=8)
+    latency.add_argument("--batch-size", type=count, default=8)
     latency.add_argument("--warmup", "--num-iters-warmup", type=int, default=2, help="repeats that are not counted")
-    latency.add_argument("--reps", "--num-iters", type=_count, default=5, help="repeats; the median is printed")
+    latency.add_argument("--reps", "--num-iters", type=count, default=5, help="repeats; the median is printed")
     add_engine_options(latency)
     latency.set_defaults(parser=latency)
 
@@ -104,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--vocab-size", type=int, default=10000, help="random ids are drawn below this")
     serve.add_argument("--seed", type=int, default=0)
     serve.add_argument("--timeout", type=float, default=900.0)
-    serve.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
+    serve.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request")
     _shape_options(serve, input_len=128, output_len=64)
     _many_options(serve)
     serve.set_defaults(parser=serve)
@@ -113,7 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    checks = {"profile": profile.check, "paper": paper.check, "cluster": cluster.check}
+    checks = {
+        "profile": profile.check,
+        "paper": paper.check,
+        "step-costs": cluster.check_step_costs,
+        "cluster": cluster.check,
+    }
     if options.command in checks:
         try:
             checks[options.command](options)

@@ -12,7 +12,11 @@ from entrypoints.options import (
     FlexibleArgumentParser,
     add_engine_options,
     add_model,
+    check_writable,
+    count,
+    counts,
     engine_args,
+    json_object,
     refuse_without_effect,
 )
 
@@ -23,41 +27,22 @@ if TYPE_CHECKING:
 _DEFAULT_BATCHES, _DEFAULT_CONTEXTS, _DEFAULT_PROMPTS = [1, 16, 64], [128], [512, 2048]
 
 
-def _counts(text: str) -> list[int]:
-    values = [int(item) for item in text.split(",") if item.strip()]
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"must be numbers from 1 on with commas between, got {text!r}")
-    return values
-
-
-def _count(text: str) -> int:
-    (value,) = _counts(text)
-    return value
-
-
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _fields(text: str) -> dict[str, object]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value
 
 
 def add_command(commands: argparse._SubParsersAction[FlexibleArgumentParser]) -> None:
     profile = commands.add_parser("profile", help="where a step's time goes, beside the machine's floor")
     add_model(profile)
-    profile.add_argument("--batch", type=_counts, metavar="1,16", help="decode with so many sequences")
-    profile.add_argument("--context", type=_counts, metavar="128,1024", help="decode at these lengths (default 128)")
-    profile.add_argument("--prompt", type=_counts, metavar="512,2048", help="prefill of one prompt of so many tokens")
+    profile.add_argument("--batch", type=counts, metavar="1,16", help="decode with so many sequences")
+    profile.add_argument("--context", type=counts, metavar="128,1024", help="decode at these lengths (default 128)")
+    profile.add_argument("--prompt", type=counts, metavar="512,2048", help="prefill of one prompt of so many tokens")
     profile.add_argument("--workload", type=_names, metavar="W1,W2", help="named workloads, as totals")
-    profile.add_argument("--steps", type=_count, default=32, help="decode steps that are timed, of each kind")
-    profile.add_argument("--reps", type=_count, default=5, help="prompts that are timed, of each kind")
-    profile.add_argument("--workload-reps", type=_count, default=1, help="runs of a workload, of each kind")
+    profile.add_argument("--steps", type=count, default=32, help="decode steps that are timed, of each kind")
+    profile.add_argument("--reps", type=count, default=5, help="prompts that are timed, of each kind")
+    profile.add_argument("--workload-reps", type=count, default=1, help="runs of a workload, of each kind")
     profile.add_argument(
-        "--sampling", type=_fields, default={}, metavar="JSON", help="sampling parameters, as '{\"top_k\": 50}'"
+        "--sampling", type=json_object, default={}, metavar="JSON", help="sampling parameters, as '{\"top_k\": 50}'"
     )
     profile.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     profile.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF); needs matplotlib")
@@ -76,8 +61,8 @@ def check(options: argparse.Namespace) -> None:
     for name, needed, because in unused:
         if not needed:
             refuse_without_effect(options.parser, options, {name}, because)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"{options.json.parent} is not a directory: {options.json} could not be written")
+    if options.json is not None:
+        check_writable(options.json)
     if options.plot is not None:
         from entrypoints.bench.profile_plot import check_plot
 

@@ -25,6 +25,7 @@ from engine.observability.step_profile import (
 )
 from engine.observability.step_work import Ceilings
 from entrypoints.bench.profile_cases import CaseFigures, PartFigures
+from entrypoints.options import check_writable
 
 _COLOURS = {
     MODEL: "#7b87b8",
@@ -49,8 +50,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 def check_plot(file: Path) -> None:
     """Raises ValueError for a file that could not be drawn, and with what to install where matplotlib is missing."""
-    if not file.parent.is_dir():
-        raise ValueError(f"{file.parent} is not a directory: {file} could not be written")
+    check_writable(file)
     if file.suffix not in _FORMATS:
         raise ValueError(f"--plot ends in one of {', '.join(_FORMATS)}, got {file.name!r}")
     require_matplotlib()

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, cast
 
 import httpx
+import uvicorn
 from fastapi import HTTPException
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from engine.limits import Limits
-from entrypoints.router.servers import Server, Servers
-from entrypoints.router.two_hops import RefusedError, about_tokens, decode_body, over_two_servers, prefill_body
+from entrypoints.router.passing import Passed, or_left, unless, unless_gone
+from entrypoints.router.servers import Server, Servers, Watch, why_not
+from entrypoints.router.two_hops import (
+    RefusedError,
+    about_tokens,
+    decode_body,
+    over_two_servers,
+    prefill_body,
+    takes_one_token,
+)
 from entrypoints.server.bodies import Bodies
+from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, url_of
+from entrypoints.server.error_shape import ErrorBody, error_body
+from entrypoints.server.errors import ServerEndsError, ServerLeftError, describe, error_response
+from entrypoints.server.request_ids import request_id_of
+from entrypoints.server.streaming import Unanswered
 
-T = TypeVar("T")
 logger = logging.getLogger("pageloom.router")
 
 _NOT_PASSED_ON = frozenset({"host", "content-length", "connection", "transfer-encoding", "accept-encoding", "expect"})
-_NOT_PASSED_BACK = frozenset(
-    {"content-length", "connection", "transfer-encoding", "content-encoding", "date", "server"}
-)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 """after these alone another server is asked: nothing is done twice, and what ends one server does not end the next"""
 _BUSY = (429, 503)
@@ -55,19 +65,21 @@ class _Client(httpx.AsyncClient):
 class Router:
     def __init__(self, prefill: list[str], decode: list[str], limits: Limits) -> None:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
-        self._limits, self.bodies = limits, Bodies(limits)
+        self._limits, self.bodies, self.unanswered = limits, Bodies(limits), Unanswered()
         self.client = _Client(timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None))
         self.two_hops = self.one_hop = self.prefill_failures = 0
-        """requests since the start; first hops that brought nothing"""
+        """requests since the start, by how they were answered; first hops that brought nothing, not for the client's
+        fault"""
 
     def app(self) -> Starlette:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            watches = [asyncio.create_task(servers.watch(self.client)) for servers in (self.prefill, self.decode)]
+            watch = Watch(self.prefill, self.decode, self.client)
+            await watch.look()
+            watching = asyncio.create_task(watch.run())
             yield
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             await self.client.aclose()
 
         methods = ["GET", "POST", "DELETE", "OPTIONS"]
@@ -110,38 +122,47 @@ class Router:
     async def _answer(self, request: Request) -> Response:
         held = _Body()
         try:
-            work = self._read_and_answer(request, held)
-            return await _unless(held.gave_way.wait(), work, _GaveWayError())
+            work = unless(held.gave_way.wait(), self._read_and_answer(request, held), _GaveWayError())
+            return await self.unanswered.run(work)
         except _GaveWayError:
-            return _error(503, self._limits.message("bodies_bytes"))
+            return _error(request, 503, self._limits.message("bodies_bytes"))
         except HTTPException as refusal:
-            return JSONResponse(refusal.detail, refusal.status_code, refusal.headers)
+            return error_response(request.scope, refusal.status_code, cast(ErrorBody, refusal.detail), refusal.headers)
+        except (ServerEndsError, ServerLeftError) as error:
+            return error_response(request.scope, *describe(error, request_id_of(request.scope)))
         finally:
             self.bodies.drop(held)
 
     async def _read_and_answer(self, request: Request, held: _Body) -> Response:
         if not {".", ".."}.isdisjoint(request.scope["path"].split("/")):  # a client or a server may resolve them
-            return _error(400, "the path has a segment . or .., which is not passed on: write it without")
+            return _error(request, 400, "the path has a segment . or .., which is not passed on: write it without")
         async for part in request.stream():
             held.pieces += part
             if len(held.pieces) > self._limits.body_bytes:
-                return _error(413, self._limits.message("body_bytes"))
+                return _error(request, 413, self._limits.message("body_bytes"))
             self.bodies.add(held, len(part))
         body = bytes(held.pieces)
         held.pieces = bytearray()
         try:
             given = await self._looked_into(request, held, body)
         except RefusedError as error:
-            return _error(400, str(error))
+            return _error(request, 400, str(error))
         if given is None:
-            self.one_hop += 1
+            targets = self._targets(body)
+        elif takes_one_token(given):
+            targets = [*(_Target(server, body) for server in self.prefill.in_order()), *self._targets(body)]
         else:
-            prefilled = await _or_left(request, self._prefill(request, prefill_body(given)))
-            taken = None if prefilled is None else decode_body(given, prefilled)
-            self.two_hops += taken is not None
-            self.one_hop += taken is None
-            body = taken or body
-        return await self._decode(request, body)
+            source, answer = await or_left(request, self._prefill(request, prefill_body(given))) or (None, b"")
+            targets = self._targets(body, source, decode_body(given, answer))
+        return await self._ask(request, targets)
+
+    def _targets(self, body: bytes, source: Server | None = None, handed: bytes | None = None) -> list[_Target]:
+        """Decode servers; those first that can take over what `source` has handed over."""
+        servers = self.decode.in_order() or self.decode.all
+        if source is None or handed is None:
+            return [_Target(server, body) for server in servers]
+        can = [_Target(server, handed, True) for server in servers if why_not(source, server) is None]
+        return [*can, *(_Target(server, body) for server in servers if why_not(source, server) is not None)]
 
     async def _looked_into(self, request: Request, held: _Body, body: bytes) -> dict[str, Any] | None:
         """What `over_two_servers` makes of it. Nothing passes that cannot be looked into, but files."""
@@ -157,15 +178,18 @@ class Router:
         self.bodies.add(held, len(body))
         return over_two_servers(request.scope["path"], given)
 
-    async def _prefill(self, request: Request, body: bytes) -> bytes | None:
-        """What a server answers that computes the prompt; None: none does."""
+    async def _prefill(self, request: Request, body: bytes) -> tuple[Server, bytes] | None:
+        """Who has computed the prompt, and its answer; None: nobody that a decode server could take it from."""
+        takers = self.decode.in_order()
         for server in self.prefill.in_order():
+            if all(why_not(server, taker) for taker in takers):
+                continue
             try:
                 with server.answering(about_tokens(body)):
                     work = self.client.post(
                         _url(server, request), content=body, headers=_headers(request), timeout=PREFILL_S
                     )
-                    answer = await _unless(server.unwell.wait(), work, httpx.ReadTimeout("it makes no progress"))
+                    answer = await unless(server.unwell.wait(), work, httpx.ReadTimeout("it makes no progress"))
             except httpx.HTTPError as error:
                 server.failed()
                 logger.warning("prefill server %s: %r", server.url, error)
@@ -173,14 +197,18 @@ class Router:
                     break  # what it had no answer to, another may have none to either
                 continue
             if answer.status_code == 200:
-                return answer.content
+                return server, answer.content
             if answer.status_code not in _BUSY:
-                break  # the decode server says what is wrong with the request
+                if answer.status_code < 500:
+                    return None  # the decode server says what is wrong with the request
+                break
         self.prefill_failures += 1
         return None
 
-    async def _decode(self, request: Request, body: bytes) -> Response:
-        for server in self.decode.in_order() or self.decode.all:
+    async def _ask(self, request: Request, targets: list[_Target]) -> Response:
+        """The first that can be connected to; a prefill server that has no room is passed over. Raises
+        `ServerLeftError`."""
+        for server, body, took_over in targets:
             tokens = about_tokens(body)
             sent = self.client.build_request(
                 request.method,
@@ -190,19 +218,52 @@ class Router:
             )
             server.prompt_tokens += tokens
             try:
-                answer = await _or_left(request, _unless_gone(server, self.client.send(sent, stream=True)))
+                answer = await or_left(request, unless_gone(server, self.client.send(sent, stream=True)))
             except httpx.HTTPError as error:
                 server.prompt_tokens -= tokens
                 server.failed()
-                logger.warning("decode server %s: %r", server.url, error)
+                logger.warning("server %s: %r", server.url, error)
                 if isinstance(error, _NOT_SENT):
                     continue
-                return _error(502, "the server that this was sent to has left, and may have done it: ask again")
+                raise ServerLeftError from error
             except BaseException:
                 server.prompt_tokens -= tokens
                 raise
-            return _Passed(answer, server, tokens)
-        return _error(503, "no decode server answers")
+            passed = Passed(answer, server, tokens, self.unanswered)
+            if answer.status_code in _BUSY and server in self.prefill.all:
+                await passed.aclose()
+                continue
+            self.two_hops += took_over
+            self.one_hop += not took_over
+            return passed
+        return _error(request, 503, "no decode server answers")
+
+
+class RouterServer(EndingServer):
+    def __init__(self, config: uvicorn.Config, router: Router, grace_s: float) -> None:
+        super().__init__(config, grace_s)
+        self._router = router
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        where = ", ".join(url_of(each, "https" if self.config.is_ssl else "http") for each in sockets or ())
+        kinds = len(self._router.prefill.all), len(self._router.decode.all)
+        logger.info("ready: %s passes on to %d prefill and %d decode servers", where, *kinds)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.server_state.tasks)
+
+    async def end_running(self) -> None:
+        self._router.unanswered.end()
+        await asyncio.sleep(LAST_ERRORS_S)
+
+
+class _Target(NamedTuple):
+    server: Server
+    body: bytes
+    takes_over: bool = False
+    """what another server has computed"""
 
 
 class _GaveWayError(Exception):
@@ -218,68 +279,6 @@ class _Body:
 
     def discard(self) -> None:
         self.gave_way.set()
-
-
-class _Passed(Response):
-    """A server's answer as it comes. Who leaves early ends the request there, too."""
-
-    def __init__(self, answer: httpx.Response, server: Server, tokens: int) -> None:
-        super().__init__(status_code=answer.status_code)
-        self._answer, self._server, self._tokens = answer, server, tokens
-        self.raw_headers = [
-            (name.lower(), value) for name, value in answer.headers.raw if name.decode().lower() not in _NOT_PASSED_BACK
-        ]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            with suppress(ClientDisconnect):
-                await _unless(_left(receive), _unless_gone(self._server, self._pass(send)), ClientDisconnect())
-        finally:
-            await self.aclose()
-
-    async def aclose(self) -> None:
-        self._server.prompt_tokens -= self._tokens
-        self._tokens = 0
-        await self._answer.aclose()
-
-    async def _pass(self, send: Send) -> None:
-        async for part in self._answer.aiter_raw():
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _or_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Raises `ClientDisconnect` where the client leaves before."""
-    return await _unless(_left(request.receive), work, ClientDisconnect())
-
-
-async def _unless_gone(server: Server, work: Coroutine[Any, Any, T]) -> T:
-    """Raises `httpx.ReadTimeout` where the server no longer answers anything."""
-    return await _unless(server.gone.wait(), work, httpx.ReadTimeout("it answers nothing, its health neither"))
-
-
-async def _unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], error: Exception) -> T:
-    """Raises the error where the end comes before; the work is cancelled then."""
-    task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
-    try:
-        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise error
-    except BaseException:
-        for each in (task, ending):
-            each.cancel()
-        came, _ = await asyncio.gather(task, ending, return_exceptions=True)
-        if isinstance(came, (httpx.Response, _Passed)):  # as the end came
-            await came.aclose()
-        raise
-    ending.cancel()
-    return task.result()
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:
@@ -298,6 +297,7 @@ def _headers(request: Request) -> list[tuple[bytes, bytes]]:
     return [*kept, (b"accept-encoding", b"identity")]
 
 
-def _error(status: int, message: str) -> Response:
+def _error(request: Request, status: int, message: str) -> Response:
+    """In the words of the API that was asked."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    return error_response(request.scope, status, error_body(message, kind))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
-
-logger = logging.getLogger("pageloom.router")
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -36,8 +35,9 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
 def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exits with a usage error where an option has no effect; gives a server of a role its configuration."""
     if options.role == "router":
-        if not options.prefill or not options.decode:
-            parser.error("--role router needs --prefill URL and --decode URL")
+        missing = [f"--{name} URL" for name in _ROLES if not getattr(options, name)]
+        if missing:
+            parser.error(f"--role router needs {' and '.join(missing)}, too")
         if options.model is not None:
             parser.error("--role router serves no model of its own: leave it out")
         if options.api_key is not None or options.api_key_file is not None:
@@ -56,13 +56,15 @@ def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 
 async def serve_router(options: argparse.Namespace, listener: socket.socket) -> int:
-    """Until a signal. Returns the exit status."""
+    """Until a signal. Returns the exit status. Raises `ConfigError`."""
     import uvicorn
 
     from engine.limits import parse_limits
-    from entrypoints.router.app import Router
+    from entrypoints.router.app import Router, RouterServer
+    from entrypoints.server.ending import signals_are_uvicorns
 
-    router = Router(options.prefill, options.decode, parse_limits(options.limits or ()))
+    prefill, decode = apart(options.prefill, options.decode, *listener.getsockname()[:2])
+    router = Router(prefill, decode, parse_limits(options.limits or ()))
     config = uvicorn.Config(
         router.app(),
         log_config=None,
@@ -70,14 +72,35 @@ async def serve_router(options: argparse.Namespace, listener: socket.socket) -> 
         server_header=False,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
-        timeout_graceful_shutdown=int(options.shutdown_timeout),
     )
-    host, port = listener.getsockname()[:2]
-    kinds = len(options.prefill), len(options.decode)
-    logger.info("ready: http://%s:%d passes on to %d prefill and %d decode servers", host, port, *kinds)
-    server = uvicorn.Server(config)
-    await server.serve(sockets=[listener])
+    server = RouterServer(config, router, options.shutdown_timeout)
+    with signals_are_uvicorns():
+        await server.serve(sockets=[listener])
     return 0 if server.started else 1
+
+
+def apart(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> tuple[list[str], list[str]]:
+    """The servers of both kinds, each once. `host`, `port`: of the router. Raises `ConfigError` where one server has
+    both roles, or is the router itself."""
+    from engine.errors import ConfigError
+    from engine.kv_transfer.sources import is_own
+
+    first, second = ({_place(url): url.rstrip("/") for url in reversed(urls)} for urls in (prefill, decode))
+    if both := first.keys() & second.keys():
+        raise ConfigError(f"--prefill and --decode both name {first[min(both)]}: a server has one role")
+    for (address, of, _), url in {**first, **second}.items():
+        if of == port and (address == host or (host in ("0.0.0.0", "::") and is_own(address))):
+            raise ConfigError(f"{url} is this router's own address: name the servers behind it")
+    return [*reversed(first.values())], [*reversed(second.values())]
+
+
+def _place(url: str) -> tuple[str, int, str]:
+    """Address, port and path, however the host is called."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with suppress(OSError, UnicodeError):  # nobody knows it yet
+        host = str(min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))[4][0])
+    return host, port, parts.path.rstrip("/")
 
 
 def _url(text: str) -> str:

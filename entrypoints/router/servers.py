@@ -1,4 +1,4 @@
-"""The servers behind a router: which of them live, and which has least to do."""
+"""The servers behind a router: which of them live, which has least to do, and which move pages between each other."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
+import msgspec
 
-logger = logging.getLogger(__name__)
+from engine.kv_transfer.layout import differences
+
+logger = logging.getLogger("pageloom.router")
 
 CHECK_S = 1.0
 """between looks at each server's health"""
@@ -20,10 +23,20 @@ CHARACTERS_A_TOKEN = 4
 """what a prompt's size is guessed by"""
 
 
+class Moves(msgspec.Struct, frozen=True):
+    """What a server's `/health` says of pages."""
+
+    kv_role: str | None
+    """None: it gives none, and takes none"""
+    kv_layout: dict[str, str]
+
+
 class Server:
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = url
         self.lives = True
+        self.moves: Moves | None = None
+        """None: it has not said, as vLLM's"""
         self.prompt_tokens = 0
         """about how many the requests have that it is answering"""
         self.failures = 0
@@ -61,6 +74,17 @@ class Server:
         self.failures += 1
 
 
+def why_not(prefill: Server, decode: Server) -> str | None:
+    """Why no page goes from one to the other, as far as they have said."""
+    for server, kind, other in ((prefill, "prefill", "kv_consumer"), (decode, "decode", "kv_producer")):
+        if server.moves is not None and server.moves.kv_role in (None, other):
+            return f"{kind} server {server.url} has kv_role {server.moves.kv_role}: start it with --role {kind}"
+    if prefill.moves is None or decode.moves is None:
+        return None
+    unlike = differences(prefill.moves.kv_layout, decode.moves.kv_layout)
+    return f"prefill server {prefill.url} and decode server {decode.url} differ: {unlike}" if unlike else None
+
+
 class Servers:
     """Of one kind."""
 
@@ -79,21 +103,41 @@ class Servers:
     def any_lives(self) -> bool:
         return any(server.lives for server in self.all)
 
-    async def watch(self, client: httpx.AsyncClient) -> None:
+
+class Watch:
+    """Looks at the health of all, and says what does not work."""
+
+    def __init__(self, prefill: Servers, decode: Servers, client: httpx.AsyncClient) -> None:
+        self._prefill, self._decode, self._client = prefill, decode, client
+        self._told: set[str] = set()
+        """of pairs that move no pages: what the log was told, as long as it holds"""
+
+    async def run(self) -> None:
         """For ever."""
         while True:
             began = time.monotonic()
-            looks = (self._look_at(client, server) for server in self.all)
-            for found in await asyncio.gather(*looks, return_exceptions=True):
-                if isinstance(found, Exception):
-                    logger.error("a server could not be looked at", exc_info=found)
+            await self.look()
             await asyncio.sleep(max(CHECK_S - (time.monotonic() - began), 0.1))
 
-    @staticmethod
-    async def _look_at(client: httpx.AsyncClient, server: Server) -> None:
+    async def look(self) -> None:
+        """Once."""
+        looks = (self._look_at(server) for server in (*self._prefill.all, *self._decode.all))
+        for found in await asyncio.gather(*looks, return_exceptions=True):
+            if isinstance(found, Exception):
+                logger.error("a server could not be looked at", exc_info=found)
+        pairs = (why_not(prefill, decode) for prefill in self._prefill.all for decode in self._decode.all)
+        reasons = {reason for reason in pairs if reason is not None}
+        for reason in sorted(reasons - self._told):
+            logger.warning("no pages move, and decode servers compute prompts: %s", reason)
+        self._told = reasons
+
+    async def _look_at(self, server: Server) -> None:
         lives = None
         try:
-            lives = (await client.get(f"{server.url}/health", timeout=CHECK_S)).status_code == 200
+            answer = await self._client.get(f"{server.url}/health", timeout=CHECK_S)
+            lives = answer.status_code == 200
+            with suppress(msgspec.DecodeError):  # another engine's
+                server.moves = msgspec.json.decode(answer.content, type=Moves) if lives else server.moves
         except httpx.ConnectError:
             lives = False
         except httpx.HTTPError:

@@ -3,8 +3,9 @@ first one cannot do, the second does alone."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import msgspec
 
 from entrypoints.router.servers import CHARACTERS_A_TOKEN
 
@@ -19,6 +20,10 @@ _ASKED = {
     "remote_port": None,
 }
 _OF_THE_ANSWER = ("stream_options", "min_tokens", "best_of", "n", "logprobs", "top_logprobs", "use_beam_search")
+
+
+class _Handed(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class RefusedError(Exception):
@@ -45,16 +50,22 @@ def prefill_body(given: dict[str, Any]) -> bytes:
     body.update(stream=False, max_tokens=1, kv_transfer_params=_ASKED)
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
-    return json.dumps(body).encode()
+    return msgspec.json.encode(body)
+
+
+def takes_one_token(given: dict[str, Any]) -> bool:
+    """Whoever computes the prompt has the answer."""
+    limits = [given.get("max_tokens"), given.get("max_completion_tokens")]
+    return 1 in limits and all(limit in (None, 1) for limit in limits)
 
 
 def decode_body(given: dict[str, Any], answer: bytes) -> bytes | None:
     """With what the first server answered; None where it has handed nothing over."""
     try:
-        params = json.loads(answer).get("kv_transfer_params")
-    except (ValueError, AttributeError):
+        params = msgspec.json.decode(answer, type=_Handed).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return json.dumps({**given, "kv_transfer_params": params}).encode() if isinstance(params, dict) else None
+    return None if params is None else msgspec.json.encode({**given, "kv_transfer_params": params})
 
 
 def about_tokens(body: bytes) -> int:

@@ -15,7 +15,8 @@ from entrypoints.server.errors import error_response
 
 VARIABLE = "PAGELOOM_API_KEY"
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
-"""which machines ask that hold no key, and which tell nothing of anybody's requests"""
+"""which machines ask that hold no key, and which tell nothing of anybody's requests; `/health` tells a router in front
+which pages this server moves"""
 
 logger = logging.getLogger("pageloom.server")
 

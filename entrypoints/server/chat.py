@@ -56,6 +56,7 @@ class ChatHandler:
         self.shown = ChatParts(context.settings.reasoning_field if body.include_reasoning else None, self.answers.use)
         self.held: dict[int, list[ChatLogprob]] = {}
         """of tokens whose text has not been given out"""
+        self.held_ids: dict[int, list[int]] = {}
         self.echoed = ""
         self.usage = UsageCount()
         options = body.stream_options
@@ -92,7 +93,8 @@ class ChatHandler:
     def choice(self, part: CompletionOutput) -> ChatChoice:
         message = self.shown.message(self.answers.pieces(part), self.echoed)
         reason, error = self.answers.finish_reason(part), self.answers.schema_error(part)
-        return ChatChoice(part.index, message, self.logprobs(part), reason, part.stop_reason, error or UNSET)
+        ids = part.token_ids if self.body.return_token_ids else UNSET
+        return ChatChoice(part.index, message, self.logprobs(part), reason, part.stop_reason, error or UNSET, ids)
 
     def reply(self, output: RequestOutput) -> ChatCompletion:
         self.usage.add(0, output)
@@ -107,9 +109,18 @@ class ChatHandler:
         )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            reply.prompt_token_ids = output.prompt_token_ids
         if self.body.kv_transfer_params:
             reply.kv_transfer_params = output.kv_transfer_params
         return reply
+
+    def opening(self, output: RequestOutput) -> list[ChatChunk]:
+        """What comes before the first token, of each sample."""
+        chunks = [self.envelope([ChatChunkChoice(i, Delta("assistant", self.echoed))]) for i in range(self.params.n)]
+        if self.body.return_token_ids:
+            chunks[0].prompt_token_ids = output.prompt_token_ids
+        return chunks
 
     def envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         context = self.context
@@ -120,8 +131,8 @@ class ChatHandler:
     def events_of(self, part: CompletionOutput) -> list[bytes]:
         """None while all that is new may be a mark's beginning. What ends an answer comes with its last chunk."""
         pieces = self.answers.pieces(part)
-        alone = len(pieces) == 1 and part.finish_reason is None and self.top is None and not self.counts
-        if alone and pieces[0].content:
+        bare = self.top is None and not self.counts and not self.body.return_token_ids
+        if bare and len(pieces) == 1 and part.finish_reason is None and pieces[0].content:
             return [self.frame(part.index).event(pieces[0].content)]
         return [event(chunk) for chunk in self.chunks_of(part, pieces)]
 
@@ -137,14 +148,18 @@ class ChatHandler:
         logprobs = self.logprobs(part)
         if logprobs is not None:
             logprobs.content[:0] = self.held.pop(part.index, [])
+        ids = [*self.held_ids.pop(part.index, []), *part.token_ids] if self.body.return_token_ids else UNSET
         if not deltas:
             if part.finished or not self.answers.reads:
                 deltas = [Delta() if part.finished else Delta(content="")]
-            elif logprobs is not None:
-                self.held[part.index] = logprobs.content
+            else:
+                if logprobs is not None:
+                    self.held[part.index] = logprobs.content
+                if ids is not UNSET:
+                    self.held_ids[part.index] = ids
         choices = [ChatChunkChoice(part.index, delta) for delta in deltas]
         if choices:
-            choices[0].logprobs = logprobs
+            choices[0].logprobs, choices[0].token_ids = logprobs, ids
             end = choices[-1]
             end.finish_reason, end.stop_reason = self.answers.finish_reason(part), part.stop_reason
             end.schema_error = self.answers.schema_error(part) or UNSET
@@ -157,8 +172,8 @@ class ChatHandler:
             async for output in outputs:
                 if not opened:
                     opened = True
-                    for index in range(self.params.n):
-                        yield event(self.envelope([ChatChunkChoice(index, Delta("assistant", self.echoed))]))
+                    for chunk in self.opening(output):
+                        yield event(chunk)
                 self.usage.add(0, output)
                 for part in output.outputs:
                     with fails_alone("making a part of the answer"):

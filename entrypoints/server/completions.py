@@ -96,8 +96,12 @@ class CompletionHandler:
         if self.body.echo and index not in self.started:
             echoed = self.prompt_texts.get(prompt_index, output.prompt or "")
             text = echoed + text
-        self.started.add(index)
         choice = CompletionChoice(index, text, None, part.finish_reason, part.stop_reason)
+        if self.body.return_token_ids:
+            choice.token_ids = [] if self.score_only else part.token_ids
+            if index not in self.started:
+                choice.prompt_token_ids = output.prompt_token_ids
+        self.started.add(index)
         if part.schema_error is not None:
             choice.schema_error = part.schema_error
         if self.score_only and part.finished:

@@ -28,6 +28,10 @@ class ServerEndsError(Exception):
     """The server was told to end, and does not wait for this request."""
 
 
+class ServerLeftError(Exception):
+    """The server behind this one broke off: a router's."""
+
+
 def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[str, str]]:
     """(HTTP status, body, headers) for an exception of the engine. What is not the client's doing goes to the log under
     the request's id; the client gets that id and a line without details."""
@@ -39,6 +43,9 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
     if isinstance(error, (ServerEndsError, ShutDownError)):
         message = "the server is shutting down; send the request again"
         return 503, error_body(message, "server_error", None, "shutting_down"), {"Retry-After": "1"}
+    if isinstance(error, ServerLeftError):
+        message = "the server that this was sent to has left, and may have done it: ask again"
+        return 502, error_body(message, "server_error", None, "server_left"), {}
     hint = f"the server's log says more (request {request_id})"
     if isinstance(error, CoreDiedError):  # its text holds the core's last output; whoever notices the death logs it
         logger.warning("request %s: the engine is not running", request_id)

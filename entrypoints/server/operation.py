@@ -2,7 +2,8 @@
 load, settings.
 
 `/live`: the process answers. `/ready`: send requests here. `/health`, and `/ping`: the core makes progress with what it
-has. None of them needs the key, and none says more than a line: the log has the rest.
+has; a router (`--role router`) reads there which pages it gives to others, or takes. None of them needs the key, and
+none says more than a line: the log has the rest.
 """
 
 from __future__ import annotations
@@ -97,9 +98,13 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
             return state(("shutting_down", "the server is shutting down"))
         return state(progress.trouble())
 
+    transfer = engine.config.kv_transfer
+    moves = {"kv_role": None if transfer is None else transfer.kv_role, "kv_layout": engine.ready.kv_layout}
+
     @app.get("/health")
     async def health() -> Response:
-        return state(progress.trouble())
+        trouble = progress.trouble()
+        return JSONResponse(moves) if trouble is None else state(trouble)
 
     @app.get("/ping")
     async def ping() -> Response:

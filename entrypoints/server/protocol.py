@@ -37,7 +37,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "return_token_ids": (),
     "return_tokens_as_token_ids": (),
     "vllm_xargs": (),
     # llama.cpp's and others'
@@ -100,6 +99,8 @@ class SamplingFields(StructuredFields, Body):
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1)
     kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool | None = False
+    """the prompt's, once, and the generated ones, streamed or whole"""
 
     @model_validator(mode="after")
     def _check_streaming(self) -> Self:
@@ -107,6 +108,8 @@ class SamplingFields(StructuredFields, Body):
             raise refusal("stream_options", "stream_options is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("prompt_logprobs", "prompt_logprobs are only given when stream is false")
+        if self.stream and (self.kv_transfer_params or {}).get("do_remote_decode"):
+            raise refusal("stream", "what do_remote_decode hands over comes with a whole answer: stream must be false")
         return self
 
     def sampling_params(

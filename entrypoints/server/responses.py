@@ -39,6 +39,9 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     schema_error: str | UnsetType = UNSET
     """where the text does not keep a schema that is not strict"""
+    token_ids: list[int] | UnsetType = UNSET
+    """those behind the text, for requests that ask for them"""
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -93,6 +96,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     schema_error: str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -105,6 +109,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -123,6 +128,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     schema_error: str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -133,6 +139,8 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """in the first one"""
 
 
 def new_id(prefix: str, separator: str = "-") -> str:

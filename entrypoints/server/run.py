@@ -1,8 +1,5 @@
-"""From a listening socket and an engine to a server that answers, and its orderly end.
-
-uvicorn waits for running requests without a limit, and knows nothing of the engine. Here a signal ends the server when
-running requests have ended, or after `--shutdown-timeout`: then their clients get an error instead of a broken
-connection. A dead core ends the process, so that whoever supervises it starts another.
+"""From a listening socket and an engine to a server that answers, and its end. A dead core ends the process, so that
+whoever supervises it starts another.
 
 Connections are accepted once the model is loaded: until then they are refused, which every supervisor takes for "not
 ready". The port is bound before, so that a taken one is told at once.
@@ -20,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, cast
@@ -35,17 +32,11 @@ from entrypoints.server.app import create_app
 from entrypoints.server.before_start import check_options
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
+from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns, url_of
 from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
 
-_TICK_S = 1.0
-"""for the date in the headers; what is urgent wakes the server"""
-_DRAIN_POLL_S = 0.05
-_LAST_ERRORS_S = 0.25
-"""after the engine has ended: for streams to end with an error, before what waits elsewhere is cancelled"""
-_LAST_ANSWERS_S = 10.0
-"""and for clients that are slow to take the end of their answers"""
 _LEAVE_S = 1.0
 """after everything has ended, for threads that nobody waits for (a tokenizer's, an import's)"""
 
@@ -75,24 +66,13 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server around one started engine."""
+class Server(EndingServer):
+    """Around one started engine."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float) -> None:
-        super().__init__(config)
+        super().__init__(config, grace_s)
         self._app = app
         self._engine = engine
-        self._grace_s = grace_s
-        self._ending = False
-        self._hurried = False
-        """a second signal came: nothing is waited for"""
-        self._woken = asyncio.Event()
-        self._wake: Callable[[], object] = lambda: None
         self.death: CoreDiedError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -114,23 +94,9 @@ class Server(uvicorn.Server):
             values = params.temperature, params.top_p, params.top_k
             logger.info("where a request names none: temperature %g, top_p %g, top_k %d", *values)
 
-    async def main_loop(self) -> None:
-        """uvicorn's wakes ten times a second; an idle server should hardly wake at all."""
-        loop = asyncio.get_running_loop()
-        self._wake = lambda: loop.call_soon_threadsafe(self._woken.set)
-        while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), _TICK_S)
-            self._woken.clear()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._hurried = self.should_exit
-        super().handle_exit(sig, frame)
-        self._wake()
-
     @property
-    def signalled(self) -> bool:
-        return bool(self._captured_signals)
+    def num_running(self) -> int:
+        return self._engine.num_streams
 
     async def on_tick(self, counter: int) -> bool:
         """Looks after signals, the core and the date in the headers; true ends the server."""
@@ -143,27 +109,14 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self.death is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        running = self._engine.num_streams
-        wait = f"; up to {self._grace_s:g} s for {running} running requests (again to end them now)" if running else ""
-        logger.info("shutting down%s", wait)
         self._app.state.draining = True
         self._app.state.sockets.drain()
-        end = asyncio.create_task(self._end_requests())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            if not self._ending:
-                end.cancel()
-            await asyncio.gather(end, return_exceptions=True)
+        await super().shutdown(sockets)
 
-    async def _end_requests(self) -> None:
-        """Once none runs in the core, or in the end all the same. What has not reached it by then is not waited for."""
-        deadline = time.monotonic() + self._grace_s
-        while self._engine.num_streams and time.monotonic() < deadline and not self._hurried:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        self._ending = True
+    async def end_running(self) -> None:
+        """What has not reached the core by then is not waited for."""
         stop = asyncio.create_task(self._engine.shutdown())
-        await asyncio.sleep(_LAST_ERRORS_S)
+        await asyncio.sleep(LAST_ERRORS_S)
         self._app.state.unanswered.end()
         await stop
 
@@ -185,7 +138,7 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
         server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
-        with _signals_are_uvicorns():
+        with signals_are_uvicorns():
             await server.serve(sockets=[listener])
         status = 0 if server.started and server.death is None else 1
         if server.signalled:
@@ -223,7 +176,6 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
         log_level=options.log_level if options.log_level != "info" else "warning",
         access_log=options.log_level == "debug",
         timeout_keep_alive=cast(int, limits.keep_alive_s),
-        timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_ANSWERS_S),
     )
 
 
@@ -263,17 +215,3 @@ def _leave_within(seconds: float, status: int) -> None:
         os._exit(status)
 
     threading.Thread(target=leave, name="leave", daemon=True).start()
-
-
-@contextmanager
-def _signals_are_uvicorns() -> Iterator[None]:
-    """uvicorn raises the signals that ended it once more when it has ended: by then they are served."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,16 +9,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from toy_llama import ToyLlama, batch, compiled, eager
 
+from compilation import bounded, inductor
 from compilation.behind import CompileStoppedError
 from compilation.directory import trusted_directory, trusted_tree
 from compilation.errors import CompileError
 from compilation.inductor import inductor_directories, load_piece
 from compilation.key import digest, environment_material
+from compilation.split import Piece
 from compilation.store import ArtifactStore
 
 MATERIAL = {"graph": "a graph", "torch": "a version"}
@@ -124,6 +128,8 @@ def test_the_key_changes_with_what_changes_code_and_holds_no_path() -> None:
 SECOND_PROCESS = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 import torch
 from toy_llama import ToyLlama, batch, compiled
 torch.set_num_threads(int(sys.argv[2]))
@@ -180,4 +186,25 @@ def test_a_piece_whose_compiler_was_ended_is_a_stop_and_not_a_damaged_one(
         stop.set()
         with pytest.raises(CompileStoppedError):
             load_piece(tmp_path / "artifact.bin", {}, stop)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("largest", [None, 64])
+def test_a_compiler_that_fails_is_quoted_in_short_and_one_that_was_ended_not_at_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, largest: int | None
+) -> None:
+    def fails(*_: object) -> None:
+        noise = "\n".join(f"vec256.h:{line}: warning: overflow" for line in range(3000))
+        raise RuntimeError(f"C++ compile error\nCommand:\n{noise}\npiece.cpp:7: error: no such thing")
+
+    monkeypatch.setattr(inductor, "_compile", fails)
+    monkeypatch.setattr(bounded, "Bounded", lambda *_: SimpleNamespace(module=None))
+    stop, piece = threading.Event(), cast(Piece, SimpleNamespace(module=None))
+    with pytest.raises(CompileError, match=r"C\+\+ compile error\npiece.cpp:7: error: no such thing") as failed:
+        inductor.compile_piece(piece, {}, tmp_path / "a", largest, stop)
+    assert len(str(failed.value).splitlines()) == 2 and caplog.text.count("\n") <= 2
+    caplog.clear()
+    stop.set()
+    with pytest.raises(CompileStoppedError):
+        inductor.compile_piece(piece, {}, tmp_path / "a", largest, stop)
     assert not caplog.text

@@ -4,6 +4,7 @@ and the tokens are those of one engine."""
 from __future__ import annotations
 
 import random
+import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def test_pages_and_tokens_are_those_of_one_engine(
     events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
     alone, source = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_both", nixl=transport == "NIXL")
     target = engine(tmp_path, "kv_both", nixl=transport == "NIXL", kv_events_config=events)
+    assert source.ready.kv_layout == target.ready.kv_layout and source.ready.kv_layout["block_size"] == "16"
     for prompt in prompts:
         first = generate(source, prompt, with_transfer(GREEDY, ASKED, max_tokens=1))
         params = first.kv_transfer_params
@@ -101,18 +103,24 @@ def test_pages_and_tokens_are_those_of_one_engine(
         llm.shutdown()
 
 
-def test_other_weights_or_blocks_are_told_apart_and_the_prompt_is_computed(tmp_path: Path) -> None:
+def test_other_weights_or_blocks_are_told_apart_and_the_prompt_is_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, seed in (("one", {}), ("other", {"initializer_range": 0.03})):
         (tmp_path / name).mkdir()
         save_tiny("Llama", tmp_path / name, **seed)
     source = engine(tmp_path / "one", "kv_producer")
     prompt = [random.Random(1).randrange(3, 90) for _ in range(100)]
-    for path, block_size in (("other", 16), ("one", 32)):
+    for path, block_size, differs in (
+        ("other", 16, "differ: weights [0-9a-f]{16} and [0-9a-f]{16}$"),
+        ("one", 32, "differ: block_size 16 and 32$"),
+    ):
         params = generate(source, prompt, with_transfer(GREEDY, ASKED, max_tokens=1)).kv_transfer_params
         target = engine(tmp_path / path, "kv_consumer", block_size=block_size)
         got = generate(target, prompt, with_transfer(GREEDY, params))
         stats = target.stats()
         assert (got.num_cached_tokens, stats.kv_fetches, stats.kv_fetch_failures) == (0, 0, 1)
+        assert re.search(differs, caplog.messages[-1])
         target.shutdown()
         alone = LLM(str(tmp_path / path), **{**SETTINGS, "block_size": block_size})
         assert got.outputs[0].token_ids == generate(alone, prompt, GREEDY).outputs[0].token_ids
@@ -123,7 +131,13 @@ def test_other_weights_or_blocks_are_told_apart_and_the_prompt_is_computed(tmp_p
 def test_what_this_engine_does_not_do_is_refused_by_name(tmp_path: Path) -> None:
     save_tiny("Llama", tmp_path)
     plain, source = LLM(str(tmp_path), **SETTINGS), engine(tmp_path, "kv_producer")
-    remote = {"do_remote_prefill": True, "remote_engine_id": "e"}
+    remote = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e",
+        "remote_request_id": "1.x",
+        "remote_host": "h",
+        "remote_port": 1,
+    }
     for llm, asked, reason in (
         (plain, ASKED, "computes prompts for no other"),
         (plain, remote, "takes prompts from none"),

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from scripted_server import save_model
-from virtual_clusters import REPORT, costs, given
+from virtual_clusters import OF, REPORT, costs, given
 
 from engine.config import EngineConfig, make_args
 from engine.errors import ConfigError, EngineError
@@ -51,7 +51,7 @@ def test_costs_are_found_again_from_noisy_steps() -> None:
         for tokens in np.exp(draw.uniform(0, np.log(900), size=600))
     ]
     seconds = [truth.seconds(work) * draw.uniform(0.97, 1.03) for work in works]
-    found = fit(works, seconds, source="", model="", budget=1000, report=REPORT)
+    found = fit(works, seconds, source="", of=OF, budget=1000, report=REPORT)
     assert found.error < 0.03
     for work in works:
         assert found.seconds(work) == pytest.approx(truth.seconds(work), rel=0.05)
@@ -60,10 +60,10 @@ def test_costs_are_found_again_from_noisy_steps() -> None:
 
 def test_no_amount_is_negative_and_few_steps_are_too_few() -> None:
     works = [StepWork(tokens, 1, tokens * 10, 0) for tokens in range(1, 61)]
-    found = fit(works, [0.01 + 0.001 / work.tokens for work in works], source="", model="", budget=64, report=REPORT)
+    found = fit(works, [0.01 + 0.001 / work.tokens for work in works], source="", of=OF, budget=64, report=REPORT)
     assert min(*found.at_knots_s, *found.each_s.values()) >= 0.0
     with pytest.raises(ConfigError, match="at least 50 steps, got 9"):
-        fit(works[:9], [1.0] * 9, source="", model="", budget=64, report=REPORT)
+        fit(works[:9], [1.0] * 9, source="", of=OF, budget=64, report=REPORT)
     with pytest.raises(ConfigError, match=r"holds no step costs \(engine-bench step-costs"):
         read_costs(b"{}", "x.json")
 
@@ -161,7 +161,7 @@ def test_the_fewest_replicas_are_found(config: EngineConfig) -> None:
 
     found = fewest(run, lambda seen: seen.replicas >= 5, 64)
     assert (sizes, [size for size, _ in found]) == ([1, 2, 4, 8, 6, 5], [1, 2, 4, 5])
-    with pytest.raises(ConfigError, match="not even 2 hold"):
+    with pytest.raises(ConfigError, match=r"not even 2 hold: TTFT p90 [0-9.]+ s, TPOT p90 [0-9.]+ s$"):
         fewest(run, lambda seen: False, 2)
 
     def refuses(size: int) -> Outcome:
@@ -203,22 +203,13 @@ def test_costs_measured_here_and_a_cluster_of_them(model: Path, tmp_path: Path, 
     out = capsys.readouterr().out
     results = json.loads(out.splitlines()[-1])["results"]
     assert [(each["kind"], each["replicas"]) for each in results] == [("simulated", 1.0), ("simulated", 2.0)]
-    assert "±" in out and "step costs: tiny" in out
+    assert "±" in out and "step costs: model tiny, dtype bfloat16, " in out
     assert main([*command, "--layouts", "2x1,1x2", "--seeds", "1"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [(each["replicas"], each["stages"]) for each in results] == [(2.0, 1.0), (1.0, 2.0)]
     assert main([*command, "--replicas", "1000", "--cell", "2", "--rate", "1000"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [each["replicas"] for each in results] == [1000.0]
-    for wrong in (
-        ["--replicas", "65"],
-        ["--cell", "2", "--lose-at", "1"],
-        ["--replicas", "1", "--lose-at", "1"],
-    ):
-        with pytest.raises(SystemExit):
-            main([*command, *wrong, *(["--tpot", "1"] if "--ttft" in wrong else [])])
     assert main([*command, "--ttft", "10", "--tpot", "10"]) == 0
     assert main([*command, "--max-num-batched-tokens", "512"]) == 1
     assert "exceeds the 256 that the step costs were measured for" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*command, "--ttft", "10"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from scripted_server import save_model
-from virtual_clusters import REPORT, costs, given
+from virtual_clusters import OF, REPORT, costs, given
 
 from engine.config import EngineArgs, EngineConfig, make_args
 from engine.core.wire import AddRequest
@@ -65,6 +65,7 @@ def test_layouts_are_read_and_written() -> None:
     assert layout("3") == Layout(3)
     assert [layout(text).devices for text in ("4x2", "1P+2D")] == [8, 3]
     assert str(layout("1P+2D").times(3)) == "3P+6D"
+    assert Layout(2, 2, ranks=2).times(3).devices == 24
     for text in ("0x1", "2x", "1P", "1P+0D", "P+D", "2x2P+1D", ""):
         with pytest.raises(ValueError, match="is no layout, as 4x2"):
             layout(text)
@@ -179,11 +180,30 @@ def test_layouts_of_all_kinds_on_the_command_line(
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (["--layouts", "1P+1D"], "need --transfer-ms"),
+        (["--layouts", "1P+1D"], "need --transfer-ms and --transfer-mb-per-s (of"),
         (["--layouts", "1P+1D", *OVER, "--cell", "2"], "leave layouts as 1P"),
-        (["--layouts", "2x1", *OVER], "--transfer-ms is of layouts as 1P"),
+        (["--layouts", "2x1", *OVER], "--transfer-ms has no effect without layouts as 1P"),
         (["--layouts", "1P"], "'1P' is no layout"),
-        (["--layouts", "1P+1D", *OVER[2:], "--transfer-ms", "0"], "must be positive, got 0"),
+        (["--layouts", "1P+1D", *OVER[2:], "--transfer-ms", "0"], "'0' is not a positive number"),
+        (["--layouts", "1P+1D", *OVER, "--replicas", "2"], "--replicas has no effect with --layouts"),
+        (["--layouts", "1P+1D", *OVER, "-pp", "2"], "--pipeline-parallel-size has no effect with --layouts"),
+        (["--layouts", "2x1,1P+1D", *OVER, "--router", "turns"], "--router has no effect on layouts as 1P+1D"),
+        (["-dp", "2"], "--data-parallel-size has no effect here: --replicas"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config has no effect here"),
+        (["--head-tokens", "8"], "--head-tokens has no effect without --heads"),
+        (["--replicas", "2", "--ttft", "1", "--tpot", "1"], "--replicas has no effect with --ttft and --tpot"),
+        (["--ttft", "1"], "--ttft and --tpot go together"),
+        (["--ttft", "0", "--tpot", "0"], "'0' is not a positive number"),
+        (["--replicas", "65"], "at most 64 replicas, got 65; more with --cell"),
+        (["--replicas", "two"], "'two' is not a number from 1 on"),
+        (["--replicas", "2", "--lose-at", "2"], "--lose-at (2) is not within the --seconds (2) of traffic"),
+        (["--lose-at", "1"], "takes one of several servers away, and 1x1 is one"),
+        (["--replicas", "4", "--cell", "2", "--lose-at", "1"], "leave --cell and --real out"),
+        (["--replicas", "2", "--real", "--lose-at", "1"], "leave --cell and --real out"),
+        (["--rate", "inf"], "'inf' is not a positive number"),
+        (["--rate", "1e9"], "make 2e+09 requests of 9.6e+10 tokens; at most 200,000 of 100,000,000"),
+        (["--seeds", "1000000"], "at most 200,000"),
+        (["--seconds", "0"], "'0' is not a positive number"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -192,6 +212,49 @@ def test_what_does_not_go_together_is_refused(
     with pytest.raises(SystemExit):
         main(_command(args, tmp_path, *given))
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "problem"),
+    [
+        ({"model": "other"}, [], "measured of model other, and asked for is model tiny: measure a table"),
+        ({}, ["--dtype", "float32"], "of dtype bfloat16, kv_cache_dtype bfloat16, and asked for is dtype float32"),
+        ({}, ["-tp", "2"], "of tensor_parallel_size 1, and asked for is tensor_parallel_size 2"),
+        ({}, ["--threads", "2"], "of threads 1, and asked for is threads 2"),
+    ],
+)
+def test_a_table_of_something_else_is_refused(
+    of: dict[str, str],
+    given: list[str],
+    problem: str,
+    args: EngineArgs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = _command(args, tmp_path, *given)
+    table = msgspec.structs.replace(costs(), of=msgspec.structs.replace(OF, **of))
+    (tmp_path / "costs.json").write_bytes(msgspec.json.encode(table))
+    assert main(command) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_whoever_asks_after_a_loss_is_told_of_more_than_one(
+    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_command(args, tmp_path, "--lose-at", "1", "--ttft", "9", "--tpot", "9")) == 0
+    assert "fewest devices: 2, as 2x1" in capsys.readouterr().out
+
+
+def test_step_costs_are_written_where_that_can_be(
+    args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, problem in ((tmp_path / "none" / "x.json", "is not a directory"), (tmp_path, "could not be written")):
+        with pytest.raises(SystemExit):
+            main(["step-costs", args.model, "--out", str(out), *SETTINGS])
+        assert problem in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["step-costs", args.model, "--out", str(tmp_path / "x.json"), *SETTINGS, "-pp", "2"])
+    assert "--pipeline-parallel-size has no effect here: steps of one replica" in capsys.readouterr().err
 
 
 def test_step_costs_that_fit_poorly_are_no_table(

@@ -194,3 +194,18 @@ def test_throughput_refuses_a_workload_of_arrivals_before_it_loads_anything(
 ) -> None:
     assert main(["throughput", "no-such-model", "--workload", "W2,W6"]) == 1
     assert "W6" in (error := capsys.readouterr().err) and "serve" in error
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["serve", "--extra-body", "x"], "cannot read 'x' as a JSON object; write it as '{\"FIELD\": VALUE}'"),
+        (["profile", "--sampling", "[1]"], "cannot read '[1]' as a JSON object"),
+        (["profile", "--batch", "1,,2"], "'' is not a number from 1 on"),
+        (["latency", "--batch-size", "1.5"], "'1.5' is not a number from 1 on"),
+    ],
+)
+def test_a_refusal_says_what_is_asked(command: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command)
+    assert problem in capsys.readouterr().err

@@ -54,6 +54,8 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"suffix": "x"}, "suffix"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stream": True, "kv_transfer_params": {"do_remote_decode": True}}, "stream"),
+        ({"kv_transfer_params": {"nonsense": 1}}, "kv_transfer_params"),
         ({"stream": True, "temperature": -1}, "temperature"),
         ({"stream": True, "prompt": [5] * 256}, "prompt"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from scripted_server import ANSWER, CHATS, COMPLETIONS, Server, events, post_all, save_model, score_of
+from scripted_server import ANSWER, BOS, CHATS, COMPLETIONS, Server, events, post_all, save_model, score_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -277,3 +277,29 @@ def test_neutral_values_of_what_is_not_supported_are_accepted(server: Server) ->
         "user": "u",
     }
     post(server, "/v1/chat/completions", body)
+
+
+def test_token_ids_come_where_asked_streamed_as_whole(server: Server) -> None:
+    prompt = [BOS, 7, 8]
+    ask = {"model": "tiny", "return_token_ids": True, "n": 2, "max_tokens": 100, "prompt": prompt}
+    at_once, streamed = post_all(server, (COMPLETIONS, ask), (COMPLETIONS, {**ask, "stream": True}))
+    ids = [*server.script.answer, server.script.eos]
+    whole = at_once.json()["choices"][1]
+    assert (whole["prompt_token_ids"], whole["token_ids"]) == (prompt, ids)
+    of_last = [c for chunk in events(streamed.text) for c in chunk["choices"] if c["index"] == 1]
+    assert [c["prompt_token_ids"] for c in of_last if "prompt_token_ids" in c] == [prompt]
+    assert [i for c in of_last for i in c["token_ids"]] == ids
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True}])
+def test_token_ids_of_a_chat_come_where_asked(server: Server, extra: dict[str, Any]) -> None:
+    ask = {"model": "tiny", "messages": MESSAGES, "return_token_ids": True, **extra}
+    plain = {**ask, "return_token_ids": False}
+    at_once, streamed, without = post_all(server, (CHATS, ask), (CHATS, {**ask, "stream": True}), (CHATS, plain))
+    ids, whole = [*server.script.answer, server.script.eos], at_once.json()
+    assert whole["choices"][0]["token_ids"] == ids
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    chunks = events(streamed.text)
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [whole["prompt_token_ids"]]
+    assert [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])] == ids
+    assert "token_ids" not in without.text

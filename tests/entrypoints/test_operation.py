@@ -45,6 +45,7 @@ def test_ping_is_health_and_needs_no_key(tiny_server_model: Path) -> None:
             return [(await client.request(method, "/ping")).status_code for method in ("GET", "POST")]
 
         assert await states() == [200, 200]
+        assert (await client.get("/health")).json() == {"kv_role": None, "kv_layout": {}}
         server.script.stalled = "because"
         assert await states() == [503, 503]
 

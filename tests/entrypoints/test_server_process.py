@@ -73,7 +73,7 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_process_with_0(
             server.send_signal(number)
             if number == signal.SIGINT:
                 wait_for_line(log, "shutting down")
-                server.send_signal(signal.SIGTERM)
+                server.send_signal(number)
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait(timeout=60) == 0, log

@@ -389,3 +389,12 @@ def test_who_is_told_of_tools_in_words_is_read_in_the_same_words(knows: str, nam
     tokenizer = SimpleNamespace(chat_template_text=lambda _: template, response_template=None, backend=None)
     dialect = Speech(cast(Tokenizer, tokenizer)).dialect
     assert dialect.name == name and dialect.thinking == ("<think>", "</think>")
+
+
+def test_token_ids_of_a_call_come_though_its_text_is_held_back(model: Path) -> None:
+    server = Server(model)
+    server.answer = f"I add. {CALL}"
+    body = CHAT | {"tools": [ADD], "return_token_ids": True}
+    whole, streamed = post_all(server, (CHATS, body), (CHATS, body | {"stream": True}))
+    assert whole.json()["choices"][0]["token_ids"] == (ids := [*server.script.answer, server.script.eos])
+    assert [i for event in events(streamed.text) for i in event["choices"][0].get("token_ids", [])] == ids

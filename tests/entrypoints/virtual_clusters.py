@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.reports import LoadReport
-from entrypoints.bench.cluster.costs import StepCosts
+from entrypoints.bench.cluster.costs import Measured, StepCosts
 from entrypoints.bench.cluster.traffic import Arrival, Traffic, arrivals, check
 
 MIB = 1 << 20
@@ -19,11 +19,23 @@ REPORT = LoadReport(
 )
 
 
+OF = Measured(
+    model="tiny",
+    dtype="bfloat16",
+    quantization="none",
+    kv_cache_dtype="bfloat16",
+    tensor_parallel_size=1,
+    decode_context_parallel_size=1,
+    enable_expert_parallel=False,
+    threads=1,
+)
+
+
 def costs(token_s: float = 0.001, step_s: float = 0.01, **each: float) -> StepCosts:
     """`step_s`, and `token_s` for each token."""
     return StepCosts(
         source="made up",
-        model="tiny",
+        of=OF,
         max_num_batched_tokens=4096,
         knots=[1, 1001],
         at_knots_s=[step_s + token_s, step_s + 1001 * token_s],

@@ -27,6 +27,8 @@ def test_variables_of_torchrun_are_read() -> None:
     for without in TWO:
         with pytest.raises(ConfigError, match=f"torchrun starts: {without} is not set"):
             launch_of({name: value for name, value in TWO.items() if name != without})
+    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"):
+        launch_of({"RANK": "0"})
     with pytest.raises(ConfigError, match="are no numbers"):
         launch_of({**TWO, "RANK": "first"})
     with pytest.raises(ConfigError, match="torchrun has started 2 processes"):

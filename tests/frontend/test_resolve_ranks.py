@@ -111,9 +111,13 @@ def test_experts_are_dealt_out_to_ranks_where_there_are_both(model: ModelDescrip
         ({"enable_eplb": True}, "experts move between the replicas of data_parallel_size"),
         ({"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2}, "and nowhere else"),
         ({**moves, "eplb_config": {"window_size": 3001}}, r"window_size \(3001\) must be in \[1, step_interval\]"),
-        ({**moves, "eplb_config": {"window_size": 0}}, r"window_size \(0\) must be"),
+        ({**moves, "eplb_config": {"window_size": 0}}, r"Expected `int` >= 1 - at `\$.window_size`; it may"),
+        ({**moves, "eplb_config": {"step_interval": 1000001}}, r"Expected `int` <= 1000000 - at `\$.step_interval`"),
         ({**moves, "eplb_config": {"num_redundant_experts": 2}}, r"num_redundant_experts \(2\): each expert is in one"),
-        ({**moves, "eplb_config": {"use_async": True}}, "unknown field `use_async`; it may have window_size,"),
+        (
+            {**moves, "eplb_config": {"use_async": True}},
+            "unknown field `use_async`; it may have window_size, step_interval, log",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             _resolve(mixture, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from engine.config import EngineArgs, KVEventsConfig, make_args
 from engine.errors import ConfigError
 from engine.limits import Limits
-from engine.setting_checks import kv_events_of
+from engine.machine import Machine
+from engine.setting_checks import check_settings, kv_events_of, swap_space_of
 
 
 @pytest.mark.parametrize(
@@ -116,3 +118,35 @@ def test_events_of_a_cache_that_is_off_are_refused() -> None:
         kv_events_of(
             EngineArgs(model="m", enable_prefix_caching=False, kv_events_config={"enable_kv_cache_events": True})
         )
+
+
+MACHINE = Machine(physical_cores=4, memory_bytes=1 << 34, home="/home/u", working_directory="/work")
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv_role": "both"}, "kv_role`; it may be 'kv_producer' or 'kv_consumer' or 'kv_both'$"),
+        ({"kv_connector_extra_config": {"backends": ["GDS"]}}, "backends.0.`; it may be 'UCX'$"),
+        ({"kv_rank": 0}, "unknown field `kv_rank`; it may have kv_connector, kv_role, "),
+        ({"kv_ip": "192.0.2.1"}, "kv_ip '192.0.2.1' is no address of this host"),
+        ({"kv_ip": "0.0.0.0"}, "kv_ip '0.0.0.0' is no address of this host that others could be told"),
+        ({"kv_sources": ["10.0.0.0/99"]}, "kv_sources: '10.0.0.0/99' is no network"),
+    ],
+)
+def test_what_moves_pages_is_refused_with_what_it_may_be(settings: dict[str, Any], says: str) -> None:
+    """Before anything is loaded, as `--check` does."""
+    args = make_args("m", {"kv_transfer_config": {**TRANSFER, **settings}, "device": "cpu"})
+    with pytest.raises(ConfigError, match=says):
+        check_settings(args, MACHINE)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_who_takes_pages_needs_the_room_where_they_land(role: str) -> None:
+    transfer = {"kv_transfer_config": {**TRANSFER, "kv_role": role}}
+    takes = role == "kv_consumer"
+    assert swap_space_of(make_args("m", transfer), "cpu", MACHINE) == (1 << 30 if takes else 0)
+    none = make_args("m", {**transfer, "swap_space": 0})
+    with pytest.raises(ConfigError, match="swap_space") if takes else nullcontext():
+        assert swap_space_of(none, "cpu", MACHINE) == 0

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from types import ModuleType
 
 import pytest
-from fake_pages import memory, packed
+from fake_pages import LAYOUT, memory, packed
 
 from engine.errors import ConfigError
 from engine.kv_transfer import exports, reader
@@ -93,7 +93,7 @@ def test_who_wants_nothing_gives_the_lease_back(source: Source, transport: str) 
 
 @pytest.mark.parametrize("wrong", ["lease", "engine", "layout", "page", "withdrawn", "port"])
 def test_what_does_not_fit_is_refused_with_the_reason(source: Source, transport: str, wrong: str) -> None:
-    params, target, pages = source.offer(), memory(2, layout="other" if wrong == "layout" else "one"), HERE
+    params, target, pages = source.offer(), memory(2, **({"block_size": "32"} if wrong == "layout" else {})), HERE
     before = packed(target.host, list(range(32)))
     if wrong == "withdrawn":
         source.exports.withdraw(1)
@@ -105,7 +105,12 @@ def test_what_does_not_fit_is_refused_with_the_reason(source: Source, transport:
     params = KVTransferParams(**{name: changed.get(name, getattr(params, name)) for name in params.__struct_fields__})
     if wrong == "page":
         pages = {**HERE, b"another prompt": 1}
-    reasons = {"lease": "no such", "engine": "later", "layout": "same settings", "page": "another prompt"}
+    reasons = {
+        "lease": "no such",
+        "engine": "later",
+        "layout": "differ: block_size 16 and 32",
+        "page": "another prompt",
+    }
     with pytest.raises(TransferError, match=reasons.get(wrong, "no such lease|refused")):
         fetch(params, pages, target, 5.0)
     assert packed(target.host, list(range(32))) == before
@@ -120,7 +125,7 @@ def test_memory_of_a_reader_that_could_be_pulled_away_is_refused(source: Source,
     given = os.pipe() if wrong == "a pipe" else (made,)
     with reader._connect(params, time.monotonic() + 5) as connection:
         wire = Wire(connection, time.monotonic() + 5)
-        ask = Ask(source.exports.engine_id, params.remote_request_id or "", "one", KEYS)
+        ask = Ask(source.exports.engine_id, params.remote_request_id or "", LAYOUT, KEYS)
         wire.send(ask, None if wrong == "none" else given[-1])
         assert wire.receive(Answer).error
     for descriptor in {made, *given}:
@@ -143,7 +148,7 @@ def test_a_reader_that_leaves_half_way_may_come_again(source: Source, transport:
     wire = Wire(connection, time.monotonic() + 5)
     with STAGINGS.of("here", 1000) as staging:
         local = staging.descriptor if transport == "shared memory" else None
-        wire.send(Ask(source.exports.engine_id, params.remote_request_id or "", "one", KEYS), local)
+        wire.send(Ask(source.exports.engine_id, params.remote_request_id or "", LAYOUT, KEYS), local)
         connection.recv(3)
     connection.close()
     assert fetch(params, HERE, target, 5.0)

@@ -130,6 +130,59 @@ def test_the_figures_of_ranks_are_those_of_the_engine(case: str, division: dict[
     assert f"{len(plan.ranks)} processes compute it" in plan.text() and "stage 1, part 0: layers" in plan.text()
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("case", "division"),
+    [
+        ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+        ("llama", {"tensor_parallel_size": 2, "speculative_config": {"method": "draft_model"}}),
+        ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}),
+    ],
+)
+def test_what_is_exchanged_and_drafts_are_in_the_figures(case: str, division: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has all of a draft."""
+    save(case, tmp_path)
+    if draft := division.get("speculative_config"):
+        division = {**division, "speculative_config": {**draft, "model": str(tmp_path)}}
+    args = EngineArgs(
+        model=str(tmp_path),
+        device="cpu",
+        compile="none",
+        kv_cache_memory=1 << 22,
+        max_model_len=64,
+        threads=1,
+        **division,
+    )
+    plan = plan_of(args)
+    with LLM.from_args(args) as llm:
+        ledger = llm.ready.ledger
+    same = ("weights", "activations", "KV")
+    told, real = ([line for line in table.splitlines() if line.startswith(same)] for table in (plan.table, ledger))
+    assert told == real
+
+
+def test_what_is_exchanged_takes_memory(large: Path) -> None:
+    args = EngineArgs(model=str(large), device="cpu", max_num_batched_tokens=512, tensor_parallel_size=2)
+    heads = plan_of(args, **small(64)).ranks[0]
+    positions = plan_of(msgspec.structs.replace(args, decode_context_parallel_size=2), **small(64)).ranks[0]
+    tokens, all_heads, found = 512, 32 + 2 * 8, 4 * (128 + 1) * (32 + 32)
+    assert positions.activation_bytes - heads.activation_bytes == tokens * (3 * 2 * 128 * all_heads + found)
+    assert positions.weight_bytes == heads.weight_bytes
+
+
+def test_a_random_model_has_no_file(tmp_path: Path) -> None:
+    make_model("qwen3_moe").config.save_pretrained(tmp_path)
+    args = EngineArgs(
+        model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, enable_expert_parallel=True
+    )
+    plan = plan_of(args, **small(4))
+    assert plan.fits and len(plan.ranks) == 2
+    assert "holds no weights" in plan_of(msgspec.structs.replace(args, load_format="auto"), **small(4)).problems[0]
+    elsewhere = msgspec.structs.replace(args, expert_placement=str(tmp_path / "none.json"))
+    assert "expert_placement: " in plan_of(elsewhere, **small(4)).problems[0]
+
+
 def test_more_threads_than_cores_are_told_of(large: Path) -> None:
     args = EngineArgs(model=str(large), device="cpu", max_model_len=8192, threads=2, data_parallel_size=2)
     assert "4 compute threads for 2 cores" in plan_of(args, **small(128)).text()

@@ -13,11 +13,12 @@ _STATUS = {"refuses": 400, "fails": 500, "busy": 503}
 
 class FakeServer:
     """`mode`: "well"; "refuses", "fails" or is "busy", with a status; "leaves" in the middle of an answer; "nothing" is
-    handed over; "slow": a part of a stream every 0.02 s; "stopped": nothing is answered any more, its health neither;
-    "hangs": its health says so."""
+    handed over; "slow": a part of a stream every 0.02 s; "breaks": in the middle of a stream's second part; "stopped":
+    nothing is answered any more, its health neither; "hangs": its health says so."""
 
-    def __init__(self) -> None:
-        self.mode = "well"
+    def __init__(self, **moves: object) -> None:
+        """`moves`: what its health says of pages."""
+        self.mode, self.moves = "well", moves
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.broken = threading.Event()
@@ -47,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.outer.goes_on.wait(60)
             self.close_connection = True
             return
-        self._answer(503 if self.outer.mode == "hangs" else 200, {"path": self.path})
+        self._answer(503 if self.outer.mode == "hangs" else 200, {"path": self.path, **self.outer.moves})
 
     def do_OPTIONS(self) -> None:
         self.send_response(200)
@@ -56,7 +57,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        sent = self.rfile.read(int(self.headers["content-length"]))
+        is_form = self.headers["content-type"].startswith("multipart/form-data")
+        body = {"form": sent.decode()} if is_form else json.loads(sent)
         self.outer.asked.append(body)
         self.outer.headers.append({name.lower(): value for name, value in self.headers.items()})
         if self.outer.mode in ("stopped", "hangs"):
@@ -76,15 +79,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self) -> None:
         self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
+        lines = self.path.startswith("/api/")
+        self.send_header("content-type", "application/x-ndjson" if lines else "text/event-stream; charset=utf-8")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         try:
             for index in range(500 if self.outer.mode == "slow" else 3):
-                data = f"data: {index}\n\n".encode()
+                data = f"{index}\n".encode() if lines else f"data: {index}\n\n".encode()
+                if index == 1 and self.outer.mode == "breaks":
+                    data = data[:-1] if lines else data[:3]
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
                 self.wfile.flush()
                 time.sleep(0.02)
+                if index == 1 and self.outer.mode == "breaks":
+                    self.close_connection = True
+                    return
                 if self.outer.mode == "stopped":
                     self.outer.goes_on.wait(60)
             self.wfile.write(b"0\r\n\r\n")

@@ -6,63 +6,17 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fake_servers import FakeServer
+from served import BODY, Served, until
 
-from engine.limits import Limits
-from entrypoints.router import app, servers
-from entrypoints.router.app import Router
-from entrypoints.router.servers import Server, Servers
+from entrypoints.router import app, passing, servers
+from entrypoints.router.servers import Server, Servers, Watch
 from entrypoints.serve import main
-
-BODY = {"prompt": "a b c", "max_tokens": 9, "stream_options": None, "n": 1, "temperature": 0.5}
-
-LIMITS = Limits(body_bytes=10_000, bodies_bytes=20_000, json_values=1_000)
-
-
-class Served:
-    def __init__(self) -> None:
-        self.prefill, self.decode, self.other = FakeServer(), FakeServer(), FakeServer()
-        self.router = Router([self.prefill.url], [self.decode.url, self.other.url], LIMITS)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(self.router.app(), log_config=None, timeout_graceful_shutdown=1))
-        run = lambda: asyncio.run(self._server.serve(sockets=[listener]))  # noqa: E731
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def post(self, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **more)
-
-    @property
-    def decoded(self) -> list[dict[str, Any]]:
-        return self.decode.asked + self.other.asked
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        for each in (self.prefill, self.decode, self.other):
-            each.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def test_a_connection_that_is_reset_while_it_is_made_is_a_server_that_was_lost(
@@ -109,7 +63,7 @@ def test_who_is_reset_while_its_health_is_asked_does_not_live() -> None:
 
     async def look(server: Server) -> None:
         async with app._Client(transport=httpx.MockTransport(reset)) as client:
-            await Servers._look_at(client, server)
+            await Watch(Servers([]), Servers([]), client)._look_at(server)
 
     server = Server("http://a")
     asyncio.run(look(server))
@@ -128,6 +82,28 @@ def test_a_request_goes_over_two_servers_with_what_the_first_hands_over(served: 
         assert (told[0]["authorization"], told[0]["x-request-id"]) == ("Bearer key", "mine")
 
 
+def test_what_has_one_token_is_answered_by_who_computes_the_prompt(served: Served) -> None:
+    one = {**BODY, "max_tokens": 1}
+    assert served.post(one).json()["text"] == "answer"
+    assert served.prefill.asked == [one] and not served.decoded
+    served.prefill.mode = "busy"
+    assert served.post(one).json()["text"] == "answer"
+    assert served.decoded == [one], "it had no room"
+    served.prefill.mode = "well"
+    assert served.post({**BODY, "max_completion_tokens": 1}).status_code == 200
+    assert (served.router.two_hops, served.router.one_hop) == (1, 2)
+
+
+def test_a_form_with_a_file_passes_unchanged(served: Served) -> None:
+    file = b"\x00\x7f{[" * 300
+    sent = httpx.Request(
+        "POST", f"{served.url}/v1/audio/transcriptions", files={"file": ("a.wav", file)}, data={"a": "b"}
+    )
+    with httpx.Client(timeout=20) as client:
+        assert client.send(sent).status_code == 200
+    assert served.decoded == [{"form": sent.read().decode()}] and file.decode() in served.decoded[0]["form"]
+
+
 def test_streams_pass_as_they_come_and_who_leaves_ends_them(served: Served) -> None:
     served.decode.mode = served.other.mode = "slow"
     with httpx.stream("POST", f"{served.url}/v1/chat/completions", json={"messages": [], "stream": True}) as answer:
@@ -143,14 +119,18 @@ def test_streams_pass_as_they_come_and_who_leaves_ends_them(served: Served) -> N
     )
 
 
-@pytest.mark.parametrize("mode", ["fails", "refuses", "leaves", "nothing", "gone"])
-def test_what_the_first_server_cannot_do_the_second_does_alone(served: Served, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "failures"), [("fails", 1), ("refuses", 0), ("leaves", 1), ("nothing", 0), ("gone", 1), ("busy", 1)]
+)
+def test_what_the_first_server_cannot_do_the_second_does_alone(served: Served, mode: str, failures: int) -> None:
+    """What is wrong with the request is no failure of the server."""
     served.prefill.mode = mode
     if mode == "gone":
         served.prefill.close()
     assert served.post(BODY).json()["text"] == "answer"
     assert served.decoded == [BODY]
     assert (served.router.two_hops, served.router.one_hop) == (0, 1)
+    assert served.router.prefill_failures == failures
     if mode == "gone":
         served.prefill = FakeServer()
 
@@ -229,8 +209,8 @@ def test_an_answer_that_came_as_its_client_left_is_closed(turns: int) -> None:
         async def work() -> httpx.Response:
             return await came
 
-        inner = app._unless(asyncio.Event().wait(), work(), ValueError())
-        outer = asyncio.ensure_future(app._unless(asyncio.Event().wait(), inner, ValueError()))
+        inner = passing.unless(asyncio.Event().wait(), work(), ValueError())
+        outer = asyncio.ensure_future(passing.unless(asyncio.Event().wait(), inner, ValueError()))
         await asyncio.sleep(0.01)
         came.set_result(answer)
         for _ in range(turns):
@@ -268,22 +248,6 @@ def test_nobody_waits_for_a_prefill_server_that_says_it_makes_no_progress(monkey
     try:
         served.prefill.mode = "hangs"
         assert served.post(BODY).json()["text"] == "answer" and served.decoded == [BODY]
-    finally:
-        served.close()
-
-
-def test_a_stream_of_a_server_that_no_longer_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "CHECK_S", 0.1)
-    served = Served()
-    try:
-        served.decode.mode = served.other.mode = "slow"
-        body = {"messages": [], "stream": True}
-        with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=20) as answer:
-            parts = answer.iter_raw()
-            assert next(parts) == b"data: 0\n\n"
-            served.decode.mode = served.other.mode = "stopped"
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(parts)
     finally:
         served.close()
 
@@ -379,7 +343,9 @@ def test_the_server_with_the_least_to_do_is_first() -> None:
 @pytest.mark.parametrize(
     "argv, reason",
     [
-        (["--role", "router", "--prefill", "http://a"], "needs"),
+        (["--role", "router", "--prefill", "http://a"], "needs --decode URL, too"),
+        (["--role", "router", "--decode", "http://a"], "needs --prefill URL, too"),
+        (["--role", "router"], "needs --prefill URL and --decode URL, too"),
         (["--role", "router", "--prefill", "a", "--decode", "http://b"], "not a URL"),
         (["--role", "router", "--prefill", "http://a:x", "--decode", "http://b"], "not a URL"),
         (["--role", "router", "--prefill", "http://a:1", "--decode", "http://me:secret@b"], "not a URL"),

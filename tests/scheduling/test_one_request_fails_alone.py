@@ -15,6 +15,7 @@ from engine.beam_search import BeamSearch
 from engine.core.wire import BeamParams
 from engine.kv_cache.kv_cache import KVCache
 from engine.scheduling import beam_group, holdings
+from engine.scheduling.admission import Admission
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
@@ -29,8 +30,8 @@ POINTS: list[tuple[Any, str]] = [
     (KVCache, "append"),
     (KVCache, "register"),
     (KVCache, "fork"),
-    (Scheduler, "_find_room"),
-    (Scheduler, "_swap_in"),
+    (Admission, "_find_room"),
+    (Admission, "_swap_in"),
     (Scheduler, "_make_room"),
     (holdings, "try_swap_out"),
     (Placement, "place"),

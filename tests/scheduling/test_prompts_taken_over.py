@@ -101,3 +101,13 @@ def test_who_does_not_end_well_leases_nothing(stop: bool) -> None:
     source.run()
     assert not link.offered
     source.assert_nothing_leaked()
+
+
+def test_where_there_is_no_room_the_lease_is_given_back_and_the_reason_told() -> None:
+    source, target, link = pair(num_blocks=24, num_host_blocks=4)
+    prompt = list(range(30))
+    target.add("d", prompt, 4, kv_transfer=computed_for(source, "p", prompt))
+    assert [(number, pages) for number, _, pages in link.asked] == [(0, {})]
+    assert target.scheduler.stats().kv_fetch_failures == 1 and "--swap-space" in link.failures[0]
+    target.run()
+    assert target.tokens["d"] == generate(prompt, 34, set())[0]

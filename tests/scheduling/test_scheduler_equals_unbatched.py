@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,6 +224,23 @@ def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list
             assert len(positions) == len(job.prompt) - 1
             assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]
             assert loop.cached(name) == 0
+    loop.assert_nothing_leaked()
+
+
+def test_a_step_whose_sequences_have_all_given_way_becomes_the_step_of_others() -> None:
+    """With stages: those that gave way had the turn, and nothing is in flight that would bring the others theirs."""
+    rows: dict[str, Any] = {"rows": 4, "budget": 7, "max_model_len": 23, "caching": False, "windows": (5,)}
+    loop = Loop(num_blocks=12, block_size=1, min_shared_chunk=1, drafts=1, stages=(2, 1), **rows)
+    for name in "abcd":
+        loop.add(name, [POISON], 1, prompt_logprobs=1)
+    loop.add("e", [0], 7, prompt_logprobs=1)
+    for name in "fg":
+        loop.add(name, [POISON], 1, prompt_logprobs=1)
+    loop.add("h", [0, 0], 4, prompt_logprobs=1, followers=["h1", "h2", "h3", "h4"], alike=False)
+    loop.abort(["h", "h3"])
+    loop.run()
+    assert loop.scheduler.stats().preemptions > 0
+    assert loop.tokens["e"] == generate([0], 8, set())[0]
     loop.assert_nothing_leaked()
 
 

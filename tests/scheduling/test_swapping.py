@@ -7,7 +7,7 @@ from replaying_executor import generate, search
 from scheduler_loop import Loop
 
 from engine.core.wire import BeamParams
-from engine.scheduling import scheduler
+from engine.scheduling import admission
 from engine.scheduling.preemption import PreemptionCosts
 from engine.step import Rows, ScheduledRow
 from engine.step_costs import StepCosts
@@ -57,7 +57,7 @@ def test_beams_come_back_to_a_pool_that_just_holds_them(width: int, prompt_len: 
 def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPatch, beams: BeamParams | None) -> None:
     """An estimate of the room that is too high costs time, not the request."""
     loop = Loop(depth=0, num_blocks=9, block_size=4, num_host_blocks=64, preemption="swap", caching=False)
-    monkeypatch.setattr(scheduler, "blocks_to_go_on", lambda kv, host, group: 1 + kv.pool.num_blocks)
+    monkeypatch.setattr(admission, "blocks_to_go_on", lambda kv, host, group: 1 + kv.pool.num_blocks)
     loop.add("early", [0] * 8, 16)
     loop.add("late", [1] * 6, 12, beams=beams)
     loop.run()

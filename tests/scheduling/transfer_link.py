@@ -25,6 +25,8 @@ class Link:
         """what the source gives out, by generation"""
         self.asked: list[tuple[int, KVTransferParams, Pages]] = []
         """what the target waits for: the fetch, from where, and the pages with their blocks"""
+        self.failures: list[str] = []
+        """why the target computed prompts that the source had computed"""
 
     def offer(self, generation: int, pages: Pages) -> KVTransferParams:
         self.offered[generation] = dict(pages)
@@ -41,6 +43,9 @@ class Link:
 
     def fetch(self, number: int, source: KVTransferParams, pages: Pages) -> None:
         self.asked.append((number, source, pages))
+
+    def failed(self, source: KVTransferParams, error: str) -> None:
+        self.failures.append(error)
 
     def expire(self, generation: int) -> None:
         assert self.source is not None

@@ -9,7 +9,16 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from entrypoints.options import add_engine_options, add_model, engine_args
+from entrypoints.options import (
+    add_engine_options,
+    add_model,
+    check_writable,
+    count,
+    counts,
+    engine_args,
+    positive,
+    refuse_without_effect,
+)
 
 if TYPE_CHECKING:
     from entrypoints.bench.cluster.layouts import Layout
@@ -20,27 +29,13 @@ if TYPE_CHECKING:
 MOST_REPLICAS = 64
 """that are simulated beside each other"""
 MOST_IN_CELLS = 4096
+MOST_REQUESTS, MOST_TOKENS = 200_000, 100_000_000
+"""of a layout's runs: some minutes, and GB"""
 _COLUMNS = ("tokens_per_s", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90", "hits", "load_max_over_mean")
 _LINK = ("transfer_ms", "transfer_mb_per_s")
 
 Told = tuple[str, "Layout", "Outcome"]
 """simulated or real"""
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(each) for each in text.split(",")]
-
-
-def _positive(text: str) -> float:
-    if not 0.0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
 
 
 def _layouts(text: str) -> list[Layout]:
@@ -56,10 +51,10 @@ def add_commands(commands: Any) -> None:
     costs = commands.add_parser("step-costs", help="what a step takes here, by its plan: a table for `cluster`")
     add_model(costs)
     costs.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the table goes (JSON)")
-    costs.add_argument("--rounds", type=_count, default=1, help="of all sizes of steps")
+    costs.add_argument("--rounds", type=count, default=1, help="of all sizes of steps")
     costs.add_argument(
         "--most-error",
-        type=float,
+        type=positive,
         default=0.15,
         metavar="SHARE",
         help="a table that is off by more in the mean is not written: the exit status is 1 (default: 0.15)",
@@ -70,7 +65,7 @@ def add_commands(commands: Any) -> None:
     cluster = commands.add_parser("cluster", help="the scheduler and the router on a virtual clock: many replicas")
     add_model(cluster)
     cluster.add_argument("--costs", type=Path, required=True, metavar="FILE", help="of `engine-bench step-costs`")
-    cluster.add_argument("--replicas", type=_counts, default=[1, 2, 4], metavar="N,N", help="each in turn")
+    cluster.add_argument("--replicas", type=counts, metavar="N,N", help="each in turn; default: 1,2,4")
     cluster.add_argument(
         "--layouts",
         type=_layouts,
@@ -78,35 +73,42 @@ def add_commands(commands: Any) -> None:
         help="in place of --replicas: so many replicas of so many stages, which have a machine each; or so many "
         "servers that compute prompts for so many that decode. With --ttft: so many times each as hold",
     )
-    cluster.add_argument("--transfer-ms", type=_positive, metavar="MS", help="that any prompt's pages take to move")
+    cluster.add_argument("--transfer-ms", type=positive, metavar="MS", help="that any prompt's pages take to move")
     cluster.add_argument(
         "--transfer-mb-per-s",
-        type=_positive,
+        type=positive,
         metavar="MB",
         help="and how many MB a second move then; tools/bench_disaggregation.py measures both",
     )
     cluster.add_argument(
         "--cell",
-        type=_count,
+        type=count,
         metavar="N",
         help="so many replicas stand for all, with their share of the traffic: what thousands would do, in minutes",
     )
-    cluster.add_argument("--rate", type=float, required=True, help="requests a second, Poisson")
-    cluster.add_argument("--seconds", type=float, default=60.0, help="of traffic")
-    cluster.add_argument("--seeds", type=_count, default=3, help="runs, whose means and deviations are told")
-    cluster.add_argument("--input-len", type=_count, default=128, help="prompt tokens per request, heads included")
-    cluster.add_argument("--output-len", type=_count, default=64)
+    cluster.add_argument("--rate", type=positive, required=True, help="requests a second, Poisson")
+    cluster.add_argument("--seconds", type=positive, default=60.0, help="of traffic")
+    cluster.add_argument("--seeds", type=count, default=3, help="runs, whose means and deviations are told")
+    cluster.add_argument("--input-len", type=count, default=128, help="prompt tokens per request, heads included")
+    cluster.add_argument("--output-len", type=count, default=64)
     cluster.add_argument("--range-ratio", type=float, default=0.5, help="lengths vary by this share around their mean")
-    cluster.add_argument("--heads", type=int, default=0, help="beginnings, one of which each prompt has")
-    cluster.add_argument("--head-tokens", type=_count, default=64)
+    cluster.add_argument("--heads", type=count, default=0, help="beginnings, one of which each prompt has")
+    cluster.add_argument("--head-tokens", type=count, default=64)
     cluster.add_argument("--router", choices=("work", "turns"), default="work")
-    cluster.add_argument("--lose-at", type=float, metavar="S", help="a replica is lost then")
-    cluster.add_argument("--ttft", type=float, metavar="S", help="with --tpot: the fewest devices whose p90 holds")
-    cluster.add_argument("--tpot", type=float, metavar="S")
+    cluster.add_argument("--lose-at", type=positive, metavar="S", help="a replica is lost then")
+    cluster.add_argument("--ttft", type=positive, metavar="S", help="with --tpot: the fewest devices whose p90 holds")
+    cluster.add_argument("--tpot", type=positive, metavar="S")
     cluster.add_argument("--real", action="store_true", help="beside each: as many real replicas, here")
     cluster.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (PNG, SVG or PDF); needs matplotlib")
     add_engine_options(cluster)
     cluster.set_defaults(parser=cluster)
+
+
+def check_step_costs(options: argparse.Namespace) -> None:
+    """Raises ValueError."""
+    check_writable(options.out)
+    because = "here: steps of one replica and of all layers are measured, which `cluster` puts together"
+    refuse_without_effect(options.parser, options, ("data_parallel_size", "pipeline_parallel_size"), because)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -117,16 +119,16 @@ def check(options: argparse.Namespace) -> None:
         check_plot(options.plot)
     if (options.ttft is None) != (options.tpot is None):
         raise ValueError("--ttft and --tpot go together")
-    if options.lose_at is not None and options.lose_at < 0:
-        raise ValueError(f"--lose-at must not be negative, got {options.lose_at:g}")
-    wanted = wanted_layouts(options)
-    if options.lose_at is not None and options.ttft is None and all(each.servers == 1 for each in wanted):
-        raise ValueError("--lose-at takes one of several servers away, and there is one")
     if options.real and options.ttft is not None:
         raise ValueError("--real runs what is named: leave --ttft and --tpot out")
-    if options.cell is not None and (options.real or options.lose_at is not None):
-        raise ValueError("--cell stands for many replicas: --real and --lose-at are of each")
-    if options.cell is not None and any(each.prefill for each in wanted):
+    wanted = wanted_layouts(options)
+    apart = any(each.prefill for each in wanted)
+    _check_effects(options, apart)
+    _check_loss(options, wanted)
+    _check_link(options, apart)
+    if options.cell is not None and options.real:
+        raise ValueError("--cell stands for many replicas, and --real runs each: leave one out")
+    if options.cell is not None and apart:
         raise ValueError("--cell stands for replicas that are alike: leave layouts as 1P+1D out")
     if (options.cell or 0) > MOST_REPLICAS:
         raise ValueError(f"--cell is at most {MOST_REPLICAS}, got {options.cell}")
@@ -134,16 +136,56 @@ def check(options: argparse.Namespace) -> None:
     if (largest := max(each.servers for each in wanted)) > most:
         hint = "" if options.cell else "; more with --cell"
         raise ValueError(f"there are at most {most} replicas, got {largest}{hint}")
-    _check_link(options, any(each.prefill for each in wanted))
+    _check_traffic(options, wanted)
+
+
+def _check_effects(options: argparse.Namespace, apart: bool) -> None:
+    """Exits with a usage error."""
+    refuse = functools.partial(refuse_without_effect, options.parser, options)
+    refuse(
+        ("data_parallel_size", "enable_eplb", "eplb_config"), "here: --replicas or --layouts says how many there are"
+    )
+    refuse(("kv_transfer_config",), "here: layouts as 1P+1D say who computes prompts")
+    if options.layouts is not None:
+        refuse(("replicas", "pipeline_parallel_size"), "with --layouts, which says both, as 4x2")
+    if options.ttft is not None:
+        refuse(("replicas",), "with --ttft and --tpot, which ask how many")
+    if apart:
+        refuse(("router",), "on layouts as 1P+1D, whose servers have a router of their own")
+    if not options.heads:
+        refuse(("head_tokens",), "without --heads")
+
+
+def _check_loss(options: argparse.Namespace, wanted: list[Layout]) -> None:
+    if options.lose_at is None:
+        return
+    if options.lose_at >= options.seconds:
+        raise ValueError(
+            f"--lose-at ({options.lose_at:g}) is not within the --seconds ({options.seconds:g}) of traffic"
+        )
+    if options.cell is not None or options.real:
+        raise ValueError("--lose-at is of each replica on the virtual clock: leave --cell and --real out")
+    if options.ttft is None and (alone := [str(each) for each in wanted if each.servers == 1]):
+        raise ValueError(f"--lose-at takes one of several servers away, and {alone[0]} is one")
 
 
 def _check_link(options: argparse.Namespace, wanted: bool) -> None:
-    for name in _LINK:
-        option = "--" + name.replace("_", "-")
-        if wanted and getattr(options, name) is None:
-            raise ValueError(f"layouts as 1P+1D need {option} (tools/bench_disaggregation.py measures it)")
-        if not wanted and getattr(options, name) is not None:
-            raise ValueError(f"{option} is of layouts as 1P+1D, and there is none")
+    missing = ["--" + name.replace("_", "-") for name in _LINK if getattr(options, name) is None]
+    if wanted and missing:
+        raise ValueError(f"layouts as 1P+1D need {' and '.join(missing)} (of tools/bench_disaggregation.py)")
+    if not wanted:
+        refuse_without_effect(options.parser, options, _LINK, "without layouts as 1P+1D")
+
+
+def _check_traffic(options: argparse.Namespace, wanted: list[Layout]) -> None:
+    share = max(min(options.cell or each.servers, each.servers) / each.servers for each in wanted)
+    requests = max(options.rate * options.seconds * share, 1.0) * options.seeds
+    tokens = requests * (options.input_len + options.output_len) + options.heads * options.head_tokens
+    if requests > MOST_REQUESTS or tokens > MOST_TOKENS:
+        raise ValueError(
+            f"--rate, --seconds and --seeds make {requests:.3g} requests of {tokens:.3g} tokens; at most "
+            f"{MOST_REQUESTS:,} of {MOST_TOKENS:,} are simulated"
+        )
 
 
 def _most(options: argparse.Namespace) -> int:
@@ -151,12 +193,14 @@ def _most(options: argparse.Namespace) -> int:
 
 
 def wanted_layouts(options: argparse.Namespace) -> list[Layout]:
+    import msgspec
+
     from entrypoints.bench.cluster.layouts import Layout
 
-    if options.layouts is not None:
-        return list(options.layouts)
-    stages = options.pipeline_parallel_size or 1
-    return [Layout(replicas, stages) for replicas in ([1] if options.ttft is not None else options.replicas)]
+    stages, ranks = options.pipeline_parallel_size or 1, options.tensor_parallel_size or 1
+    sizes = [1] if options.ttft is not None else options.replicas or [1, 2, 4]
+    layouts = options.layouts or [Layout(replicas, stages) for replicas in sizes]
+    return [msgspec.structs.replace(each, ranks=ranks) for each in layouts]
 
 
 def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:
@@ -170,14 +214,17 @@ def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:
     _, config = resolve_here(engine_args(options, options.model))
     device = config.device
     where = f"{device.threads} threads of a {platform.machine()} CPU" if device.kind == "cpu" else "a GPU"
-    source = f"{config.model.served_name}, {config.model.dtype}, {config.model.quantization}; {where}, measured"
+    source = f"{where}, measured"
     found = measure(config, rounds=options.rounds, seed=options.seed, source=source)
     if found.error > options.most_error:
         raise ConfigError(
             f"the step costs are off by {100 * found.error:.1f} % in the mean of steps that were not fitted to, and "
             f"--most-error is {100 * options.most_error:g} %: measure while nothing else runs, or with more --rounds"
         )
-    options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    try:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
     print(f"{found.steps} steps; off by {100 * found.error:.1f} % in the mean, of steps that were not fitted to")
     return [msgspec.to_builtins(found)]
 
@@ -196,7 +243,8 @@ def cluster(options: argparse.Namespace) -> list[dict[str, object]]:
         raise ConfigError(f"--costs: {error}") from error
     layouts = wanted_layouts(options)
     runs = Runs(options, engine_args(options, options.model), costs, _traffic(options), layouts)
-    print(f"step costs: {costs.source}; off by {100 * costs.error:.1f} %")
+    measured = ", ".join(f"{name} {value}" for name, value in msgspec.to_builtins(costs.of).items())
+    print(f"step costs: {measured}; {costs.source}; off by {100 * costs.error:.1f} %")
     if options.ttft is not None:
         told = _fewest(options, runs, layouts)
     else:

@@ -8,12 +8,13 @@ prompt's part and of what it attends to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.reports import LoadReport
 from engine.step import Rows
@@ -47,12 +48,39 @@ class StepWork(msgspec.Struct, frozen=True):
         )
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose steps a table is of, by the names of their settings."""
+
+    model: str
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    tensor_parallel_size: int
+    decode_context_parallel_size: int
+    enable_expert_parallel: bool
+    threads: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Measured:
+        model, parallel = config.model, config.parallel
+        return cls(
+            model=model.served_name,
+            dtype=model.dtype,
+            quantization=model.quantization,
+            kv_cache_dtype=config.cache.dtype,
+            tensor_parallel_size=parallel.tensor,
+            decode_context_parallel_size=parallel.context,
+            enable_expert_parallel=parallel.experts is not None,
+            threads=config.device.threads,
+        )
+
+
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine under its settings, on one machine. Written and read as JSON."""
 
     source: str
-    """model, settings and machine, in words"""
-    model: str
+    """the machine, in words"""
+    of: Measured
     max_num_batched_tokens: int
     """what they were measured for, at most"""
     knots: list[int]
@@ -90,12 +118,31 @@ def read_costs(text: bytes, name: str) -> StepCosts:
         raise ConfigError(f"{name} holds no step costs (engine-bench step-costs writes them): {error}") from error
 
 
+def check_costs(costs: StepCosts, config: EngineConfig, beside: Container[str] = ()) -> None:
+    """Raises ConfigError where the steps of `config` are others than were measured. `beside`: names of `Measured` that
+    may differ."""
+    asked = Measured.of(config)
+    differ = [
+        name
+        for name in Measured.__struct_fields__
+        if name not in beside and getattr(costs.of, name) != getattr(asked, name)
+    ]
+    if differ:
+        were, are = (", ".join(f"{name} {getattr(each, name)}" for name in differ) for each in (costs.of, asked))
+        raise ConfigError(f"the step costs were measured of {were}, and asked for is {are}: measure a table of that")
+    measured, wanted = costs.max_num_batched_tokens, config.scheduler.max_num_batched_tokens
+    if measured < wanted:
+        raise ConfigError(
+            f"max_num_batched_tokens ({wanted}) exceeds the {measured} that the step costs were measured for"
+        )
+
+
 def fit(
     works: Sequence[StepWork],
     seconds: Sequence[float],
     *,
     source: str,
-    model: str,
+    of: Measured,
     budget: int,
     report: LoadReport,
     swap_block_s: float = 0.0,
@@ -113,7 +160,7 @@ def fit(
     count = len(knots)
     return StepCosts(
         source=source,
-        model=model,
+        of=of,
         max_num_batched_tokens=budget,
         knots=knots,
         at_knots_s=found[:count].tolist(),

@@ -17,6 +17,8 @@ class Layout(msgspec.Struct, frozen=True):
     """of each"""
     prefill: int = 0
     """servers that compute prompts for the others"""
+    ranks: int = 1
+    """of each stage"""
 
     def __str__(self) -> str:
         return f"{self.prefill}P+{self.replicas}D" if self.prefill else f"{self.replicas}x{self.stages}"
@@ -27,11 +29,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        return self.servers * self.stages
+        return self.servers * self.stages * self.ranks
 
     def times(self, count: int) -> Layout:
         """So many of everything."""
-        return Layout(self.replicas * count, self.stages, self.prefill * count)
+        return msgspec.structs.replace(self, replicas=self.replicas * count, prefill=self.prefill * count)
 
 
 def layout(text: str) -> Layout:

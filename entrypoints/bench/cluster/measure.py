@@ -14,7 +14,7 @@ from engine.core.loop import CoreLoop
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import AddRequest
 from engine.step import RowParams
-from entrypoints.bench.cluster.costs import StepCosts, fit
+from entrypoints.bench.cluster.costs import Measured, StepCosts, fit
 from entrypoints.bench.cluster.virtual import NotingExecutor
 
 _COMPILING_LOOK_S = 0.2
@@ -45,7 +45,7 @@ def measure(config: EngineConfig, *, rounds: int, seed: int, source: str) -> Ste
             executor.works,
             executor.seconds,
             source=source,
-            model=config.model.served_name,
+            of=Measured.of(config),
             budget=budget,
             report=executor.report,
             swap_block_s=executor.swap_block_s,

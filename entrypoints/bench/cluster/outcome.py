@@ -39,6 +39,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     spread: dict[str, float] = {}
     """standard deviations over seeds"""
 
+    def __str__(self) -> str:
+        return f"TTFT p90 {self.ttft_p90:.3g} s, TPOT p90 {self.tpot_p90:.3g} s"
+
 
 class Served(msgspec.Struct, frozen=True):
     """A request, on any clock."""

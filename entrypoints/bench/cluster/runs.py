@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.errors import ConfigError
+from engine.errors import EngineError
 from engine.models.description import ModelDescription
 from engine.resolve import resolve_here
 from entrypoints.bench.cluster.apart import apart_args, prefill_apart
-from entrypoints.bench.cluster.costs import StepCosts
+from entrypoints.bench.cluster.costs import StepCosts, check_costs
 from entrypoints.bench.cluster.layouts import Layout
 from entrypoints.bench.cluster.outcome import Outcome, for_all, mean_of
 from entrypoints.bench.cluster.real import run_really
@@ -44,14 +44,15 @@ class Runs:
             self._apart = [self._resolve(role, 1)[1] for role in apart_args(args)]
 
     def simulated(self, layout: Layout, times: int = 1) -> Outcome:
-        """`times`: so many of it."""
+        """`times`: so many of it. Raises EngineError for requests that none of them can end."""
         options, layout = self._options, layout.times(times)
+        if options.lose_at is not None and layout.servers == 1:
+            raise EngineError("there is one server, and it is lost")
         cell = min(options.cell or layout.servers, layout.servers)
         share = self._traffic.of_some(cell / layout.servers)
 
         def run(seed: int) -> Outcome:
-            lose_at = options.lose_at if layout.servers > 1 else None
-            return self._cluster(layout, cell).run(self._given(share, seed), lose_at)
+            return self._cluster(layout, cell).run(self._given(share, seed), options.lose_at)
 
         return self._mean(layout, run)
 
@@ -81,11 +82,8 @@ class Runs:
 
     def _resolve(self, args: EngineArgs, stages: int) -> tuple[ModelDescription, EngineConfig]:
         model, config = resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages))
-        measured, wanted = self._costs.max_num_batched_tokens, config.scheduler.max_num_batched_tokens
-        if measured < wanted:
-            raise ConfigError(
-                f"max_num_batched_tokens ({wanted}) exceeds the {measured} that the step costs were measured for"
-            )
+        computes = args.threads is not None or self._options.real
+        check_costs(self._costs, config, () if computes else ("threads",))
         check(self._traffic, config.model.max_model_len)
         return model, config
 

@@ -80,6 +80,9 @@ class VirtualConnector:
         self._waiting.append(_Fetch(number, source.remote_request_id or "", pages, self._core.now))
         self._among.clock.at(self._core.now, self._go_on)
 
+    def failed(self, source: KVTransferParams, error: str) -> None:
+        pass
+
     def end(self, name: str, expired: bool = False) -> None:
         """A lease of this core's; one that ended already is ignored."""
         offer = self._among.offers.pop(name, None)

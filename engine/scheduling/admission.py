@@ -1,0 +1,150 @@
+"""Who starts, or goes on behind a preemption: waiting sequences in order, one by one from the head of the queue until
+one does not fit. Nobody is preempted for them."""
+
+from __future__ import annotations
+
+import time
+
+from engine.config import SchedulerConfig
+from engine.errors import EngineError
+from engine.kv_cache.kv_cache import NO_GROWTH
+from engine.kv_cache.prefix import PrefixHit
+from engine.kv_cache.swapping import blocks_to_go_on
+from engine.scheduling.holdings import Holdings
+from engine.scheduling.placement import Placement
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.siblings import own_blocks, prefix_limit
+from engine.scheduling.step_draft import StepDraft
+
+
+class Admission:
+    def __init__(self, config: SchedulerConfig, held: Holdings, placement: Placement) -> None:
+        self._config, self._held, self._placement = config, held, placement
+        self._kv, self._rows = held.kv, held.rows
+        self._waiting, self._running = held.waiting, held.running
+        self._blocked: tuple[Sequence, int] | None = None
+        """the head of the queue that did not fit, and the room there was"""
+        self.prompt_tokens = 0
+        """of all that have started"""
+
+    def admit(self, draft: StepDraft) -> None:
+        """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
+        while draft.budget > 0 and (seq := self.next()) is not None:
+            went_on = False
+            with self._held.failures.isolate(seq):  # nobody behind it starts in this step: it may hold anything
+                went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
+            if not went_on and (self._running or not self._held.leases.give_way()):
+                return
+
+    def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
+        """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
+        budget, first = draft.budget, self.next()
+        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._held.room):
+            return budget
+        taken = min(budget // 2, self.waiting_tokens)
+        return max(budget - taken, min(budget, self._config.min_shared_chunk))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """If all are like the first one."""
+        first = self.next()
+        return 0 if first is None else len(first.tokens) * len(self._waiting)
+
+    def next(self) -> Sequence | None:
+        """The first that waits, if it could start now as far as rows go."""
+        seq, num_free = self._waiting.first(), len(self._rows.free)
+        # A preempted sequence whose token is in flight does not know all of its tokens yet.
+        if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
+            return None
+        return seq if seq.group is None or num_free >= len(seq.group.members) else None
+
+    def _is_blocked(self, seq: Sequence, room: int) -> bool:
+        """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
+        return bool(self._running and self._blocked and self._blocked[0] is seq and room <= self._blocked[1])
+
+    def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
+        hit = self._find_room(seq, draft.budget)
+        if hit is not None:
+            self._start(draft, seq, hit)
+        return hit is not None
+
+    def _find_room(self, seq: Sequence, budget: int) -> PrefixHit | None:
+        """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
+        those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
+
+        All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
+        """
+        room = self._held.room
+        if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
+            return None
+        hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
+        need = self._kv.blocks_to_start(hit, len(seq.tokens))
+        rows = len(self._rows.free) - 1
+        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
+        while need > room and seq.followers and not self._running:
+            follower = seq.followers.pop()
+            if len(seq.followers) < rows:
+                need -= own_blocks(follower, seq, self._kv)
+            self._held.unfollow(follower)
+        if need > room:
+            self._blocked = (seq, room)
+            return None
+        self._blocked = None
+        return hit
+
+    def _swap_in(self, draft: StepDraft, seq: Sequence) -> bool:
+        """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
+        before there is room. Where nothing runs there will not be more: those followers wait by themselves that do not
+        fit, and what cannot be split gives up its host blocks to be computed again."""
+        room = self._held.room
+        if self._is_blocked(seq, room):
+            return False
+        members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
+        while (need := self._to_go_on(members)) > room or len(members) > len(self._rows.free):
+            if self._running:
+                self._blocked = (seq, room)
+                return False
+            if seq.group is not None or len(members) == 1:
+                for member in members:
+                    self._kv.free(member.blocks)
+                return True
+            follower = members.pop()
+            seq.followers.remove(follower)
+            self._held.unfollow(follower)
+        assert need <= room
+        self._blocked = None
+        self._held.swap_in(members)
+        for member in members:
+            query_len = min(self._rows.remaining(member), draft.budget)
+            if query_len == 0:
+                break
+            growth = self._held.append(member, query_len)
+            if growth is None:
+                raise EngineError(f"request {member.request_id!r} was swapped in but has no room to go on")
+            draft.budget -= query_len
+            self._placement.place(draft, member, query_len, growth)
+        return True
+
+    def _to_go_on(self, members: list[Sequence]) -> int:
+        assert self._kv.host is not None
+        return blocks_to_go_on(self._kv, self._kv.host, [(member.blocks, len(member.tokens)) for member in members])
+
+    def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
+        self._kv.adopt(seq.blocks, hit)
+        self._held.let_go_of_landed(seq)
+        self._waiting.pop()
+        if seq.cached_tokens is None:
+            seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
+            self.prompt_tokens += seq.prompt_len
+        self._rows.enter(seq, hit.num_tokens)
+        if seq.group is not None:
+            self._rows.reserve(seq.group)
+        query_len = self._rows.remaining(seq)
+        if not self._config.whole_prompts:
+            query_len = min(query_len, self.for_prompts(draft, seq))
+        if self._held.append(seq, query_len) is None:
+            raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
+        draft.budget -= query_len
+        draft.start_row(seq)
+        self._held.make_findable(seq)
+        self._placement.place(draft, seq, query_len, NO_GROWTH)
