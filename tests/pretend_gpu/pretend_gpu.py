@@ -180,6 +180,7 @@ def _torch(machine: Machine) -> list[tuple[Any, str, Any]]:
 def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     import compilation.model as model
     from attention_backends import cuda, cuda_build, toolchain
+    from engine.models.product_kernels import device
     from engine.runner import preflight
     from engine.sampling.kernels.device import TritonKernels
 
@@ -202,12 +203,15 @@ def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
         (model, "without_wrappers", without_wrappers),
     ]
     # A program's tokens: the interpreter computes all of them for the 300 that there are.
+    # Outputs of a row's: it takes as long for 128 of them as for 8.
+    rows = (device, "ROW_TILES", {key: replace(tile, block_n=128) for key, tile in device.ROW_TILES.items()})
     sampling = (TritonKernels.__init__, "__defaults__", (CHUNK, *(TritonKernels.__init__.__defaults__ or ())[1:]))
     compilers = [(module, "find_nvcc", toolchain.find_compiler) for module in (cuda, cuda_build)]
     return [
         *kernels.interpreted_launches(machine),
         (cuda_build, "_compile", kernels.emulated_library),
         (preflight, "PROBES", replace(preflight.PROBES, nvcc=lambda device, cache_dir: None)),
+        rows,
         sampling,
         *compilers,
         *pieces,

@@ -68,12 +68,12 @@ def test_parts_of_one_prompt_are_in_several_steps_at_once() -> None:
     loop.add("a", list(range(10)) * 4, 2)
     loop.turn()
     loop.turn()
-    assert [plan.rows.num_tokens for plan in loop.plans] == [10, 8]
+    assert [plan.rows.num_tokens for plan in loop.plans] == [5, 5]
     loop.run()
     loop.assert_nothing_leaked()
 
 
 def test_prompts_fill_all_stages_but_in_no_smaller_parts_than_pay() -> None:
-    assert most_prompt_tokens(1024, 2, 256) == 256
-    assert most_prompt_tokens(4000, 2, 256) == 1000
-    assert most_prompt_tokens(100, 4, 256) == 256
+    assert most_prompt_tokens(1024, 2, 128) == 128
+    assert most_prompt_tokens(4000, 2, 128) == 500
+    assert most_prompt_tokens(100, 4, 128) == 128
