@@ -9,7 +9,7 @@ from engine.kv_cache.sequence_blocks import Growth, SequenceBlocks
 def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Growth:
     """`blocks` gives up its history for all of `source`'s, as `free` and `fork` would. What both have in common is not
     touched, and where both have as many tokens, a partly filled last block of its own is kept for a copy of the
-    source's. Returns what changes where `blocks` was told already."""
+    source's, but where groups keep states. Returns what changes where `blocks` was told already."""
     full, filled = divmod(source.num_tokens, kv.block_size)
     if filled and full and not kv.slides and kv.num_groups == 1 and blocks.num_tokens == source.num_tokens:
         growth = _take_last_full(kv, blocks, source, full)
@@ -17,6 +17,8 @@ def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Gr
             return growth
     in_step = blocks.starts == source.starts
     common, keeps_last = (full if in_step else 0), filled > 0 and in_step and blocks.num_tokens == source.num_tokens
+    if kv.states.groups:
+        keeps_last = False  # a copy is told when `blocks` is next in a step, and the source's state may move on before
     counts = kv.pool.ref_counts
     for own, new, start in zip(blocks.tables, source.tables, blocks.starts):
         # What is in a block depends on all that comes before it: where both hold one, they are alike up to there.
@@ -40,10 +42,7 @@ def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Gr
     if not keeps_last:
         return Growth(common, [table[common:] for table in blocks.tables], [])
     changed = [table[common:] for table in blocks.tables] if common < full else []
-    copies: list[tuple[int, int]] = []
-    for own, new in zip(blocks.tables, source.tables):
-        copies += zip(kv.pool.blocks_of(new[full]), kv.pool.blocks_of(own[full]), strict=True)
-    return Growth(common, changed, copies)
+    return Growth(common, changed, [(new[full], own[full]) for own, new in zip(blocks.tables, source.tables)])
 
 
 def _take_last_full(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks, full: int) -> Growth | None:

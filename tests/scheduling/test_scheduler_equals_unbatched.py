@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying_executor import POISON, generate, search, states_of
+from replaying_executor import states_of
 from scheduler_loop import Loop
+from toy_model import POISON, generate, search
 
 from engine.core.wire import BeamParams
 from engine.frontend.pooled_prompt import PooledPrompt
