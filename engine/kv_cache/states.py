@@ -23,6 +23,8 @@ class States:
         self._pool, self._events, self._block_size = pool, events, block_size
         self._bundles: list[list[int]] = []
         self._uncleaned: set[int] = set()
+        self._for_copies: set[int] = set()
+        """blocks that held a state before and that a copy is to be made into, unless who wanted it is preempted"""
 
     def wanted(self, blocks: SequenceBlocks, prompt_len: int, forks: Iterable[int]) -> None:
         """Where a sequence that starts is to keep its state on its way: behind the last whole block of its prompt, for
@@ -42,8 +44,10 @@ class States:
         if pool.is_bundle(first):
             return self.take_bundle(pool.size_of(first))
         block = self._pool.allocate()
-        self._pool.unclean.discard(block)
-        self._uncleaned.discard(block)
+        if block in self._pool.unclean or block in self._uncleaned:
+            self._pool.unclean.discard(block)
+            self._uncleaned.discard(block)
+            self._for_copies.add(block)
         return block
 
     def take_block(self) -> int:
@@ -58,13 +62,18 @@ class States:
         first = self._pool.allocate_bundle(size)
         self._bundles.append(self._pool.blocks_of(first))
         self._uncleaned.difference_update(self._bundles[-1])
+        self._for_copies.difference_update(self._bundles[-1])
         return first
 
-    def told(self) -> tuple[list[list[int]], list[int]]:
+    def told(self, copied: Iterable[tuple[int, int]]) -> tuple[list[list[int]], list[int]]:
         """Since the last call: the blocks of each bundle that was taken, and the blocks taken for keys and values that
-        held a state before. They belong to the plan that is told now."""
+        held a state before. They belong to the plan that is told now; `copied`: what it writes, (source, destination)."""
+        if not self.groups:
+            return [], []
+        for block in self._for_copies.difference(there for _, there in copied):
+            (self._uncleaned if self._pool.ref_counts[block] else self._pool.unclean).add(block)
         bundles, uncleaned = self._bundles, self._uncleaned
-        self._bundles, self._uncleaned = [], set()
+        self._bundles, self._uncleaned, self._for_copies = [], set(), set()
         return bundles, sorted(uncleaned)
 
     def settle(self, blocks: SequenceBlocks) -> None:

@@ -138,7 +138,8 @@ class Scheduler:
             draft.drop()  # what was to start has failed, or those that had a share gave way to those of another step
             if not preempted or self._steps:
                 return None
-        transfers, bundles = self._kv.take_transfers(), self._kv.states.told()
+        transfers = self._kv.take_transfers()
+        bundles = self._kv.states.told([*draft.copies, *transfers[1]])
         plan = draft.plan(self._num_steps, step, self._rows.take_released(), transfers, bundles)
         self._steps.push(self._num_steps, step)
         self._num_steps += 1

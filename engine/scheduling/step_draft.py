@@ -35,7 +35,7 @@ class StepDraft:
         self._rewrites: list[Write] = []
         self._drafts: list[Write] = []
         self._appends: list[Write] = []
-        self._copies: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
 
     def give_back(self, victims: list[Sequence]) -> None:
         """They were preempted; what they had of this step, others may have."""
@@ -68,7 +68,7 @@ class StepDraft:
         """What the device has to know of the sequence before it computes."""
         if seq.new_row:
             self.start_row(seq)
-            self._copies.extend(growth.copies)
+            self.copies.extend(growth.copies)
             return
         start = seq.rewrite_from
         if start is not None:
@@ -93,7 +93,7 @@ class StepDraft:
             if ids:
                 self._appends.append(Write(group, row, growth.start, ids))
         if growth.copies:
-            self._copies.extend(growth.copies)
+            self.copies.extend(growth.copies)
 
     def planned(self) -> PlannedStep:
         """Decode rows first."""
@@ -130,7 +130,7 @@ class StepDraft:
             rewrites=Writes.of(self._rewrites),
             drafts=Writes.of(self._drafts),
             block_appends=Writes.of(self._appends),
-            block_copies=self._copies,
+            block_copies=self.copies,
             swap_out=transfers[0],
             swap_in=transfers[1],
             bundles=bundles[0],

@@ -80,8 +80,8 @@ class States(RuleBasedStateMachine):
 
     def tell(self) -> None:
         """The plan is applied, and its step computed."""
-        bundles, uncleaned = self.kv.states.told()
         out, into = self.kv.take_transfers()
+        bundles, uncleaned = self.kv.states.told([*self.copies, *into])
         self.parts |= {blocks[0]: blocks for blocks in bundles}
         for source, there in out:
             self.host[there] = self._copy(self.device[source])
