@@ -67,7 +67,7 @@ class States:
 
     def told(self, copied: Iterable[tuple[int, int]]) -> tuple[list[list[int]], list[int]]:
         """Since the last call: the blocks of each bundle that was taken, and the blocks taken for keys and values that
-        held a state before. They belong to the plan that is told now, and `copied` is what it writes: (source, there)."""
+        held a state before. They belong to the plan that is told now; `copied` is what it writes: (source, there)."""
         if not self.groups:
             return [], []
         for block in self._for_copies.difference(there for _, there in copied):
