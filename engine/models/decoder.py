@@ -15,7 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from engine.models.convolution import Convolution
 from engine.models.decoder_layer import AnyLinear, Attend, DecoderLayer, Mix
+from engine.models.delta_net import DeltaNet
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.head import Head
 from engine.models.layer_inputs import LayerInputs
@@ -100,10 +102,10 @@ class Decoder(nn.Module):
         return tuple(layer.sinks for layer in layers if layer.sinks is not None)
 
     @property
-    def convolutions(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:
-        """Weights and bias of each, for whoever keeps their states."""
-        layers = (layer.conv for layer in self.layers if isinstance(layer, DecoderLayer))
-        return tuple((conv.weight, conv.bias) for conv in layers if conv is not None)
+    def mixing(self) -> tuple[Convolution | DeltaNet, ...]:
+        """What layers that keep states make of them, for whoever keeps these."""
+        layers = (layer.mixing for layer in self.layers if isinstance(layer, DecoderLayer))
+        return tuple(each for each in layers if each is not None)
 
     def set_attention(self, attend: Attend) -> None:
         """Bind what computes attention: an operator while tracing, a function of the runner when eager."""
@@ -131,7 +133,7 @@ class Decoder(nn.Module):
             if index in self.shown_layers:
                 shown.append(hidden if self.spec.state_unit == 1.0 else hidden * self.spec.state_unit)
             rope = self._rope_of[index]
-            act = self.attend if layer.conv is None else self.mix
+            act = self.attend if layer.mixing is None else self.mix
             hidden = layer(hidden, None if rope is None else ropes[rope], act, self._place_of[index], own[index])
         last = hidden if self.norm is None else self.norm(hidden)
         return torch.cat((last, *shown), dim=-1) if shown else last

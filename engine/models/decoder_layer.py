@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from engine.models.convolution import Convolution
+from engine.models.delta_net import DeltaNet
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec, StateSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
@@ -49,7 +50,7 @@ class DecoderLayer(nn.Module):
     experts: Experts | PackedExperts | StoredExperts | None
     apart: NormsApart | None
     rotation: HeadRotation | None
-    conv: Convolution | None
+    mixing: Convolution | DeltaNet | None
     """of a layer that keeps a state in the place of keys and values; then `qkv_proj` makes what it is given"""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -79,19 +80,20 @@ class DecoderLayer(nn.Module):
     def _build_mixer(
         self,
         spec: DecoderSpec,
-        mixer: MixerSpec | ConvSpec,
+        mixer: MixerSpec | StateSpec,
         norm: Callable[[int, bool], AnyNorm | None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         hidden = spec.hidden_size
-        self.conv = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
-        first_bias, last_bias = (mixer.bias,) * 2 if isinstance(mixer, ConvSpec) else (mixer.qkv_bias, mixer.o_bias)
+        self.mixing = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
+        first_bias, last_bias = _biases(mixer)
         self.qkv_proj = Linear(hidden, mixer.first_size, first_bias, dtype, device)
         self.o_proj = Linear(mixer.last_size, hidden, last_bias, dtype, device)
-        if isinstance(mixer, ConvSpec):
-            self.conv = Convolution(mixer, mixer.bias, dtype, device)
+        if isinstance(mixer, StateSpec):
+            self.mixing = _mixing(spec, mixer, dtype, device)
             return
+        self.gate_size = mixer.q_size * mixer.gated
         kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
         self.heads = [mixer.num_heads, kv_heads, kv_heads]
         self.head_dim, self.qk_norm, self.values = mixer.head_dim, mixer.qk_norm, mixer.values
@@ -192,9 +194,12 @@ class DecoderLayer(nn.Module):
         """The first half of `forward`, with the residual and the norms around it. `act`: `Attend`, or `Mix` of a layer
         that keeps a state."""
         qkv = self.qkv_proj(hidden, self.input_norm if self.norms_first else None)
-        if self.conv is not None:
-            out = qkv.new_empty(qkv.size(0), self.conv.channels)
+        if self.mixing is not None:
+            out = qkv.new_empty(qkv.size(0), self.mixing.outputs)
             act(qkv, out, layer_index)
+        elif self.gate_size:
+            gate, qkv = torch.split(qkv, [self.gate_size, qkv.size(1) - self.gate_size], dim=1)
+            out = self.attended(qkv.contiguous(), rope, act, layer_index) * torch.sigmoid(gate)
         else:
             out = self.attended(qkv, rope, act, layer_index)
         return self._add(hidden, self.o_proj, out, self.input_norm, self.attention_out_norm)
@@ -257,6 +262,19 @@ class DecoderLayer(nn.Module):
         rows = (self.q_norm.weighted(q, self.q_norm.weight), normed, v)
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)  # type: ignore[no-untyped-call]  # as above
         return (q, k, v) if rope is None else (_rotate(q, rope), _rotate(k, rope), v)
+
+
+def _biases(mixer: MixerSpec | StateSpec) -> tuple[bool, bool]:
+    """Of the first matrix, and of the last one."""
+    if isinstance(mixer, MixerSpec):
+        return mixer.qkv_bias, mixer.o_bias
+    return (mixer.bias, mixer.bias) if isinstance(mixer, ConvSpec) else (False, False)
+
+
+def _mixing(spec: DecoderSpec, mixer: StateSpec, dtype: torch.dtype, device: torch.device) -> Convolution | DeltaNet:
+    if isinstance(mixer, ConvSpec):
+        return Convolution(mixer, mixer.bias, dtype, device)
+    return DeltaNet(mixer, spec.norm_eps, dtype, device)
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

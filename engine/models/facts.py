@@ -31,7 +31,7 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.window if self.chunk is None else Chunk(self.chunk)
 
 
-class ConvFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ConvFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One layer that keeps a state: a causal convolution of each channel over the last `taps` tokens, itself between
     two gates (LFM2's)."""
 
@@ -43,6 +43,43 @@ class ConvFacts(msgspec.Struct, frozen=True, kw_only=True):
         return (self.taps - 1) * self.channels * dtype_bytes
 
 
+class DeltaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One layer that keeps a state: a matrix for each head, and the last inputs of a convolution before it (gated delta
+    nets)."""
+
+    key_heads: int
+    value_heads: int
+    """a multiple of those"""
+    key_dim: int
+    value_dim: int
+    """of a head"""
+    taps: int
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def inputs_bytes(self, dtype_bytes: int) -> int:
+        """Of the convolution's last inputs, before the matrices."""
+        return -(-(self.taps - 1) * self.channels * dtype_bytes // 64) * 64
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: inputs in the model's dtype, and float32 matrices."""
+        return self.inputs_bytes(dtype_bytes) + 4 * self.value_heads * self.key_dim * self.value_dim
+
+
+StateFacts = ConvFacts | DeltaFacts
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     vocab_size: int
@@ -52,7 +89,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of a token's last state, from which logits are made and prompts pooled"""
     layers: tuple[HeadsSpec, ...]
     """of every layer that attends"""
-    states: tuple[ConvFacts, ...] = ()
+    states: tuple[StateFacts, ...] = ()
     """of every layer that keeps a state"""
     intermediate_size: int
     """of the widest MLP"""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.models.facts import ConvFacts, HeadsSpec, ModelFacts
+from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
@@ -58,6 +58,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
 
     qkv_bias: bool = False
     o_bias: bool = False
+    gated: bool = False
+    """the first matrix makes, before q, k and v, a gate of what the heads find"""
     qk_norm: QkNorm | None = None
     """of the model's kind"""
     qk_weights: bool = True
@@ -79,7 +81,7 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
     @property
     def first_size(self) -> int:
         """Outputs of the first matrix."""
-        return self.qkv_size
+        return self.qkv_size + self.q_size * self.gated
 
     @property
     def last_size(self) -> int:
@@ -107,6 +109,24 @@ class ConvSpec(ConvFacts, frozen=True, kw_only=True):
     def last_size(self) -> int:
         """Inputs of the last one."""
         return self.channels
+
+
+class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
+    """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
+    is taken, and how much of the state is kept; another brings the heads together."""
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.channels + self.value_size + 2 * self.value_heads
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.value_size
+
+
+StateSpec = ConvSpec | DeltaSpec
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +200,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
-    mixer: MixerSpec | ConvSpec
+    mixer: MixerSpec | StateSpec
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
@@ -269,7 +289,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
             layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, MixerSpec)),
-            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, ConvSpec)),
+            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
             + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),

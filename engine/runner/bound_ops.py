@@ -26,8 +26,7 @@ def state_caches(parts: RunnerParts, groups: Sequence[LayerGroup]) -> StateCache
     state = groups[-1].window
     if not isinstance(state, State):
         raise EngineError("a model's layers keep states, and none of its groups does")
-    weights = cast(Decoder, parts.model).convolutions
-    return StateCaches(parts.facts.states, weights, parts.dtype, len(groups) - 1, state)
+    return StateCaches(cast(Decoder, parts.model).mixing, parts.dtype, len(groups) - 1, state)
 
 
 def bind(model: CausalModel, attention: PagedAttention) -> None:

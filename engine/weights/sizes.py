@@ -22,7 +22,7 @@ from engine.cpu_kernels.formats import (
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
-from engine.models.spec import ConvSpec, DecoderSpec, MixerSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MixerSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -174,8 +174,10 @@ def _vector_values(spec: DecoderSpec) -> int:
         mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
         if isinstance(mixer, ConvSpec):
             values += mixer.channels * mixer.taps + (4 * mixer.channels + hidden) * mixer.bias
+        elif isinstance(mixer, DeltaSpec):
+            values += mixer.channels * mixer.taps + mixer.value_dim
         else:
-            values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias
+            values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
         if experts is not None:
@@ -194,6 +196,8 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     for layer in spec.layers:
         if isinstance(layer.mixer, MixerSpec):
             values += layer.mixer.num_heads * layer.mixer.sinks
+        if isinstance(layer.mixer, DeltaSpec):
+            values += 2 * layer.mixer.value_heads
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
             values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))

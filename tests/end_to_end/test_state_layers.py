@@ -13,7 +13,17 @@ from tiny_families import save_tiny
 from engine import LLM, SamplingParams
 from engine.errors import UnsupportedModelError
 
-FAMILIES: dict[str, dict[str, Any]] = {"Lfm2": {"layer_types": ["conv", "full_attention", "conv"]}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3_5": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
 TOKENS = 20
 HEAD = [5 + (11 * i) % 90 for i in range(70)]
 CROWD = [HEAD[: 7 * i % 71] + PROMPTS[i % 20][: 1 + i % 30] for i in range(64)]

@@ -9,6 +9,7 @@ import torch
 from engine.models.decoder import Decoder
 from engine.models.facts import ModelFacts
 from engine.models.spec import DecoderSpec
+from engine.models.state_layers import Segment, StateStep
 
 
 class DenseAttention:
@@ -50,18 +51,32 @@ class DenseAttention:
 
 
 class DenseStates:
-    """Keeps all inputs of each layer's convolution, for `Decoder.set_mixing`."""
+    """Keeps the state of each layer of one sequence, for `Decoder.set_mixing`."""
 
     def __init__(self, model: Decoder) -> None:
-        self.weights = model.convolutions
-        self.inputs = [torch.zeros(weight.size(2) - 1, weight.size(0)) for weight, _ in self.weights]
+        self.layers = model.mixing
+        sizes = [layer.facts.state_bytes(model.dtype.itemsize) for layer in self.layers]
+        self.states = [torch.zeros(1, size, dtype=torch.uint8) for size in sizes]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
-        weight, bias = self.weights[layer]
-        b, c, given = x.chunk(3, dim=1)
-        self.inputs[layer] = torch.cat((self.inputs[layer], b * given))
-        recent = self.inputs[layer][-(len(x) + weight.size(2) - 1) :]
-        out.copy_(c * torch.conv1d(recent.T[None], weight, bias, groups=len(weight))[0].T)
+        self.layers[layer](x, out, _OneState(self, layer, len(x), self.layers[layer].facts.taps - 1))
+
+
+class _OneState:
+    def __init__(self, states: DenseStates, layer: int, tokens: int, before: int) -> None:
+        self._states, self._layer = states, layer
+        one, whole = torch.zeros(1, dtype=torch.int64), [Segment(0, 0, tokens, 0)]
+        own = torch.arange(before, before + tokens)
+        last = torch.arange(tokens, tokens + before)[None]
+        single = torch.zeros(3, int(tokens == 1), dtype=torch.int64)
+        past = torch.arange(before)[None]
+        self.step = StateStep(one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [])
+
+    def read(self) -> torch.Tensor:
+        return self._states.states[self._layer].clone()
+
+    def write(self, states: torch.Tensor) -> None:
+        self._states.states[self._layer] = states
 
 
 def _bind(model: Decoder) -> None:

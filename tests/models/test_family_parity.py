@@ -42,7 +42,8 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) 
     model = ours(save(reference, tmp_path))
     expected = hf_logits(reference, PROMPT)
     assert expected.std() > 0.5
-    torch.testing.assert_close(logits_of(model, PROMPT), expected, rtol=1e-4, atol=1e-4)
+    near = 1e-3 if case in STATEFUL else 1e-4  # a recurrence carries what roundings differ by
+    torch.testing.assert_close(logits_of(model, PROMPT), expected, rtol=near, atol=near)
     assert greedy(model, PROMPT, 32) == hf_greedy(reference, PROMPT, 32)
 
 
@@ -57,13 +58,15 @@ CHUNKED = [
     "ministral3",
     "llama4",
     "lfm2",
+    "qwen3_5_text",
 ]
 
 
 @pytest.mark.parametrize("case", CHUNKED)
 def test_a_chunked_prompt_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     model = ours(save(make_model(case), tmp_path))
-    torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=1e-4, atol=1e-4)
+    near = 1e-3 if case in STATEFUL else 1e-4
+    torch.testing.assert_close(logits_of(model, PROMPT, (1, 17, 3)), logits_of(model, PROMPT), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from transformers import (
     PhiConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
@@ -291,6 +292,15 @@ CASES: dict[str, Any] = {
 CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
 MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
 
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "full_attention_interval": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
 STATEFUL: dict[str, Any] = {
     "lfm2": lambda: Lfm2Config(**DEEP, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
     "lfm2_biases_untied": lambda: Lfm2Config(
@@ -300,6 +310,14 @@ STATEFUL: dict[str, Any] = {
         conv_L_cache=5,
         block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False,
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**SHAPE, **DELTA_NET}),
+    "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(
+        **{**DEEP, **DELTA_NET},
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        linear_conv_kernel_dim=3,
     ),
 }
 """of layers that keep states"""

@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-Stored = Literal["as it is", "less one", "times root", "pairs", "heads of qkv", "in turns", "one row"]
+Stored = Literal["as it is", "less one", "times root", "pairs", "heads of qkv", "in turns", "one row", "gates in heads"]
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -23,7 +23,8 @@ class Rows(msgspec.Struct, frozen=True):
     """how the checkpoint holds what the parameter is: as 1 less (Gemma's norms); times the root of how many there are
     (Gemma 4's routers); with rows that turn together beside
     each other in every head (GLM), not half of what turns apart; as q, k and v of one head after the other (GPT-NeoX);
-    with a row of the gate and one of up in turns (GPT-OSS); or as a matrix of one row"""
+    with a row of the gate and one of up in turns (GPT-OSS); as a matrix of one row; or with the gate of each
+    head behind its query, not all gates before all queries (Qwen3.5)"""
     heads: int = 0
     """in those rows, where `stored` speaks of heads"""
     paired: int = 0
