@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     AnyPacker = Packer | DevicePacker
 
 _COMPUTED = (".rotary_emb.inv_freq",)
+_STACKED = ".experts.gate_up_proj"
 _EMBEDDING = "embed_tokens.weight"
 _DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
@@ -84,6 +85,8 @@ def load_weights(
             if description.quantized is not None:
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
+            if family.stacked_rows is not None and any(name.endswith(_STACKED) for name in source.shapes()):
+                rows = _rows_of(spec, family.stacked_rows)
             rows = of_all = _as_named(rows, family, source)
             left_out = _left_out(family, spec)
             if stage is not None:
@@ -115,7 +118,7 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
         model = re.escape(family.prefix)
-        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")
+        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers|mtp)\.")
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]
     return re.compile("|".join(endings) if endings else "$^")

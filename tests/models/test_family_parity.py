@@ -296,3 +296,27 @@ def test_forward_before_an_attention_was_set_says_so(tmp_path: Path) -> None:
     model = ours(save(make_model("llama"), tmp_path))
     with pytest.raises(RuntimeError, match="set_attention"):
         model(torch.tensor([1]), torch.tensor([0]))
+
+
+def test_stacked_experts_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    reference = make_model("qwen3_5_moe_text")
+    path = save(reference, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stacked: dict[str, torch.Tensor] = {"model.visual.x.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            stacked[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(reference.config.num_hidden_layers):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors[f"{experts}.{index}.{part}_proj.weight"] for index in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        wrapped = experts.replace("model.", "model.language_model.", 1)
+        stacked[f"{wrapped}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        stacked[f"{wrapped}.down_proj"] = down
+    save_file(stacked, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    torch.testing.assert_close(logits_of(ours(path), PROMPT), hf_logits(reference, PROMPT), rtol=1e-3, atol=1e-3)

@@ -37,8 +37,10 @@ from transformers import (
     PhiConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -301,6 +303,12 @@ DELTA_NET: dict[str, Any] = {
     "full_attention_interval": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+DELTA_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 STATEFUL: dict[str, Any] = {
     "lfm2": lambda: Lfm2Config(**DEEP, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
     "lfm2_biases_untied": lambda: Lfm2Config(
@@ -318,6 +326,10 @@ STATEFUL: dict[str, Any] = {
         attention_bias=True,
         tie_word_embeddings=True,
         linear_conv_kernel_dim=3,
+    ),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**{**SHAPE, **DELTA_NET, **DELTA_EXPERTS}),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **{**DEEP, **DELTA_NET, **DELTA_EXPERTS}, decoder_sparse_step=2, mlp_only_layers=[3]
     ),
 }
 """of layers that keep states"""

@@ -130,8 +130,17 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
     def _delta(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
         heads, place = mixer.value_heads, f"{target}.mixing"
-        sizes = [mixer.channels, mixer.value_size, heads, heads]
-        rows = linears(source, self.delta_in, f"{target}.qkv_proj", sizes, False)
+        if len(self.delta_in) == 2:
+            first = linears(
+                source, self.delta_in, f"{target}.qkv_proj", [mixer.channels + mixer.value_size, 2 * heads], False
+            )
+            rows = {
+                name: _stored(row, "delta in heads", mixer.key_heads, 0 if row.start else mixer.key_dim)
+                for name, row in first.items()
+            }
+        else:
+            sizes = [mixer.channels, mixer.value_size, heads, heads]
+            rows = linears(source, self.delta_in, f"{target}.qkv_proj", sizes, False)
         rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], False)
         rows[f"{source}.conv1d.weight"] = Rows(f"{place}.weight", 0, mixer.channels)
         rows[f"{source}.A_log"] = Rows(f"{place}.log_decay", 0, heads)

@@ -43,7 +43,7 @@ from engine.models.families.phi import PHI
 from engine.models.families.phi3 import PHI3
 from engine.models.families.qwen2 import MIMO, QWEN2
 from engine.models.families.qwen3 import QWEN3
-from engine.models.families.qwen3_5 import QWEN3_5
+from engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from engine.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from engine.models.families.seed_oss import SEED_OSS
 from engine.models.families.smollm3 import SMOLLM3
@@ -98,6 +98,8 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE_SHARED,
     LFM2,
     QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     HUNYUAN_MOE,
     ERNIE4_5_MOE,
     BERT,
