@@ -45,6 +45,7 @@ CONFIG_RANGES = {
     "block_multiple_of": _INNER,
     "block_ffn_dim_multiplier": _MULTIPLIER,
     "conv_L_cache": Range(2, 2**6),
+    "num_dense_layers": _LAYERS,
     "linear_num_key_heads": _HEADS,
     "linear_num_value_heads": _HEADS,
     "linear_key_head_dim": _HEAD_DIM,

@@ -25,6 +25,7 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -319,6 +320,15 @@ STATEFUL: dict[str, Any] = {
         block_auto_adjust_ff_dim=False,
         tie_word_embeddings=False,
     ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **DEEP,
+        layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
     "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**SHAPE, **DELTA_NET}),
     "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(
         **{**DEEP, **DELTA_NET},
@@ -346,7 +356,7 @@ def make_model(case: str) -> PreTrainedModel:
             elif "norm" in name or ".ln_" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

@@ -27,7 +27,7 @@ from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.hunyuan_moe import HUNYUAN_MOE
-from engine.models.families.lfm2 import LFM2
+from engine.models.families.lfm2 import LFM2, LFM2_MOE
 from engine.models.families.llama import LLAMA
 from engine.models.families.llama4 import LLAMA4
 from engine.models.families.minimax_m2 import MINIMAX_M2
@@ -97,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     LFM2,
+    LFM2_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
