@@ -15,9 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.models.convolution import Convolution
-from engine.models.decoder_layer import AnyLinear, Attend, DecoderLayer, Mix
-from engine.models.delta_net import DeltaNet
+from engine.models.decoder_layer import AnyLinear, Attend, DecoderLayer, Mix, Mixing
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.head import Head
 from engine.models.layer_inputs import LayerInputs
@@ -102,7 +100,7 @@ class Decoder(nn.Module):
         return tuple(layer.sinks for layer in layers if layer.sinks is not None)
 
     @property
-    def mixing(self) -> tuple[Convolution | DeltaNet, ...]:
+    def mixing(self) -> tuple[Mixing, ...]:
         """What layers that keep states make of them, for whoever keeps these."""
         layers = (layer.mixing for layer in self.layers if isinstance(layer, DecoderLayer))
         return tuple(each for each in layers if each is not None)

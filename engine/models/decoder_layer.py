@@ -13,9 +13,20 @@ from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
+from engine.models.mamba import Mamba
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec, StateSpec
+from engine.models.spec import (
+    ConvSpec,
+    DecoderSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MambaSpec,
+    MixerSpec,
+    MlpSpec,
+    StateSpec,
+)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
@@ -30,6 +41,7 @@ Mix = Callable[[torch.Tensor, torch.Tensor, int], None]
 written into `out` [tokens, inputs of the last one]"""
 
 
+Mixing = Convolution | DeltaNet | Mamba
 AnyLinear = Linear | PackedLinear | StoredLinear | JoinedLinear | ActivatedLinear
 AnyNorm = RMSNorm | LayerNorm
 
@@ -50,7 +62,7 @@ class DecoderLayer(nn.Module):
     experts: Experts | PackedExperts | StoredExperts | None
     apart: NormsApart | None
     rotation: HeadRotation | None
-    mixing: Convolution | DeltaNet | None
+    mixing: Mixing | None
     """of a layer that keeps a state in the place of keys and values; then `qkv_proj` makes what it is given"""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -268,12 +280,15 @@ def _biases(mixer: MixerSpec | StateSpec) -> tuple[bool, bool]:
     """Of the first matrix, and of the last one."""
     if isinstance(mixer, MixerSpec):
         return mixer.qkv_bias, mixer.o_bias
-    return (mixer.bias, mixer.bias) if isinstance(mixer, ConvSpec) else (False, False)
+    bias = not isinstance(mixer, DeltaSpec) and mixer.bias
+    return bias, bias
 
 
-def _mixing(spec: DecoderSpec, mixer: StateSpec, dtype: torch.dtype, device: torch.device) -> Convolution | DeltaNet:
+def _mixing(spec: DecoderSpec, mixer: StateSpec, dtype: torch.dtype, device: torch.device) -> Mixing:
     if isinstance(mixer, ConvSpec):
         return Convolution(mixer, mixer.bias, dtype, device)
+    if isinstance(mixer, MambaSpec):
+        return Mamba(mixer, dtype, device)
     return DeltaNet(mixer, spec.norm_eps, dtype, device)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from engine.layer_groups import Chunk, Kept, Window
@@ -68,16 +70,59 @@ class DeltaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Heads, keys, values."""
+        return self.value_heads, self.key_dim, self.value_dim
+
     def inputs_bytes(self, dtype_bytes: int) -> int:
         """Of the convolution's last inputs, before the matrices."""
-        return -(-(self.taps - 1) * self.channels * dtype_bytes // 64) * 64
+        return _inputs_bytes(self, dtype_bytes)
 
     def state_bytes(self, dtype_bytes: int) -> int:
         """What it keeps of a sequence: inputs in the model's dtype, and float32 matrices."""
-        return self.inputs_bytes(dtype_bytes) + 4 * self.value_heads * self.key_dim * self.value_dim
+        return self.inputs_bytes(dtype_bytes) + 4 * math.prod(self.matrices)
 
 
-StateFacts = ConvFacts | DeltaFacts
+class MambaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """As `DeltaFacts`, of Mamba 2."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """of heads, which share keys and queries"""
+    state_size: int
+    """of a key, and of a query"""
+    taps: int
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, keys and queries."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Heads, keys, values."""
+        return self.heads, self.state_size, self.head_dim
+
+    def inputs_bytes(self, dtype_bytes: int) -> int:
+        """Of the convolution's last inputs, before the matrices."""
+        return _inputs_bytes(self, dtype_bytes)
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: inputs in the model's dtype, and float32 matrices."""
+        return self.inputs_bytes(dtype_bytes) + 4 * math.prod(self.matrices)
+
+
+def _inputs_bytes(facts: DeltaFacts | MambaFacts, dtype_bytes: int) -> int:
+    return -(-(facts.taps - 1) * facts.channels * dtype_bytes // 64) * 64
+
+
+StateFacts = ConvFacts | DeltaFacts | MambaFacts
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

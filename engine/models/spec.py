@@ -6,11 +6,12 @@ and a weight-name map; `engine.models.decoder.Decoder` builds the one module fro
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
-from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, ModelFacts
+from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, MambaFacts, ModelFacts
 from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
@@ -126,7 +127,31 @@ class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
         return self.value_size
 
 
-StateSpec = ConvSpec | DeltaSpec
+class MambaSpec(MambaFacts, frozen=True, kw_only=True):
+    """Mamba 2: one matrix makes a gate of what comes out, values, keys and queries, and how much each value counts;
+    another brings the heads together."""
+
+    bias: bool = False
+    """of both matrices"""
+    conv_bias: bool = True
+    amounts: tuple[float, float] = (0.0, math.inf)
+    """between which a value counts"""
+    normed: bool = True
+    """what comes out, in groups, behind the gate"""
+    norm_eps: float = 1e-6
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.inner_size + self.channels + self.heads
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.inner_size
+
+
+StateSpec = ConvSpec | DeltaSpec | MambaSpec
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,7 @@ from attention_backends.interface import AttentionBatch
 from engine.errors import EngineError
 from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State, state_starts
-from engine.models.convolution import Convolution
-from engine.models.delta_net import DeltaNet
+from engine.models.decoder_layer import Mixing
 from engine.models.state_layers import Segment, StateStep
 
 
@@ -33,7 +32,7 @@ class _Run(NamedTuple):
 
 
 class StateCaches:
-    def __init__(self, layers: Sequence[Convolution | DeltaNet], dtype: torch.dtype, group: int, state: State) -> None:
+    def __init__(self, layers: Sequence[Mixing], dtype: torch.dtype, group: int, state: State) -> None:
         """`dtype`: of the model's numbers. `group`: which of a step's batches has the tables."""
         self._layers, self._dtype = list(layers), dtype
         self.group, self._pages = group, state.pages

@@ -22,7 +22,7 @@ from engine.cpu_kernels.formats import (
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MixerSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec, MixerSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -176,6 +176,9 @@ def _vector_values(spec: DecoderSpec) -> int:
             values += mixer.channels * mixer.taps + (4 * mixer.channels + hidden) * mixer.bias
         elif isinstance(mixer, DeltaSpec):
             values += mixer.channels * mixer.taps + mixer.value_dim
+        elif isinstance(mixer, MambaSpec):
+            values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
+            values += (mixer.first_size + hidden) * mixer.bias
         else:
             values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:
@@ -198,6 +201,8 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
             values += layer.mixer.num_heads * layer.mixer.sinks
         if isinstance(layer.mixer, DeltaSpec):
             values += 2 * layer.mixer.value_heads
+        if isinstance(layer.mixer, MambaSpec):
+            values += 3 * layer.mixer.heads
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
             values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))

@@ -45,7 +45,7 @@ CASE_OF = {
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
-STATEFUL = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+STATEFUL = ("granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """families with layers that keep states"""
 TOKENS, LENGTH = 24, 128
 _GENERATOR = torch.Generator().manual_seed(5)

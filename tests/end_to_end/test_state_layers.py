@@ -23,6 +23,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "GraniteMoeHybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
 }
 TOKENS = 20
 HEAD = [5 + (11 * i) % 90 for i in range(70)]

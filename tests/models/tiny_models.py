@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_hybrids import hybrids
 from tiny_mixtures import mixtures
 from transformers import (
     ApertusConfig,
@@ -24,8 +25,6 @@ from transformers import (
     GraniteConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
-    Lfm2Config,
-    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -38,10 +37,7 @@ from transformers import (
     PhiConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -294,54 +290,7 @@ CASES: dict[str, Any] = {
 }
 CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
 MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
-
-DELTA_NET: dict[str, Any] = {
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "full_attention_interval": 3,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-}
-DELTA_EXPERTS: dict[str, Any] = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 32,
-}
-STATEFUL: dict[str, Any] = {
-    "lfm2": lambda: Lfm2Config(**DEEP, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
-    "lfm2_biases_untied": lambda: Lfm2Config(
-        **SHAPE,
-        full_attn_idxs=[1],
-        conv_bias=True,
-        conv_L_cache=5,
-        block_auto_adjust_ff_dim=False,
-        tie_word_embeddings=False,
-    ),
-    "lfm2_moe": lambda: Lfm2MoeConfig(
-        **DEEP,
-        layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        num_dense_layers=1,
-        routed_scaling_factor=1.5,
-    ),
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**SHAPE, **DELTA_NET}),
-    "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(
-        **{**DEEP, **DELTA_NET},
-        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        attention_bias=True,
-        tie_word_embeddings=True,
-        linear_conv_kernel_dim=3,
-    ),
-    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**{**SHAPE, **DELTA_NET, **DELTA_EXPERTS}),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **{**DEEP, **DELTA_NET, **DELTA_EXPERTS}, decoder_sparse_step=2, mlp_only_layers=[3]
-    ),
-}
+STATEFUL: dict[str, Any] = hybrids(SHAPE, GRANITE_NUMBERS)
 """of layers that keep states"""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.families.rows import ExpertNames, Rows, Stored, linears
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, ExpertsSpec, MixerSpec, MlpSpec, StateSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, ExpertsSpec, MambaSpec, MixerSpec, MlpSpec, StateSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -46,6 +46,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     delta: str = "linear_attn"
     """of gated delta nets"""
     delta_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    mamba: str = "mamba"
     qkv_stored: Stored = "as it is"
     norms_stored: Stored = "as it is"
     experts: ExpertNames = ExpertNames()
@@ -121,6 +122,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             return rows | linears(source, (last,), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
         if isinstance(mixer, DeltaSpec):
             return self._delta(spec, mixer, f"{source}.{self.delta}", target)
+        if isinstance(mixer, MambaSpec):
+            return self._mamba(spec, mixer, f"{source}.{self.mamba}", target)
         sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
         rows = self._qkv(spec, mixer, source, f"{target}.qkv_proj", sizes)
         rows |= linears(source, (self.o,), f"{target}.o_proj", [spec.hidden_size], mixer.o_bias)
@@ -146,6 +149,17 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         rows[f"{source}.A_log"] = Rows(f"{place}.log_decay", 0, heads)
         rows[f"{source}.dt_bias"] = Rows(f"{place}.decay_bias", 0, heads)
         rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.value_dim)
+        return rows
+
+    def _mamba(self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str) -> dict[str, Rows]:
+        place = f"{target}.mixing"
+        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
+        rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
+        rows |= linears(source, ("conv1d",), place, [mixer.channels], mixer.conv_bias)
+        for name, parameter in (("A_log", "log_decay"), ("dt_bias", "decay_bias"), ("D", "passed_on")):
+            rows[f"{source}.{name}"] = Rows(f"{place}.{parameter}", 0, mixer.heads)
+        if mixer.normed:
+            rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.inner_size)
         return rows
 
     def _qkv(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:

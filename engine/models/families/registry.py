@@ -23,6 +23,7 @@ from engine.models.families.gpt2 import GPT2
 from engine.models.families.gpt_neox import GPT_NEOX
 from engine.models.families.gpt_oss import GPT_OSS
 from engine.models.families.granite import GRANITE
+from engine.models.families.granite_hybrid import GRANITE_HYBRID
 from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
@@ -96,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA4,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE_HYBRID,
     LFM2,
     LFM2_MOE,
     QWEN3_5,
