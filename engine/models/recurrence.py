@@ -91,8 +91,8 @@ def many_tokens(
     parts = []
     for at in range(0, len(q), _CHUNK):
         some = slice(at, at + _CHUNK)
-        rates = log_decay[some].T, None if beta is None else beta[some].T
-        part, state = _chunk(*(each[some].transpose(0, 1) for each in (q, k, v)), *rates, state)
+        queries, keys, values = (each[some].transpose(0, 1) for each in (q, k, v))
+        part, state = _chunk(queries, keys, values, log_decay[some].T, None if beta is None else beta[some].T, state)
         parts.append(part.transpose(0, 1))
     return torch.cat(parts), state
 

@@ -95,7 +95,7 @@ def _order(row: Rows) -> torch.Tensor:
     if row.stored == "delta in heads":
         heads = rows.view(row.heads, -1)
         rest = (heads.size(1) - 2 * row.paired) // 2
-        return torch.cat([each.flatten() for each in heads.split([row.paired, row.paired, rest, rest], dim=1)])
+        return torch.cat([each.flatten() for each in torch.split(heads, [row.paired, row.paired, rest, rest], dim=1)])
     if row.stored == "in turns":
         return rows.view(-1, 2).T.flatten()
     heads = rows.view(row.heads, -1)
