@@ -27,7 +27,10 @@ def in_turn(turns: np.ndarray, costs: np.ndarray, in_flight: int, stages: int) -
 
 
 def most_prompt_tokens(pending: int, stages: int, least: int) -> int:
-    """Of one step, so that prompts that come at once give every stage something to do: stages wait for the first part
-    and behind the last one, a ninth of what is computed where there are four times as many parts as stages are two.
-    `pending`: tokens of prompts that are not planned yet; `least`: fewer cost more than waiting does."""
+    """Of one step, so that prompts that come at once give every stage something to do.
+
+    A stage waits for the first part, or behind the last one: with four times as many parts as stages that is a ninth of
+    the time of two stages. `pending`: tokens of prompts that are not planned yet; `least`: smaller parts cost more than
+    they spare.
+    """
     return max(-(-pending // (4 * stages)), least)
