@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from engine.cpu_kernels.linear import LinearOps
 from engine.models.facts import ConvFacts
 from engine.models.layers import parameter
 from engine.models.state_layers import LayerStates, convolved
@@ -17,6 +18,9 @@ class Convolution(nn.Module):
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """the newest input's comes last"""
         self.bias = parameter((spec.channels,), dtype, device) if bias else None
+
+    def compute_by(self, ops: LinearOps) -> None:
+        """There is no kernel."""
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         """x [tokens, 3 * channels]: b, c and inputs; out [tokens, channels]."""

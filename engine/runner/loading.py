@@ -119,6 +119,18 @@ def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker |
     return Packer(ops, config.model.quantization)
 
 
+def _compute_states_natively(model: Decoder, config: EngineConfig) -> None:
+    if device_of(config).type != "cpu" or not model.mixing:
+        return
+    try:
+        ops = load_linear_ops(Path(config.compile.cache_dir))
+    except BuildError as error:
+        logger.warning("layers that keep states run through the library, slowly: %s", error)
+        return
+    for layer in model.mixing:
+        layer.compute_by(ops)
+
+
 class StageParts(NamedTuple):
     """What a rank has that computes a stage of a model."""
 
@@ -325,6 +337,7 @@ def _filled(
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
+    _compute_states_natively(model, config)
     if parts is not None:
         assert description.spec is not None
         join(model, description.spec if stage is None else stage_of(description.spec, stage), parts)

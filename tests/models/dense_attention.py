@@ -63,6 +63,8 @@ class DenseStates:
 
 
 class _OneState:
+    place = None
+
     def __init__(self, states: DenseStates, layer: int, tokens: int, before: int) -> None:
         self._states, self._layer = states, layer
         one, whole = torch.zeros(1, dtype=torch.int64), [Segment(0, 0, tokens, 0)]
@@ -70,7 +72,9 @@ class _OneState:
         last = torch.arange(tokens, tokens + before)[None]
         single = torch.zeros(3, int(tokens == 1), dtype=torch.int64)
         past = torch.arange(before)[None]
-        self.step = StateStep(one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [])
+        self.step = StateStep(
+            one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [], one, one
+        )
 
     def read(self) -> torch.Tensor:
         return self._states.states[self._layer].clone()
