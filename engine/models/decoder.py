@@ -22,7 +22,7 @@ from engine.models.layer_inputs import LayerInputs
 from engine.models.layers import NORMS, Embedding, Linear
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.rope import RopeTable
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.spec import ConvSpec, DecoderSpec
 
 
 def _not_set(*_: object) -> None:
@@ -86,8 +86,8 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.head = None if spec.head is None else Head(spec.head, width, spec.norm_eps, device)
         self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
-        attends = [isinstance(layer.mixer, MixerSpec) for layer in spec.layers]
-        self._rope_of = [layer.mixer.rope if isinstance(layer.mixer, MixerSpec) else None for layer in spec.layers]
+        attends = [not isinstance(layer.mixer, ConvSpec) for layer in spec.layers]
+        self._rope_of = [None if isinstance(layer.mixer, ConvSpec) else layer.mixer.rope for layer in spec.layers]
         self._place_of = [attends[:index].count(kind) for index, kind in enumerate(attends)]
         """among the layers that attend, or among those that keep states"""
         self.set_attention(_not_set)
@@ -98,6 +98,12 @@ class Decoder(nn.Module):
         """float32 [num_heads] each, of the layers whose attention has them, for whoever supplies it."""
         layers = (layer for layer in self.layers if isinstance(layer, DecoderLayer))
         return tuple(layer.sinks for layer in layers if layer.sinks is not None)
+
+    @property
+    def latents(self) -> tuple[torch.Tensor, ...]:
+        """`LatentHeads.kv_b`, of the layers that keep latents, for whoever supplies attention."""
+        layers = (layer.latent for layer in self.layers if isinstance(layer, DecoderLayer))
+        return tuple(latent.kv_b for latent in layers if latent is not None)
 
     @property
     def convolutions(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:

@@ -10,17 +10,19 @@ from torch import nn
 from engine.models.convolution import Convolution
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
+from engine.models.latent import LatentHeads
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.spec import ConvSpec, DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
 
 q [tokens, num_heads, head_dim] and k, v [tokens, num_kv_heads, head_dim] may be views with a free token stride; out is
-contiguous and shaped like q.
+contiguous and shaped like q. Of latents k and v are the rows that are kept, and q and out have other dimensions (see
+`engine.models.facts.HeadsSpec`).
 """
 
 
@@ -51,6 +53,8 @@ class DecoderLayer(nn.Module):
     rotation: HeadRotation | None
     conv: Convolution | None
     """of a layer that keeps a state in the place of keys and values; then `qkv_proj` makes what it is given"""
+    latent: LatentHeads | None
+    """of a layer that keeps latents; then `qkv_proj` makes what it is given"""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -79,25 +83,28 @@ class DecoderLayer(nn.Module):
     def _build_mixer(
         self,
         spec: DecoderSpec,
-        mixer: MixerSpec | ConvSpec,
+        mixer: MixerSpec | LatentSpec | ConvSpec,
         norm: Callable[[int, bool], AnyNorm | None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         hidden = spec.hidden_size
-        self.conv = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
-        first_bias, last_bias = (mixer.bias,) * 2 if isinstance(mixer, ConvSpec) else (mixer.qkv_bias, mixer.o_bias)
+        self.conv = self.latent = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
+        first_bias, last_bias = _biases(mixer)
         self.qkv_proj = Linear(hidden, mixer.first_size, first_bias, dtype, device)
         self.o_proj = Linear(mixer.last_size, hidden, last_bias, dtype, device)
         if isinstance(mixer, ConvSpec):
             self.conv = Convolution(mixer, mixer.bias, dtype, device)
             return
-        kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
-        self.heads = [mixer.num_heads, kv_heads, kv_heads]
-        self.head_dim, self.qk_norm, self.values = mixer.head_dim, mixer.qk_norm, mixer.values
         rope = None if mixer.rope is None else spec.ropes[mixer.rope]
         self.turns = rope is not None and rope.rotary_dim > 0
         self.queries_grow = rope is not None and rope.growth is not None
+        if isinstance(mixer, LatentSpec):
+            self.latent = LatentHeads(mixer, dtype, device)
+            return
+        kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
+        self.heads = [mixer.num_heads, kv_heads, kv_heads]
+        self.head_dim, self.qk_norm, self.values = mixer.head_dim, mixer.qk_norm, mixer.values
         is_row = mixer.qk_norm == "row"
         self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
         self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None and kv_heads > 0)
@@ -200,11 +207,17 @@ class DecoderLayer(nn.Module):
         return self._add(hidden, self.o_proj, out, self.input_norm, self.attention_out_norm)
 
     def attended(self, qkv: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int) -> torch.Tensor:
-        """What the heads find: [tokens, heads of q, k and v beside each other] to [tokens, num_heads * head_dim]."""
+        """What the heads find: [tokens, outputs of the first matrix] to [tokens, inputs of the last one]."""
         growth = None
         if self.queries_grow and rope is not None:
             growth = rope[:, -1:, None]
             rope = rope[:, :-1] if self.turns else None
+        if self.latent is not None:
+            assert rope is not None
+            q, k = self.latent(qkv, rope, growth, _rotate)
+            found: torch.Tensor = q.new_empty(q.size(0), self.latent.heads, self.latent.v_dim)
+            attend(q, k, k, found, layer_index)
+            return found.flatten(1)
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
@@ -257,6 +270,13 @@ class DecoderLayer(nn.Module):
         rows = (self.q_norm.weighted(q, self.q_norm.weight), normed, v)
         q, k, v = (row.unflatten(-1, (-1, self.head_dim)) for row in rows)  # type: ignore[no-untyped-call]  # as above
         return (q, k, v) if rope is None else (_rotate(q, rope), _rotate(k, rope), v)
+
+
+def _biases(mixer: MixerSpec | LatentSpec | ConvSpec) -> tuple[bool, bool]:
+    """Whether the first matrix has one, and the last."""
+    if isinstance(mixer, MixerSpec):
+        return mixer.qkv_bias, mixer.o_bias
+    return (mixer.bias, mixer.bias) if isinstance(mixer, ConvSpec) else (False, False)
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
