@@ -19,6 +19,7 @@ from attention_backends.interface import (
     AttentionSpec,
     Capabilities,
     ContextHeads,
+    Latent,
     NativeLayer,
 )
 from attention_backends.toolchain import default_cache_dir, find_compiler
@@ -26,7 +27,7 @@ from attention_backends.toolchain import default_cache_dir, find_compiler
 Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx")
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 640
 MAX_BLOCK_SIZE = 1024
 
 
@@ -85,6 +86,7 @@ class CpuBackend(AttentionBackend):
         self._new_step: Callable[[], int] = _unprepared
         self._native_attention: Callable[[], int] = _unprepared
         self._merge_parts: Callable[..., None] = _unprepared
+        self._head_product: Callable[..., None] = _unprepared
         self._native_layer: Callable[..., tuple[torch.Tensor, int]] = _unprepared
         self._native_step: Callable[..., torch.Tensor] = _unprepared
         self._supported: tuple[Isa, ...] = ()
@@ -102,6 +104,7 @@ class CpuBackend(AttentionBackend):
             soft_cap=True,
             sinks=True,
             chunk=True,
+            latent=True,
             context_parts=True,
         )
 
@@ -134,6 +137,7 @@ class CpuBackend(AttentionBackend):
         self._new_step = ops.new_step.default
         self._native_attention = ops.native_attention.default
         self._merge_parts = ops.merge_parts.default
+        self._head_product = ops.head_product.default
         self._native_layer = ops.native_layer.default
         self._native_step = ops.native_step.default
 
@@ -147,6 +151,15 @@ class CpuBackend(AttentionBackend):
         the last dimension is 4 longer, the bytes of a token's scale."""
         scale_bytes = 4 if self._kv_dtype == torch.int8 else 0
         return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16 + scale_bytes)
+
+    def latent_cache_shape(self, num_blocks: int, block_size: int, row_size: int) -> tuple[int, ...]:
+        """[num_blocks, 1, 1, block_size, row_size rounded up to 16]. Raises RuntimeError: there are no such kernels."""
+        if row_size % 8 or row_size > MAX_HEAD_DIM:
+            raise RuntimeError(
+                f"CpuBackend: rows of latents (kv_lora_rank + qk_rope_head_dim) of {row_size}: they must be a multiple "
+                f"of 8 of at most {MAX_HEAD_DIM}"
+            )
+        return (num_blocks, 1, 1, block_size, (row_size + 15) // 16 * 16)
 
     def build_metadata(self, batch: AttentionBatch) -> CpuMetadata:
         return CpuMetadata(
@@ -171,6 +184,42 @@ class CpuBackend(AttentionBackend):
         metadata: object,
     ) -> None:
         assert isinstance(metadata, CpuMetadata)
+        if layer.latent is not None:
+            self._attend_to_latents(q, k, out, kv_cache, layer, layer.latent, metadata)
+        else:
+            self._attend(q, k, v, out, kv_cache, layer, metadata)
+
+    def _attend_to_latents(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        latent: Latent,
+        metadata: CpuMetadata,
+    ) -> None:
+        """Queries take the keys' matrix in, so that rows are keys and values of one head; what they find goes through
+        the values' matrix."""
+        tokens, rank, common = metadata.num_tokens, latent.rank, layer.head_dim - latent.rank
+        of_keys, of_values = latent.heads(layer.num_heads)
+        absorbed = q.new_empty(tokens, layer.num_heads, layer.head_dim)
+        self._head_product(q[:tokens, :, :-common], of_keys, absorbed[..., :rank], False, self._isa)
+        absorbed[..., rank:] = q[:tokens, :, -common:]
+        found = torch.empty_like(absorbed)
+        self._attend(absorbed, rows, rows, found, kv_cache, layer, metadata)
+        self._head_product(found[..., :rank], of_values, out[:tokens], True, self._isa)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: CpuMetadata,
+    ) -> None:
         self._paged_attention(
             q,
             k,
@@ -200,8 +249,8 @@ class CpuBackend(AttentionBackend):
     def native_layer(
         self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype, heads: ContextHeads | None = None
     ) -> NativeLayer | None:
-        """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
-        if dtype != torch.bfloat16 or layer.shares is not None:
+        """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values, or keeps latents."""
+        if dtype != torch.bfloat16 or layer.shares is not None or layer.latent is not None:
             return None
         window, soft_cap = layer.signed_window, layer.soft_cap or 0.0
         ranks = [] if heads is None else [*heads.group, heads.rank, *heads.queries, *heads.keys]

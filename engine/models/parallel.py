@@ -125,9 +125,9 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
     for layer, spec in zip(model.layers, whole.layers, strict=True):
         assert isinstance(layer, DecoderLayer)
         replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group)}
-        if spec.attention.qk_norm == "row":
+        if isinstance(spec.mixer, MixerSpec) and spec.mixer.qk_norm == "row":
             layer.rotation = None
-            replaced |= _row_norms(layer, spec.attention, shard, group)
+            replaced |= _row_norms(layer, spec.mixer, shard, group)
         if layer.down_proj is not None:
             replaced["down_proj"] = SummedLinear(layer.down_proj, group)
         if layer.experts is not None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, MambaFacts, ModelFacts
+from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, LatentFacts, MambaFacts, ModelFacts
 from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
@@ -112,6 +112,38 @@ class ConvSpec(ConvFacts, frozen=True, kw_only=True):
         return self.channels
 
 
+class LatentSpec(HeadsSpec, frozen=True, kw_only=True):
+    """A mixer of tokens: attention whose keys and values are kept as one row a token. One matrix makes queries, or what
+    another makes them of, and the row."""
+
+    latent: LatentFacts
+    q_lora_rank: int | None = None
+    """of what queries are made of, behind a norm; None: the first matrix makes them"""
+    norm_eps: float = 1e-6
+    """of the norms of both latents"""
+    rope: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.latent.qk_head_dim
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return (self.q_lora_rank or self.q_size) + self.latent.row_size
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.num_heads * self.latent.v_head_dim
+
+    @property
+    def inner_weights(self) -> int:
+        """Of the matrices between them."""
+        made = self.num_heads * self.latent.made_size * self.latent.kv_lora_rank
+        return made + self.q_size * (self.q_lora_rank or 0)
+
+
 class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
     """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
     is taken, and how much of the state is kept; another brings the heads together."""
@@ -185,6 +217,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """of factors, in the end"""
     bias: bool = False
     """of logits"""
+    by_best: bool = False
+    """of groups, those whose best score is the largest (DeepSeek-V2)"""
     wide: bool = False
     """logits are made in float32, whatever the model's dtype"""
     of_inputs: bool = False
@@ -225,7 +259,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
-    mixer: MixerSpec | StateSpec
+    mixer: MixerSpec | LatentSpec | StateSpec
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
@@ -302,7 +336,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
-        mixers = [hidden * (layer.mixer.first_size + layer.mixer.last_size) for layer in self.layers]
+        mixers = [_mixer_weights(layer, hidden) for layer in self.layers]
         given, tables = 0, 0
         if self.layer_inputs is not None:
             given = self.num_layers * self.layer_inputs.size
@@ -313,7 +347,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=self.vocab_size,
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
-            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, MixerSpec)),
+            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, HeadsSpec)),
             states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
@@ -345,8 +379,13 @@ def _values(layer: LayerSpec, hidden: int) -> int:
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
     """Of its matrices."""
-    mixer = spec.hidden_size * (layer.mixer.first_size + layer.mixer.last_size)
-    return mixer + _mlp_weights(layer, spec.hidden_size, all_experts=True)
+    return _mixer_weights(layer, spec.hidden_size) + _mlp_weights(layer, spec.hidden_size, all_experts=True)
+
+
+def _mixer_weights(layer: LayerSpec, hidden: int) -> int:
+    mixer = layer.mixer
+    inner = mixer.inner_weights if isinstance(mixer, LatentSpec) else 0
+    return hidden * (mixer.first_size + mixer.last_size) + inner
 
 
 def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:

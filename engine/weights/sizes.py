@@ -22,7 +22,7 @@ from engine.cpu_kernels.formats import (
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec, MixerSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -122,6 +122,8 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
     for layer in spec.layers:
         yield 1, layer.mixer.first_size, hidden
         yield 1, hidden, layer.mixer.last_size
+        if isinstance(layer.mixer, LatentSpec) and layer.mixer.q_lora_rank is not None:
+            yield 1, layer.mixer.q_size, layer.mixer.q_lora_rank
         if layer.mlp is not None:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
@@ -157,6 +159,8 @@ def _norm_values(spec: DecoderSpec) -> int:
                 if mixer.qk_norm == "row"
                 else (1 + (mixer.shares is None)) * mixer.head_dim
             )
+        elif isinstance(mixer, LatentSpec):
+            of_heads += (mixer.q_lora_rank or 0) + mixer.latent.kv_lora_rank
     apart = sum(layer.experts is not None and layer.experts.apart for layer in spec.layers)
     values = (norms + 4 * apart) * spec.hidden_size + of_heads
     if spec.layer_inputs is not None:
@@ -165,7 +169,8 @@ def _norm_values(spec: DecoderSpec) -> int:
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, tables of positions and of layers' inputs, and what activations and layers have learnt."""
+    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, and what makes keys
+    and values of latents."""
     hidden = spec.hidden_size
     values = (spec.table_rows or spec.vocab_size) * (spec.head_bias and spec.ends) + spec.num_layers * spec.layer_scales
     if spec.layer_inputs is not None:
@@ -179,6 +184,8 @@ def _vector_values(spec: DecoderSpec) -> int:
         elif isinstance(mixer, MambaSpec):
             values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
             values += (mixer.first_size + hidden) * mixer.bias
+        elif isinstance(mixer, LatentSpec):
+            values += mixer.num_heads * mixer.latent.made_size * mixer.latent.kv_lora_rank
         else:
             values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:

@@ -37,7 +37,7 @@ def loaded(path: str, stage: Stage | None = None) -> Decoder:
 
 def logits_in_stages(stages: list[Decoder], token_ids: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
     for model in stages:
-        model.set_attention(DenseAttention(model.spec, model.sinks))
+        model.set_attention(DenseAttention(model.spec, model.sinks, model.latents))
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         states = ids[at : at + size]

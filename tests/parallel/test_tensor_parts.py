@@ -27,7 +27,9 @@ from engine.weights.safetensors_source import SafetensorsSource
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-@pytest.mark.parametrize(("case", "size"), [(case, 2 + index % 2) for index, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("case", "size"), [(case, 2 + index % 2) for index, case in enumerate((*CASES, "deepseek_v2", "deepseek_v3"))]
+)
 def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
     description = describe(path)
