@@ -20,9 +20,10 @@ from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.head import Head
 from engine.models.layer_inputs import LayerInputs
 from engine.models.layers import NORMS, Embedding, Linear
+from engine.models.mixers import StateSpec
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.rope import RopeTable
-from engine.models.spec import DecoderSpec, StateSpec
+from engine.models.spec import DecoderSpec
 
 
 def _not_set(*_: object) -> None:

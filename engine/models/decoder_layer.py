@@ -15,19 +15,10 @@ from engine.models.latent import LatentHeads
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
 from engine.models.mamba import Mamba
+from engine.models.mixers import ConvSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import (
-    ConvSpec,
-    DecoderSpec,
-    ExpertsSpec,
-    LatentSpec,
-    LayerSpec,
-    MambaSpec,
-    MixerSpec,
-    MlpSpec,
-    StateSpec,
-)
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
@@ -82,8 +73,9 @@ class DecoderLayer(nn.Module):
         self.input_norm = norm(hidden, ahead and layer.input_norm)
         self._build_mixer(spec, layer.mixer, norm, dtype, device)
         self.attention_out_norm = norm(hidden, behind)
-        self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead)
-        self.mlp_out_norm = norm(hidden, behind)
+        follows = not layer.ends_with_mixer
+        self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead and follows)
+        self.mlp_out_norm = norm(hidden, behind and follows)
         self.rotation = None
         self._build_mlp(layer.mlp, hidden, dtype, device)
         self._build_experts(layer.experts, hidden, dtype, device)
@@ -168,7 +160,8 @@ class DecoderLayer(nn.Module):
             return self._mixed_apart(attended, self.apart)
         if self.router is not None and self.experts is not None:
             return self._mixed(attended, given, self.router, self.experts)
-        assert self.down_proj is not None
+        if self.down_proj is None:
+            return attended
         inner = self._inner(given, self.mlp_norm if self.norms_first else None)
         return self._add(attended, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
 

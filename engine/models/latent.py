@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.models.device_packed import StoredLinear
 from engine.models.layers import Linear, RMSNorm, parameter
+from engine.models.mixers import LatentSpec
 from engine.models.packed import JoinedLinear, PackedLinear
-from engine.models.spec import LatentSpec
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from engine.cpu_kernels.linear import LinearOps
 from engine.cpu_kernels.states import AUTO, MixShape, NativeMix, fits
 from engine.models.layers import parameter
+from engine.models.mixers import MambaSpec
 from engine.models.recurrence import as_bytes, read_states, recur
-from engine.models.spec import MambaSpec
 from engine.models.state_layers import LayerStates, convolved
 
 

@@ -15,10 +15,11 @@ from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, Norm, RMSNorm, WideRMSNorm
+from engine.models.mixers import MixerSpec
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.sharding import Shard, sharers_of, tokens_of
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 from engine.parallel.group import Group
 
 

@@ -16,8 +16,9 @@ from engine.cpu_kernels.formats import PANEL
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.facts import HeadsSpec
 from engine.models.families.rows import Rows
+from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
 from engine.models.placement import ExpertPlacement
-from engine.models.spec import DecoderSpec, ExpertsSpec, LatentSpec, LayerSpec, MixerSpec, MlpSpec, StateSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 _UNITS = (256, 128, 64, 32, 16)
 """inner units that stay together: whole blocks of quantised matrices, and with their gates whole panels"""

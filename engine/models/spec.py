@@ -6,13 +6,13 @@ and a weight-name map; `engine.models.decoder.Decoder` builds the one module fro
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
 
-from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, LatentFacts, MambaFacts, ModelFacts
+from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
+from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -22,10 +22,6 @@ NormPlacement = Literal["before", "around", "after", "inside"]
 around the residual (OPT-350m); after each, within the residual (OLMo 2)"""
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 """relu2: the square of ReLU"""
-QkNorm = Literal["head", "row", "turned_head"]
-"""a norm over each head of q and k; over the whole width of either; over each head when it has been turned"""
-Values = Literal["own", "normed", "normed_keys"]
-"""made by a matrix; then normed over each head, without weights; keys, before their norm and turn, normed so"""
 
 
 class QueryGrowth(msgspec.Struct, frozen=True):
@@ -52,138 +48,6 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """longrope: what each frequency is divided by, where no position, or one, is beyond original_max_position"""
     growth: QueryGrowth | None = None
     """Llama 4's attention temperature, which Ministral 3 has, too"""
-
-
-class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
-    """A mixer of tokens: attention over heads that one matrix makes and another brings together."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    gated: bool = False
-    """the first matrix makes, before q, k and v, a gate of what the heads find"""
-    qk_norm: QkNorm | None = None
-    """of the model's kind"""
-    qk_weights: bool = True
-    """those norms have weights"""
-    values: Values = "own"
-    """of a layer with keys of its own"""
-    rope: int | None = None
-    """which of the model's ropes turns q and k; None: they are not turned"""
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Of the keys that it makes, and of its values."""
-        return self.num_kv_heads * self.head_dim if self.shares is None else 0
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.qkv_size + self.q_size * self.gated
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.q_size
-
-    @property
-    def qkv_size(self) -> int:
-        """Outputs of the one matrix that makes q, k and v."""
-        return self.q_size + (1 if self.values == "normed_keys" else 2) * self.kv_size
-
-
-class ConvSpec(ConvFacts, frozen=True, kw_only=True):
-    """A mixer of tokens: one matrix makes b, c and x of each channel, and another brings c * conv(b * x) together."""
-
-    bias: bool = False
-    """of both matrices and of the convolution"""
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return 3 * self.channels
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.channels
-
-
-class LatentSpec(HeadsSpec, frozen=True, kw_only=True):
-    """A mixer of tokens: attention whose keys and values are kept as one row a token. One matrix makes queries, or what
-    another makes them of, and the row."""
-
-    latent: LatentFacts
-    q_lora_rank: int | None = None
-    """of what queries are made of, behind a norm; None: the first matrix makes them"""
-    norm_eps: float = 1e-6
-    """of the norms of both latents"""
-    rope: int
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.latent.qk_head_dim
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return (self.q_lora_rank or self.q_size) + self.latent.row_size
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.num_heads * self.latent.v_head_dim
-
-    @property
-    def inner_weights(self) -> int:
-        """Of the matrices between them."""
-        made = self.num_heads * self.latent.made_size * self.latent.kv_lora_rank
-        return made + self.q_size * (self.q_lora_rank or 0)
-
-
-class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
-    """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
-    is taken, and how much of the state is kept; another brings the heads together."""
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.channels + self.value_size + 2 * self.value_heads
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.value_size
-
-
-class MambaSpec(MambaFacts, frozen=True, kw_only=True):
-    """Mamba 2: one matrix makes a gate of what comes out, values, keys and queries, and how much each value counts;
-    another brings the heads together."""
-
-    bias: bool = False
-    """of both matrices"""
-    conv_bias: bool = True
-    amounts: tuple[float, float] = (0.0, math.inf)
-    """between which a value counts"""
-    normed: bool = True
-    """what comes out, in groups, behind the gate"""
-    norm_eps: float = 1e-6
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.inner_size + self.channels + self.heads
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.inner_size
-
-
-StateSpec = ConvSpec | DeltaSpec | MambaSpec
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +128,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def ends_with_mixer(self) -> bool:
+        """Nothing follows."""
+        return self.mlp is None and self.experts is None
 
     @property
     def attention(self) -> MixerSpec:

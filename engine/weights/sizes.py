@@ -21,8 +21,9 @@ from engine.cpu_kernels.formats import (
 )
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
 from engine.models.quantization import StoredFormat
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -151,6 +152,7 @@ def _routers(spec: DecoderSpec) -> Iterator[int]:
 def _norm_values(spec: DecoderSpec) -> int:
     of_layer = 1 if spec.parallel == "one_norm" else 4 if spec.norm_placement == "around" else 2
     norms = spec.num_layers * of_layer + spec.final_norm
+    norms -= of_layer // 2 * sum(layer.ends_with_mixer for layer in spec.layers)
     of_heads = 0
     for mixer in (layer.mixer for layer in spec.layers):
         if isinstance(mixer, MixerSpec) and mixer.qk_norm is not None:

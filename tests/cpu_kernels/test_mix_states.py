@@ -15,7 +15,7 @@ from engine.layer_groups import State
 from engine.models.delta_net import DeltaNet
 from engine.models.facts import DeltaFacts
 from engine.models.mamba import Mamba
-from engine.models.spec import MambaSpec
+from engine.models.mixers import MambaSpec
 from engine.runner.state_caches import StateCaches
 
 SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)

@@ -17,8 +17,9 @@ from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.layer_groups import Kept, group_layers
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.mixers import MixerSpec
 from engine.models.sharding import Span
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, layer_weights
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec, layer_weights
 from engine.models.stages import Stage, check_stages, layers_of, stage_groups, stage_of
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource

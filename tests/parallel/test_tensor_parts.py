@@ -19,8 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.errors import ConfigError, WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.mixers import MixerSpec
 from engine.models.sharding import Shard, keys_of, queries_of, sharded
-from engine.models.spec import MixerSpec, MlpSpec
+from engine.models.spec import MlpSpec
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource
 

@@ -15,7 +15,8 @@ from engine.models.families.common import (
 )
 from engine.models.families.mixtures import first_dense, from_zero, sigmoid_router, with_deepseek_experts
 from engine.models.families.names import LLAMA_NAMES
-from engine.models.spec import DecoderSpec, QkNorm
+from engine.models.mixers import QkNorm
+from engine.models.spec import DecoderSpec
 
 
 def glm4_moe_spec(config: Config) -> DecoderSpec:

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from engine.errors import UnsupportedModelError
 from engine.models.facts import LatentFacts
 from engine.models.families.common import Config, decoder_spec, flag, integer, num_layers, refuse
-from engine.models.spec import DecoderSpec, LatentSpec
+from engine.models.mixers import LatentSpec
+from engine.models.spec import DecoderSpec
 
 
 def latent_spec(config: Config, family: str) -> DecoderSpec:

@@ -5,17 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.families.rows import ExpertNames, Rows, Stored, linears
-from engine.models.spec import (
-    ConvSpec,
-    DecoderSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    LatentSpec,
-    MambaSpec,
-    MixerSpec,
-    MlpSpec,
-    StateSpec,
-)
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, MlpSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -110,8 +101,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             ):
                 rows[f"{source}.{name}.weight"] = Rows(f"{target}.own_input.{parameter}.weight", 0, width)
         for name, parameter in self.norms or _NORMS[spec.norm_placement]:
-            absent = (parameter == "mlp_norm" and spec.parallel == "one_norm") or (
-                parameter == "input_norm" and not layer_spec.input_norm
+            absent = (parameter == "input_norm" and not layer_spec.input_norm) or (
+                parameter == "mlp_norm" and (spec.parallel == "one_norm" or layer_spec.ends_with_mixer)
             )
             if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)

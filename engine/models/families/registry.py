@@ -40,6 +40,7 @@ from engine.models.families.mistral4 import MISTRAL4
 from engine.models.families.mixtral import MIXTRAL
 from engine.models.families.modernbert import MODERNBERT
 from engine.models.families.nemotron import NEMOTRON
+from engine.models.families.nemotron_h import NEMOTRON_H
 from engine.models.families.olmo2 import OLMO2, OLMO3
 from engine.models.families.olmoe import OLMOE
 from engine.models.families.opt import OPT
@@ -105,6 +106,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_HYBRID,
+    NEMOTRON_H,
     LFM2,
     LFM2_MOE,
     QWEN3_5,
