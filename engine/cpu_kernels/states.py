@@ -29,7 +29,7 @@ class MixShape(NamedTuple):
     """As `csrc/states.h` has it."""
 
     kind: int
-    """0: with the delta rule; 1: Mamba 2"""
+    """0: with the delta rule; 1: Mamba 2; 2: a convolution between two gates, and no recurrence"""
     heads: int
     groups: int
     keys: int
@@ -49,10 +49,10 @@ class NativeMix:
         shape: MixShape,
         conv_weight: torch.Tensor,
         conv_bias: torch.Tensor | None,
-        log_decay: torch.Tensor,
-        decay_bias: torch.Tensor,
-        passed_on: torch.Tensor | None,
-        norm: torch.Tensor | None,
+        log_decay: torch.Tensor | None = None,
+        decay_bias: torch.Tensor | None = None,
+        passed_on: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
         isa: int = AUTO,
     ) -> None:
         """conv_weight [channels, 1, taps], conv_bias [channels]; log_decay, decay_bias, passed_on [heads]; norm: of a
@@ -61,11 +61,11 @@ class NativeMix:
         self._shape, self._numbers = list(shape[:6]), shape[6:]
         self._weights = (
             conv_weight[:, 0].float().T.contiguous(),
-            None if conv_bias is None else conv_bias.float(),
-            -log_decay.float().exp(),
-            decay_bias.float(),
-            None if passed_on is None else passed_on.float(),
-            None if norm is None else norm.float(),
+            _floats(conv_bias),
+            None if log_decay is None else -log_decay.float().exp(),
+            _floats(decay_bias),
+            _floats(passed_on),
+            _floats(norm),
         )
 
     def __call__(
@@ -88,6 +88,10 @@ class NativeMix:
             writes,
             self._isa,
         )
+
+
+def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.float()
 
 
 def fits(taps: int, keys: int, dtypes: Sequence[torch.dtype]) -> bool:

@@ -12,10 +12,11 @@ from attention_backends.native_build import ISAS
 from engine.cpu_kernels.linear import LinearOps
 from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State
+from engine.models.convolution import Convolution
 from engine.models.delta_net import DeltaNet
 from engine.models.facts import DeltaFacts
 from engine.models.mamba import Mamba
-from engine.models.mixers import MambaSpec
+from engine.models.mixers import ConvSpec, MambaSpec
 from engine.runner.state_caches import StateCaches
 
 SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
@@ -30,6 +31,10 @@ MAMBAS = {
         heads=2, head_dim=64, groups=1, state_size=8, taps=2, conv_bias=False, normed=False
     ),
 }
+SHORTS = {
+    "short": ConvSpec(channels=96, taps=3),
+    "short with biases": ConvSpec(channels=40, taps=5, bias=True),
+}
 STEPS = [  # of each row, tokens before and in the step
     [(0, 5), (0, 1), (0, 13)],
     [(5, 1), (1, 3), (13, 1), (0, 8)],
@@ -38,11 +43,16 @@ STEPS = [  # of each row, tokens before and in the step
 ]
 
 
-def layer_of(case: str, dtype: torch.dtype) -> DeltaNet | Mamba:
+Layer = DeltaNet | Mamba | Convolution
+
+
+def layer_of(case: str, dtype: torch.dtype) -> Layer:
     torch.manual_seed(3)
-    made: DeltaNet | Mamba
+    made: Layer
     if case in DELTAS:
         made = DeltaNet(DELTAS[case], 1e-6, dtype, torch.device("cpu"))
+    elif case in SHORTS:
+        made = Convolution(SHORTS[case], SHORTS[case].bias, dtype, torch.device("cpu"))
     else:
         made = Mamba(MAMBAS[case], dtype, torch.device("cpu"))
     with torch.no_grad():
@@ -54,7 +64,7 @@ def layer_of(case: str, dtype: torch.dtype) -> DeltaNet | Mamba:
 class Device:
     """Caches, and a table in which every block of a row has a state, or every other one."""
 
-    def __init__(self, layer: DeltaNet | Mamba, dtype: torch.dtype, every: int) -> None:
+    def __init__(self, layer: Layer, dtype: torch.dtype, every: int) -> None:
         pages = -(-2 * (layer.facts.state_bytes(dtype.itemsize) + 64) // sum(WIDTHS))
         self.states = StateCaches([layer, layer], dtype, 0, State(pages, every))
         self.caches = [torch.zeros(pages * BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
@@ -88,7 +98,7 @@ class Device:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [*DELTAS, *MAMBAS])
+@pytest.mark.parametrize("case", [*DELTAS, *MAMBAS, *SHORTS])
 def test_outputs_and_states_are_those_of_the_torch_module(
     linear_ops: LinearOps, case: str, dtype: torch.dtype, isa: str
 ) -> None:
@@ -98,10 +108,9 @@ def test_outputs_and_states_are_those_of_the_torch_module(
     native_layer.compute_by(linear_ops, ISAS.index(isa) + 1)
     theirs, ours = Device(torch_layer, dtype, 2), Device(native_layer, dtype, 2)
     theirs.states.places = [None, None]
-    inputs = cast(Any, torch_layer).inputs
     generator, near = torch.Generator().manual_seed(5), 1e-4 if dtype == torch.float32 else 0.05
     for rows in STEPS:
-        x = torch.randn(sum(count for _, count in rows) + 2, inputs, generator=generator).to(dtype)
+        x = torch.randn(sum(count for _, count in rows) + 2, torch_layer.inputs, generator=generator).to(dtype)
         expected, got = theirs.step(rows, x, torch_layer.outputs), ours.step(rows, x, native_layer.outputs)
         torch.testing.assert_close(got, expected, rtol=near, atol=near)
         assert expected[:-2].abs().max() > 0.1 and not got[-2:].any()
@@ -110,7 +119,7 @@ def test_outputs_and_states_are_those_of_the_torch_module(
         torch.testing.assert_close(got.view(dtype), expected.view(dtype), rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("case", ["delta", "mamba"])
+@pytest.mark.parametrize("case", ["delta", "mamba", "short"])
 def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: LinearOps, case: str) -> None:
     layer = layer_of(case, torch.bfloat16)
     layer.compute_by(linear_ops)

@@ -101,14 +101,15 @@ void convolve_as(const MixProblem& p, int64_t begin, int64_t end) {
       float* const to = p.mixed + t * p.channels + begin;
       for (int64_t c = 0; c < count; c += VW) {
         const int64_t left = count - c;
-        const vf own = load_some<kBf16>(x, p.mixed_at + begin + c, left);
+        vf own = load_some<kBf16>(x, p.mixed_at + begin + c, left);
+        if (p.kind == MixKind::kShort) own = rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + begin + c, left));
         vf sum{};
         for (int64_t tap = 0; tap < before; ++tap)
           sum += loadf(h.rows[tap] + c) * load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
         sum += own * load_some<false>(p.conv_weight, before * p.channels + begin + c, left);
         if (p.conv_bias != nullptr) sum += load_some<false>(p.conv_bias, begin + c, left);
         sum = rounded<kBf16>(sum);
-        store_some<false>(to, c, rounded<kBf16>(times_sigmoid(sum, sum)), left);
+        store_some<false>(to, c, p.kind == MixKind::kShort ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
         storef(h.rows[before] + c, own);
       }
       memmove(h.rows[0], h.rows[1], sizeof(h.rows[0]) * (size_t)before);
@@ -208,12 +209,22 @@ void finish_mamba(const MixProblem& p, const void* x, const float* values, float
 }
 
 template <bool kBf16>
+void finish_short(const MixProblem& p, const void* x, const float* mixed, void* out) {
+  for (int64_t c = 0; c < p.channels; c += VW) {
+    const int64_t left = p.channels - c;
+    store_some<kBf16>(out, c, load_some<kBf16>(x, p.gate_at + c, left) * load_some<false>(mixed, c, left), left);
+  }
+}
+
+template <bool kBf16>
 void finish_as(const MixProblem& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
     void* const out = (void*)row_of<kBf16>(p.out, t, p.out_stride);
     float* const made = p.made + t * p.inner();
-    if (p.kind == MixKind::kDelta)
+    if (p.kind == MixKind::kShort)
+      finish_short<kBf16>(p, x, p.mixed + t * p.channels, out);
+    else if (p.kind == MixKind::kDelta)
       finish_delta<kBf16>(p, x, made, out);
     else
       finish_mamba<kBf16>(p, x, p.mixed + t * p.channels + p.v_at, made, out);

@@ -6,7 +6,7 @@
 
 namespace pageloom {
 
-enum class MixKind : int32_t { kDelta = 0, kMamba = 1 };
+enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2 };  // the last: a convolution between two gates alone
 
 constexpr int64_t kMostTaps = 16, kMostKeys = 512;  // of a convolution; of a head
 
@@ -84,7 +84,7 @@ struct MixProblem {
   int64_t x_stride;
   void* out;
   int64_t out_stride;
-  int64_t mixed_at, gate_at, amount_at, decay_at;  // columns of x; amount_at: of the delta rule alone
+  int64_t mixed_at, gate_at, amount_at, decay_at;  // columns of x; amount_at: of the delta rule, or of a short one's inputs
   int64_t q_at, k_at, v_at;                        // channels
   const float* conv_weight;  // [taps][channels], the newest input's last
   const float* conv_bias;    // null: none

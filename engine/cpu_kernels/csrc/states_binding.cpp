@@ -75,7 +75,7 @@ void check_sequences(const MixProblem& p, int64_t num_blocks) {
 // kind, heads, groups, keys, values, taps.
 void set_shape(MixProblem& p, const std::vector<int64_t>& shape) {
   PAGELOOM_CHECK(shape.size() == 6, kOp, ": shape has six numbers, not ", shape.size());
-  PAGELOOM_CHECK(shape[0] == 0 || shape[0] == 1, kOp, ": unknown kind ", shape[0]);
+  PAGELOOM_CHECK(shape[0] >= 0 && shape[0] <= 2, kOp, ": unknown kind ", shape[0]);
   p.kind = static_cast<MixKind>(shape[0]);
   p.heads = shape[1], p.groups = shape[2], p.keys = shape[3], p.values = shape[4], p.taps = shape[5];
   PAGELOOM_CHECK(p.heads > 0 && p.groups > 0 && p.heads % p.groups == 0 && p.values > 0, kOp, ": ", p.heads, " heads of ",
@@ -83,6 +83,10 @@ void set_shape(MixProblem& p, const std::vector<int64_t>& shape) {
   PAGELOOM_CHECK(p.keys > 0 && p.keys <= kMostKeys, kOp, ": ", p.keys, " keys are not in [1, ", kMostKeys, "]");
   PAGELOOM_CHECK(p.taps >= 2 && p.taps <= kMostTaps, kOp, ": ", p.taps, " taps are not in [2, ", kMostTaps, "]");
   const int64_t inner = p.inner(), shared = p.groups * p.keys;
+  if (p.kind == MixKind::kShort) {  // gates of inputs | gates of what comes out | inputs
+    p.channels = inner, p.amount_at = 0, p.gate_at = inner, p.mixed_at = 2 * inner;
+    return;
+  }
   p.channels = inner + 2 * shared;
   if (p.kind == MixKind::kDelta) {  // queries, keys, values | gate | amounts | decays
     p.mixed_at = 0, p.gate_at = p.channels, p.amount_at = p.gate_at + inner, p.decay_at = p.amount_at + p.heads;
@@ -94,7 +98,7 @@ void set_shape(MixProblem& p, const std::vector<int64_t>& shape) {
 }
 
 void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_eps, double lowest, double highest, Tensor conv_weight,
-                std::optional<Tensor> conv_bias, Tensor rate, Tensor decay_bias, std::optional<Tensor> passed_on,
+                std::optional<Tensor> conv_bias, std::optional<Tensor> rate, std::optional<Tensor> decay_bias, std::optional<Tensor> passed_on,
                 std::optional<Tensor> norm, std::vector<Tensor> caches, Tensor blocks, int64_t start, Tensor sequences,
                 Tensor writes, int64_t isa) {
   MixProblem p{};
@@ -106,12 +110,14 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
   PAGELOOM_CHECK(x.dim() == 2, kOp, ": x must have two dimensions, not ", x.dim());
   p.bf16 = dtype == ScalarType::BFloat16;
   p.tokens = x.size(0);
-  p.x = rows_of_dtype(x, dtype, p.tokens, p.decay_at + p.heads, p.x_stride, "x");
+  const bool is_short = p.kind == MixKind::kShort;
+  p.x = rows_of_dtype(x, dtype, p.tokens, is_short ? 3 * p.channels : p.decay_at + p.heads, p.x_stride, "x");
   p.out = rows_of_dtype(out, dtype, p.tokens, p.inner(), p.out_stride, "out");
   p.conv_weight = floats_of(conv_weight, p.taps * p.channels, "conv_weight");
   p.conv_bias = floats_of(conv_bias, p.channels, "conv_bias");
   p.rate = floats_of(rate, p.heads, "rate");
   p.decay_bias = floats_of(decay_bias, p.heads, "decay_bias");
+  PAGELOOM_CHECK(is_short || (p.rate != nullptr && p.decay_bias != nullptr), kOp, ": a recurrence has rates of its decay");
   p.passed_on = floats_of(passed_on, p.heads, "passed_on");
   p.norm = floats_of(norm, p.kind == MixKind::kDelta ? p.values : p.inner(), "norm");
   PAGELOOM_CHECK(p.norm != nullptr || p.kind != MixKind::kDelta, kOp, ": a delta net has a norm");
@@ -121,8 +127,10 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
   p.place.pages = blocks.size(1);
   p.place.blocks = table_of(blocks, p.place.pages, "blocks");
   p.start = start;
-  p.matrices_at = ((p.taps - 1) * p.channels * (p.bf16 ? 2 : 4) + 63) / 64 * 64;
-  PAGELOOM_CHECK(start >= 0 && start + p.matrices_at + p.heads * p.keys * p.values * 4 <= p.place.pages * p.place.page_bytes,
+  const int64_t inputs = (p.taps - 1) * p.channels * (p.bf16 ? 2 : 4);
+  p.matrices_at = (inputs + 63) / 64 * 64;
+  const int64_t bytes = is_short ? inputs : p.matrices_at + p.heads * p.keys * p.values * 4;
+  PAGELOOM_CHECK(start >= 0 && start + bytes <= p.place.pages * p.place.page_bytes,
                  kOp, ": a state from byte ", start, " on does not fit ", p.place.pages, " pages of ", p.place.page_bytes, " bytes");
   p.sequences = reinterpret_cast<const StateSequence*>(table_of(sequences, 4, "sequences"));
   p.num_sequences = sequences.size(0);
@@ -143,8 +151,8 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
 
 const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
   m.define(
-      "mix_states(Tensor x, Tensor(a!) out, int[] shape, float norm_eps, float lowest, float highest, Tensor conv_weight, Tensor? conv_bias, Tensor rate, "
-      "Tensor decay_bias, Tensor? passed_on, Tensor? norm, Tensor(b!)[] caches, Tensor blocks, int start, Tensor sequences, "
+      "mix_states(Tensor x, Tensor(a!) out, int[] shape, float norm_eps, float lowest, float highest, Tensor conv_weight, Tensor? conv_bias, Tensor? rate, "
+      "Tensor? decay_bias, Tensor? passed_on, Tensor? norm, Tensor(b!)[] caches, Tensor blocks, int start, Tensor sequences, "
       "Tensor writes, int isa) -> ()");
 });
 

@@ -54,8 +54,9 @@ void run_mix(const MixProblem& p, const MixKernels& kernels, const Threads& thre
   };
   const int64_t values = p.tokens * p.channels;
   run(convolve, cut(p.channels, kMixChannels), values * p.taps);
-  run(prepare, cut(p.tokens, kTokens), values);
-  run(recur, p.num_sequences * p.heads * cut(p.values, kMixColumns), p.num_sequences * p.inner() * p.keys);
+  if (p.kind != MixKind::kShort) run(prepare, cut(p.tokens, kTokens), values);
+  if (p.kind != MixKind::kShort)
+    run(recur, p.num_sequences * p.heads * cut(p.values, kMixColumns), p.num_sequences * p.inner() * p.keys);
   run(finish, cut(p.tokens, kTokens), values);
 }
 
