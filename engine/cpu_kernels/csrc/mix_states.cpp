@@ -4,6 +4,8 @@
 #include <math.h>
 #include <stddef.h>
 
+#include <vector>
+
 #include "epilogue.h"
 #include "states.h"
 
@@ -238,7 +240,7 @@ void finish(const MixProblem& p, int64_t begin, int64_t end) {
 // -- the recurrence ----------------------------------------------------------------------------------------------------
 
 // S'k of a head's columns. So many sums at once that none waits for another.
-PAGELOOM_INLINE void held_by(const float* state, const float* key, int64_t keys, vf (&held)[NV]) {
+PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* key, int64_t keys, vf (&held)[NV]) {
   constexpr int64_t kRows = NV >= 8 ? 1 : 8 / NV;
   vf sums[kRows][NV] = {};
   int64_t i = 0;
@@ -247,10 +249,10 @@ PAGELOOM_INLINE void held_by(const float* state, const float* key, int64_t keys,
     for (int64_t r = 0; r < kRows; ++r) {
       const vf weight = splat(key[i + r]);
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < NV; ++v) sums[r][v] += weight * loadf(state + (i + r) * kMixColumns + v * VW);
+      for (int64_t v = 0; v < NV; ++v) sums[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
     }
   for (; i < keys; ++i)
-    for (int64_t v = 0; v < NV; ++v) sums[0][v] += splat(key[i]) * loadf(state + i * kMixColumns + v * VW);
+    for (int64_t v = 0; v < NV; ++v) sums[0][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
 #pragma GCC unroll 8
   for (int64_t v = 0; v < NV; ++v) {
     held[v] = sums[0][v];
@@ -259,8 +261,8 @@ PAGELOOM_INLINE void held_by(const float* state, const float* key, int64_t keys,
 }
 
 // S = decay S + k added'; read = S'q.
-PAGELOOM_INLINE void take_over(float* state, const float* key, const float* query, int64_t keys, float decay,
-                               const vf (&added)[NV], vf (&read)[NV]) {
+PAGELOOM_INLINE void take_over(float* state, int64_t stride, const float* key, const float* query, int64_t keys,
+                               float decay, const vf (&added)[NV], vf (&read)[NV]) {
   constexpr int64_t kRows = NV >= 8 ? 1 : 2;
   const vf kept = splat(decay);
   vf sums[kRows][NV] = {};
@@ -269,7 +271,7 @@ PAGELOOM_INLINE void take_over(float* state, const float* key, const float* quer
 #pragma GCC unroll 2
     for (int64_t r = 0; r < kRows; ++r) {
       const vf k = splat(key[i + r]), q = splat(query[i + r]);
-      float* const row = state + (i + r) * kMixColumns;
+      float* const row = state + (i + r) * stride;
 #pragma GCC unroll 8
       for (int64_t v = 0; v < NV; ++v) {
         const vf cell = loadf(row + v * VW) * kept + k * added[v];
@@ -279,7 +281,7 @@ PAGELOOM_INLINE void take_over(float* state, const float* key, const float* quer
     }
   for (; i < keys; ++i)
     for (int64_t v = 0; v < NV; ++v) {
-      float* const row = state + i * kMixColumns + v * VW;
+      float* const row = state + i * stride + v * VW;
       const vf cell = loadf(row) * kept + splat(key[i]) * added[v];
       storef(row, cell);
       sums[0][v] += splat(query[i]) * cell;
@@ -291,9 +293,52 @@ PAGELOOM_INLINE void take_over(float* state, const float* key, const float* quer
   }
 }
 
-void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
-  alignas(64) float state[kMostKeys * kMixColumns];
+// One token through the columns of a head from `column` on; `state`: those of its matrix, rows `stride` apart.
+PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t column, int64_t count, float* state,
+                           int64_t stride) {
+  const float* const mixed = p.mixed + t * p.channels;
+  const int64_t group = head / (p.heads / p.groups);
+  const float *const key = mixed + p.k_at + group * p.keys, *const query = mixed + p.q_at + group * p.keys;
+  const float decay = p.decay[t * p.heads + head], amount = p.amount[t * p.heads + head];
+  vf added[NV], read[NV];
+  for (int64_t v = 0; v < NV; ++v) {
+    const int64_t left = count - v * VW;
+    added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
+  }
+  if (p.kind == MixKind::kDelta) {
+    vf held[NV];
+    held_by(state, stride, key, p.keys, held);
+    for (int64_t v = 0; v < NV; ++v) added[v] -= splat(decay) * held[v];
+  }
+  for (int64_t v = 0; v < NV; ++v) added[v] *= splat(amount);
+  take_over(state, stride, key, query, p.keys, decay, added, read);
+  for (int64_t v = 0; v < NV && v * VW < count; ++v)
+    store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, read[v], count - v * VW);
+}
+
+// All columns of a head for a sequence's one token: its matrix is read and written as it lies.
+void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
+  static thread_local std::vector<float> whole;
+  whole.resize((size_t)(p.keys * p.values));
   const StateSequence& s = p.sequences[sequence];
+  const int64_t size = p.keys * p.values * 4, from = p.start + p.matrices_at + head * size;
+  if (s.read >= 0)
+    StateBytes(p.place, s.read, from).read(whole.data(), size);
+  else
+    memset(whole.data(), 0, (size_t)size);
+  for (int64_t column = 0; column < p.values; column += kMixColumns)
+    go_on(p, s.begin, head, column, kMixColumns, whole.data() + column, p.values);
+  if (s.first_write < p.writes_end(sequence))
+    StateBytes(p.place, p.writes[s.first_write].written, from).write(whole.data(), size);
+}
+
+void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
+  const StateSequence& s = p.sequences[sequence];
+  if (s.end - s.begin == 1 && p.values % kMixColumns == 0) {
+    if (column == 0) recur_once(p, sequence, head);
+    return;
+  }
+  alignas(64) float state[kMostKeys * kMixColumns];
   const int64_t count = p.values - column < kMixColumns ? p.values - column : kMixColumns;
   const int64_t from = p.start + p.matrices_at + (head * p.keys * p.values + column) * 4, rest = (p.values - count) * 4;
   memset(state, 0, (size_t)(p.keys * kMixColumns) * 4);
@@ -301,27 +346,10 @@ void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) 
     StateBytes bytes(p.place, s.read, from);
     for (int64_t i = 0; i < p.keys; ++i) bytes.read(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);
   }
-  const int64_t group = head / (p.heads / p.groups);
   int64_t write = s.first_write;
   const int64_t writes_end = p.writes_end(sequence);
   for (int64_t t = s.begin; t < s.end; ++t) {
-    const float* const mixed = p.mixed + t * p.channels;
-    const float *const key = mixed + p.k_at + group * p.keys, *const query = mixed + p.q_at + group * p.keys;
-    const float decay = p.decay[t * p.heads + head], amount = p.amount[t * p.heads + head];
-    vf added[NV], read[NV];
-    for (int64_t v = 0; v < NV; ++v) {
-      const int64_t left = count - v * VW;
-      added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
-    }
-    if (p.kind == MixKind::kDelta) {
-      vf held[NV];
-      held_by(state, key, p.keys, held);
-      for (int64_t v = 0; v < NV; ++v) added[v] -= splat(decay) * held[v];
-    }
-    for (int64_t v = 0; v < NV; ++v) added[v] *= splat(amount);
-    take_over(state, key, query, p.keys, decay, added, read);
-    for (int64_t v = 0; v < NV && v * VW < count; ++v)
-      store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, read[v], count - v * VW);
+    go_on(p, t, head, column, count, state, kMixColumns);
     if (write < writes_end && p.writes[write].end == t + 1) {
       StateBytes bytes(p.place, p.writes[write++].written, from);
       for (int64_t i = 0; i < p.keys; ++i) bytes.write(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);
