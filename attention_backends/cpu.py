@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -11,6 +11,7 @@ import torch
 
 from attention_backends.build import build, find_cached
 from attention_backends.context import ContextPart
+from attention_backends.cpu_latents import MADE_VALUES, LatentKernels, LatentSizes, Ways, attend_to_latents
 from attention_backends.crew import load_library
 from attention_backends.interface import (
     AttentionBackend,
@@ -19,7 +20,6 @@ from attention_backends.interface import (
     AttentionSpec,
     Capabilities,
     ContextHeads,
-    Latent,
     NativeLayer,
 )
 from attention_backends.toolchain import default_cache_dir, find_compiler
@@ -45,6 +45,8 @@ class CpuMetadata:
     context: ContextPart
     step: int
     """0: cut at every layer; else of this step only, whose tables do not change"""
+    latent_ways: dict[LatentSizes, Ways | None] = field(default_factory=dict)
+    """found at the first layer that keeps latents"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,9 @@ class CpuBackend(AttentionBackend):
         self._native_attention = ops.native_attention.default
         self._merge_parts = ops.merge_parts.default
         self._head_product = ops.head_product.default
+        self._latent_kernels = LatentKernels(
+            self._attend, self.write_kv, self._multiply_heads, self.kv_cache_shape, self._new_step
+        )
         self._native_layer = ops.native_layer.default
         self._native_step = ops.native_step.default
 
@@ -185,30 +190,9 @@ class CpuBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, CpuMetadata)
         if layer.latent is not None:
-            self._attend_to_latents(q, k, out, kv_cache, layer, layer.latent, metadata)
+            attend_to_latents(self._latent_kernels, q, k, out, kv_cache, layer, layer.latent, metadata)
         else:
             self._attend(q, k, v, out, kv_cache, layer, metadata)
-
-    def _attend_to_latents(
-        self,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        kv_cache: torch.Tensor,
-        layer: AttentionLayer,
-        latent: Latent,
-        metadata: CpuMetadata,
-    ) -> None:
-        """Queries take the keys' matrix in, so that rows are keys and values of one head; what they find goes through
-        the values' matrix."""
-        tokens, rank, common = metadata.num_tokens, latent.rank, layer.head_dim - latent.rank
-        of_keys, of_values = latent.heads(layer.num_heads)
-        absorbed = q.new_empty(tokens, layer.num_heads, layer.head_dim)
-        self._head_product(q[:tokens, :, :-common], of_keys, absorbed[..., :rank], False, self._isa)
-        absorbed[..., rank:] = q[:tokens, :, -common:]
-        found = torch.empty_like(absorbed)
-        self._attend(absorbed, rows, rows, found, kv_cache, layer, metadata)
-        self._head_product(found[..., :rank], of_values, out[:tokens], True, self._isa)
 
     def _attend(
         self,
@@ -242,6 +226,14 @@ class CpuBackend(AttentionBackend):
             metadata.context.size,
             metadata.context.rank,
         )
+
+    def _multiply_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, transposed: bool) -> None:
+        self._head_product(x, weight, out, transposed, self._isa)
+
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
+        """Keys and values that are made of latents, and their pages."""
+        sizes = (layer.latent.weight.element_size() for layer in layers if layer.latent is not None)
+        return 4 * MADE_VALUES * max(sizes, default=0)
 
     def merge_parts(self, found: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         self._merge_parts(found, sinks, out, self._isa)

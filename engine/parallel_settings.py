@@ -77,7 +77,8 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     if model.facts.states:
         _refuse_asked(config, f"layers of {model.facts.family} keep states", _STATES)
     if model.facts.keeps_latents:
-        _refuse_asked(config, f"layers of {model.facts.family} keep latents", _LATENTS)
+        instead = ", or with model_impl='transformers', which keeps keys and values in their place"
+        _refuse_asked(config, f"layers of {model.facts.family} keep latents", _LATENTS, instead)
     if model.spec is not None or config.parallel.tensor == 1:
         return
     from engine.models.fallback.division import check_library_divided
@@ -93,7 +94,7 @@ _STATES = ("speculative_config", "tensor_parallel_size, pipeline_parallel_size",
 _LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
 
 
-def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str]) -> None:
+def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:
     ranks = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
     asked = {
         "speculative_config": config.scheduler.speculation.method is not None,
@@ -106,7 +107,7 @@ def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str]) -> None
     for name in names:
         if asked[name]:
             where = "on CPUs alone" if name == "device" else "without it"
-            raise UnsupportedModelError(f"{name}: {what}, which are served {where} yet")
+            raise UnsupportedModelError(f"{name}: {what}, which are served {where} yet{instead}")
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

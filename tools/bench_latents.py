@@ -1,8 +1,9 @@
 """Measures latent attention on a CPU against this machine's ceilings: reading the rows (GB/s beside a plain sum over a
 buffer of the same size) and multiplying (GFLOP/s beside the library's float32 matmul, in alternation).
 
-The shape is DeepSeek-V2-Lite's and GLM-4.7-Flash's: 16 or 20 heads over rows of 512 + 64 numbers. "attention" is the
-call over pages alone, "layer" all of it, with the products of queries and of what they find. JSON comes last.
+Shapes are DeepSeek-V2-Lite's and GLM-4.7-Flash's: 16 or 20 heads over rows of 512 + 64 numbers. "attention" is the call
+over pages alone, with queries that have taken the keys' matrix in; "layer" is all of it, by the way that the backend
+chooses. JSON comes last.
 
     python tools/bench_latents.py [--threads N] [--seconds S] [--isa ISA]
 """

@@ -10,12 +10,14 @@ namespace {
 using namespace pageloom;
 
 constexpr int64_t kProductRows = 8;  // that are widened at once
-constexpr int kProductCols = 2;      // vectors of outputs, or outputs, that stay in registers
 #if defined(__AVX512F__)
-constexpr int kProductStep = 8;  // rows of them
+constexpr int kProductStep = 8;  // rows that stay in registers
 #else
 constexpr int kProductStep = 4;
 #endif
+// Vectors of outputs, or outputs, of so many rows. One row's wait for memory: whole lines, and several of them.
+template <int R>
+constexpr int kProductCols = R == 1 ? 8 : 2;
 
 template <class T>
 PAGELOOM_INLINE vf widen(const typename T::Storage* p) {
@@ -74,15 +76,16 @@ void product_along(const float* x, const typename T::Storage* w, int64_t row, in
 
 template <class T, int R>
 void product_rows(const HeadProduct& p, const float* x, const typename T::Storage* w, float* y) {
+  constexpr int C = kProductCols<R>;
   int64_t c = 0;
   if (p.transposed) {
-    for (; c + kProductCols <= p.outs; c += kProductCols)
-      product_along<T, R, kProductCols>(x, w + c * p.row_stride, p.row_stride, p.depth, y + c, kMaxHeadDim);
+    for (; c + C <= p.outs; c += C)
+      product_along<T, R, C>(x, w + c * p.row_stride, p.row_stride, p.depth, y + c, kMaxHeadDim);
     for (; c < p.outs; ++c) product_along<T, R, 1>(x, w + c * p.row_stride, p.row_stride, p.depth, y + c, kMaxHeadDim);
     return;
   }
-  for (; c + kProductCols * VW <= p.outs; c += kProductCols * VW)
-    product_across<T, R, kProductCols>(x, w + c, p.row_stride, p.depth, y + c, kMaxHeadDim);
+  for (; c + C * VW <= p.outs; c += C * VW)
+    product_across<T, R, C>(x, w + c, p.row_stride, p.depth, y + c, kMaxHeadDim);
   for (; c + VW <= p.outs; c += VW) product_across<T, R, 1>(x, w + c, p.row_stride, p.depth, y + c, kMaxHeadDim);
   for (; c < p.outs; ++c)
     for (int i = 0; i < R; ++i) {

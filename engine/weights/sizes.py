@@ -34,6 +34,8 @@ _FLOATS = {Kind.MXFP4: Format.MXFP4, Kind.EXPERTS: Format.MXFP4, Kind.NVFP4: For
 _FLOAT8_GROUP = 128
 _IN_16_BITS = ("per_layer_token_embd.weight", "layer_output_scale.weight")
 """tensors of GGUF files that have 16 bits in memory, whatever the file has"""
+_KV_B = ".kv_b_proj.weight"
+"""and of other checkpoints, because whoever attends to latents multiplies with it"""
 
 
 def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, place: Place | None) -> int:
@@ -68,7 +70,9 @@ def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec,
         matrices, used = stored_matrices(files.headers, stored, files.integers)
         plain = [header.shape for name, header in files.headers.items() if name not in used]
     total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes, place) for shape in plain)
-    return total + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in matrices)
+    dense = [2 * prod(matrix.shape) for matrix in matrices if matrix.name.endswith(_KV_B)]
+    others = (matrix for matrix in matrices if not matrix.name.endswith(_KV_B))
+    return total + sum(dense) + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in others)
 
 
 def _shape_of(matrix: StoredMatrix) -> tuple[int, ...]:

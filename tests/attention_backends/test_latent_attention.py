@@ -10,6 +10,7 @@ import torch
 from paged_case import PADDING, Case
 
 from attention_backends.cpu import ISAS, CpuBackend, Isa
+from attention_backends.cpu_latents import LatentSizes, split
 from attention_backends.interface import AttentionBackend, AttentionLayer, Latent
 from attention_backends.reference import ReferenceBackend
 
@@ -75,23 +76,23 @@ def test_every_isa_and_dtype_gives_the_equation(cpu_backend: Prepared, isa: Isa,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "sizes",
-    [(512, 64, 128, 128), (512, 64, 192, 256), (256, 64, 64, 128), (40, 8, 16, 24), (8, 8, 8, 8), (24, 16, 10, 7)],
+    ("heads", "sizes"),
+    [
+        (16, (512, 64, 128, 128)),
+        (5, (512, 64, 192, 256)),
+        (8, (256, 64, 64, 128)),
+        (1, (40, 8, 16, 24)),
+        (7, (8, 8, 8, 8)),
+        (4, (24, 16, 10, 7)),
+    ],
     ids=str,
 )
-def test_sizes_of_models(cpu_backend: Prepared, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    rank, common, made, value_dim = sizes
-    for heads in (1, 5, 16):
-        case = LatentCase(
-            [(1, 40), (9, 290)],
-            num_heads=heads,
-            dtype=dtype,
-            rank=rank,
-            common=common,
-            made=made,
-            value_dim=value_dim,
-        )
-        assert_matches_oracle(case, cpu_backend("auto"))
+def test_sizes_of_models(
+    cpu_backend: Prepared, heads: int, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    names = dict(zip(("rank", "common", "made", "value_dim"), sizes, strict=True))
+    case = LatentCase([(1, 40), (9, 290), (70, 70)], num_heads=heads, dtype=dtype, **names)
+    assert_matches_oracle(case, cpu_backend("auto"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,6 +101,25 @@ def test_block_sizes_and_gaps(cpu_backend: Prepared, block_size: int, dtype: tor
     case = LatentCase([*LENGTHS, (1, 700)], block_size=block_size, dtype=dtype, apart=64)
     for isa in cpu_backend("auto").supported_isas:
         assert_matches_oracle(case, cpu_backend(isa))
+
+
+def test_each_sequence_goes_the_way_that_multiplies_less(
+    cpu_backend: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode and the end of a long prompt with absorbed queries, a whole prompt with keys and values that are made:
+    of all heads at once, and of one after another where they do not fit; of none where not even one fits."""
+    case, backend = LatentCase([(1, 300), (120, 120), (5, 261)], num_heads=3, dtype=torch.bfloat16), cpu_backend("auto")
+    sizes = LatentSizes(rank=64, common=16, made=24, value=40)
+    for room, made in ((1 << 23, [*range(1, 121)]), (120 * 40, [*range(1, 121)]), (119 * 40, None)):
+        monkeypatch.setattr("attention_backends.cpu_latents.MADE_VALUES", room)
+        ways = split(backend.build_metadata(case.batch(case.block_tables())), case.block_size, sizes, lambda: 0)
+        if made is None:
+            assert ways is None
+        else:
+            assert ways is not None and ways[0] is not None
+            assert ways[1].tokens.tolist() == made
+            assert ways[0].tokens.tolist() == [0, *range(121, 126)]
+        assert_matches_oracle(case, backend)
 
 
 def test_a_token_takes_one_row_of_the_cache(cpu_backend: Prepared) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, det
 class Subject:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.oracle = GreedyOracle(save_tiny("DeepseekV3", path), PROMPTS, TOKENS)
+        self.model = save_tiny("DeepseekV3", path)
+
+    @cached_property
+    def oracle(self) -> GreedyOracle:
+        return GreedyOracle(self.model, PROMPTS, TOKENS)
 
     def check(self, llm: LLM) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
